@@ -1,4 +1,4 @@
-"""Tells a mount what a program will read: the client of a mount's control socket.
+"""The client of a mount's control socket: it announces which files a program will read.
 
     from diesel_fs.mounts.plans.control import Control, explicit
 
@@ -11,9 +11,8 @@ and the mount pushes them into the kernel's page cache ahead of the reader. File
 indices in the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is
 refused. CONTROL.md describes the messages.
 
-The client is small and blocking: sockets, and no thread of its own. Any thread may use a `Control`;
-requests are sent one at a time. After a fork the child opens a connection of its own with its first
-request.
+The client is blocking, and starts no thread. Any thread may use a `Control`; requests are sent one
+at a time. After a fork the child opens a connection of its own with its first request.
 """
 
 import os
@@ -86,8 +85,8 @@ def drawn(
 class Control:
     """A connection to the control socket of a mount (see the module). Made by `connect`.
 
-    Every method raises the DieselError that the mount answers: UsageError for what has no meaning,
-    ConflictError for another dataset or version; DeadlineError where no answer comes.
+    Every method raises the DieselError in the mount's answer: UsageError for a request without
+    meaning, ConflictError for another dataset or version; and DeadlineError if no answer arrives.
     """
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
@@ -108,9 +107,9 @@ class Control:
         identity: str | None = None,
         version: int | None = None,
     ) -> Self:
-        """Connect to the mount at a folder.
+        """Connects to the mount at a folder.
 
-        `identity` and `version` are those of the snapshot that plans are made from; without them,
+        `identity` and `version` are those of the snapshot that plans are made from, by default
         those of the mount. Raises UsageError, PermissionDenied.
         """
         control = cls(os.fspath(mountpoint), identity, version)
@@ -137,11 +136,11 @@ class Control:
     def announce(
         self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
     ) -> None:
-        """Announce a stream and the epochs that it will read (`explicit`, `drawn`). A stream of the
-        same name is replaced.
+        """Announces a stream and the epochs that it will read (`explicit`, `drawn`). It replaces a
+        stream of the same name.
 
-        `tentative`: push nothing before the order is seen to be followed. `lag_entries`: how far
-        apart in the order the stream's workers may read; 0 where that is not known.
+        With `tentative`, nothing is pushed until the reader has been seen to follow the order.
+        `lag_entries` is how far apart in the order the stream's workers may read; 0 if unknown.
         """
         first, rest = _split(epochs)
         self._ask(
@@ -151,12 +150,13 @@ class Control:
         self._extend(stream, rest)
 
     def extend(self, stream: str, epochs: Epochs) -> None:
-        """Add epochs. A first one with the number of the last announced one is appended to that."""
+        """Adds epochs. If the first one has the number of the last announced epoch, it is appended
+        to that."""
         first, rest = _split(epochs)
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Replace an announced epoch, from a position on."""
+        """Replaces an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
@@ -172,17 +172,17 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """Remove a stream: it will not be read any more."""
+        """Removes a stream, which will not be read any more."""
         self._ask({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
-        """Say which position the stream reads next, in its current epoch or in the one named."""
+        """Reports which position the stream reads next, in its current epoch or in a named one."""
         named: Message = {} if epoch is None else {"epoch": epoch}
         self._ask({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Set the same value for entries: of those that no plan names, the page cache drops the
-        least valuable first. A finite number that is not negative."""
+        """Sets one value for all these entries: a finite number that is not negative. Of the
+        entries that no plan names, the page cache drops the least valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._ask(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -198,12 +198,12 @@ class Control:
         benefit: float = 1.0,
         substitutes: bool = False,
     ) -> int:
-        """Set the values of entries, one for each: finite numbers that are not negative. Returns
+        """Sets the values of entries, one for each: finite numbers that are not negative. Returns
         how many jobs have set any.
 
-        Several jobs that use the mount give their names, and by how many times their batches come
-        faster with its cache (`benefit`): their values are merged. `substitutes`: the job takes
-        entries of low importance that are resident for others.
+        If several jobs use the mount, each gives its name, and how many times faster its batches
+        arrive with the cache (`benefit`); their values are merged. With `substitutes`, the job
+        accepts other resident entries instead of entries of low importance.
         """
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
@@ -225,8 +225,8 @@ class Control:
         return self._resident("resident", entries, ENTRIES_PER_FRAME)
 
     def check(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
-        """As `resident`, after the mount has asked the kernel, which may have freed some of them.
-        The mount needs some 10 us for each."""
+        """As `resident`, after the mount has queried the kernel, which may have freed some of them.
+        That takes some 10 us for each entry."""
         return self._resident("check", entries, CHECK_ENTRIES_MAX)
 
     def _resident(self, do: str, entries: EntryOrder, entries_max: int) -> npt.NDArray[np.bool_]:
@@ -248,7 +248,7 @@ class Control:
         return found
 
     def close(self) -> None:
-        """Close the connection. Plans stay in force unless they are withdrawn before."""
+        """Closes the connection. Plans stay in force unless they are withdrawn before."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -269,7 +269,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _ask(self, message: Message) -> Message:
-        """Send a request and return its answer. Raises the error that the mount answers."""
+        """Sends a request and returns its answer. Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -280,7 +280,7 @@ class Control:
         return answer
 
     def _open(self) -> None:
-        """Connect and exchange hellos. A connection inherited by a fork is only closed here."""
+        """Connects and exchanges hellos. A connection inherited by a fork is only closed here."""
         self.close()
         self._owner = os.getpid()
         self._socket = _connect(self._mountpoint)
@@ -303,7 +303,7 @@ class Control:
                 )
             return unpack(self._receive(length), ANSWER_ITEMS_MAX)
         except BaseException as error:
-            self.close()  # the next answer on it could be the one to this request
+            self.close()  # its next answer could belong to this request
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
                     f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
@@ -331,7 +331,7 @@ class Control:
 def _connect(mountpoint: str) -> socket.socket:
     path = os.path.join(mountpoint, ".diesel", "control")
     try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container it lies in the link's place
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container the socket is there itself
             path = os.readlink(path)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error
@@ -354,8 +354,8 @@ def _parts(entries: EntryOrder, entries_max: int) -> "list[npt.NDArray[np.int64]
 
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
-    """Epochs for the first message, and for each `extend` behind it: as many entries as a frame
-    takes. An epoch that is cut loses its bounds, which would be positions in the whole of it."""
+    """Divides epochs among the first message and each `extend` after it, by the entries that fit a
+    frame. An epoch that is cut loses its bounds, which are positions in the whole epoch."""
     frames: list[list[Value]] = [[]]
     left_bytes = frame_bytes = 4 * ENTRIES_PER_FRAME
     for epoch in epochs:

@@ -1,13 +1,13 @@
-"""Serves the control socket of a mount, and limits who may use it, how long, and for how much.
+"""Serves the control socket of a mount, and limits its clients.
 
 Over this socket, other programs announce which files they will read. It lies in a private folder of
-the user (CONTROL.md). Only the user that the mount's daemon runs as, and root, get answers; if the
-mount is for other users too, everybody does who reaches the socket. The server passes requests on
-to the prefetch worker, where `commands.py` carries them out. A client that breaks a limit or sends
-other bytes than frames is disconnected, with one line in the log; other clients do not notice.
+the user (CONTROL.md). It answers only root and the user that the mount's daemon runs as; if the
+mount is for other users too, everyone who can reach the socket. The server passes requests on to
+the prefetch worker, where `commands.py` carries them out. A client that exceeds a limit or sends
+malformed frames is disconnected, with one line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
-their order. Everything has a deadline but the wait for a client's next request.
+their order. Everything has a deadline except the wait for a client's next request.
 """
 
 import logging
@@ -40,15 +40,15 @@ CONNECTIONS_MAX = 64
 """Enough for 16 ranks with a few processes each. Idle connections may stay."""
 
 FRAME_DEADLINE_S = 10.0
-"""How long a client may take to send the rest of a frame after its first byte, or to take an
+"""How long a client may take to send the rest of a frame after its first byte, or to receive an
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""How long the prefetch worker may take to answer; it may be busy with what has come."""
+"""How long the prefetch worker may take to answer; it may be busy with earlier messages."""
 
 LARGE_BYTES = 1 << 20
-"""Larger frames are received one at a time over all connections, so that many of them do not fill
-the memory."""
+"""Larger frames are received one at a time over all connections, so that they do not fill the
+memory."""
 
 _PEER = struct.Struct("3i")  # process, user, group
 
@@ -66,10 +66,11 @@ class ControlSocket:
         any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello`: what the mount says of itself in the answer to a client's first message.
-        `stats` returns the mount's statistics; `link` leads to the prefetch worker. `any_user`:
-        users need not be the daemon's, as in a container to which the socket is shown; the folder
-        keeps others out."""
+        """`hello` has the facts about the mount in the answer to a client's first message. `stats`
+        returns the mount's statistics; `link` leads to the prefetch worker. With `any_user`,
+        clients may be other users, for example in a container that the socket is shown to; the
+        folder keeps others out.
+        """
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
@@ -88,7 +89,7 @@ class ControlSocket:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Set the hello that later clients get."""
+        """Sets the hello that later clients get."""
         self._hello = hello
 
     @property
@@ -97,12 +98,12 @@ class ControlSocket:
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Make the socket, and remove those of killed daemons. Raises DieselError."""
+        """Makes the socket, and removes those of killed daemons. Raises DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             remove_dead_sockets(self._folder)
             with open_private(self._folder) as folder:
-                # Another daemon would remove a socket of the final name that nobody listens on.
+                # Another daemon would remove a socket that has its final name but no listener yet.
                 temporary = f".new-{self._name}"
                 listener.bind(short_path(folder, temporary))
                 os.chmod(short_path(folder, temporary), 0o600 if self._users else 0o666)
@@ -116,7 +117,7 @@ class ControlSocket:
         self._socket = listener
 
     def close(self) -> None:
-        """Remove the socket."""
+        """Removes the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -124,7 +125,7 @@ class ControlSocket:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
-        """Serve clients until this task is cancelled."""
+        """Serves clients until this task is cancelled."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)
@@ -139,7 +140,6 @@ class ControlSocket:
                 nursery.start_soon(self._serve_client, accepted)
 
     async def _serve_client(self, accepted: trio.socket.SocketType) -> None:
-        """Serve one connection to its end."""
         self._connections += 1
         stream = trio.SocketStream(accepted)
         try:
@@ -228,7 +228,7 @@ class ControlSocket:
             )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
-            # The worker's last report, and its answer of now, which has fewer keys.
+            # The worker's last report, and its present answer, which has fewer keys.
             reported, current = stats.get("residency"), answer.get("residency")
             if isinstance(reported, dict) and isinstance(current, dict):
                 stats["residency"] = {**reported, **current}
@@ -251,7 +251,7 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Receive until `body` has `length` bytes. Raises CorruptError where the connection ends
+    """Receives until `body` has `length` bytes. Raises CorruptError if the connection ends
     before."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))

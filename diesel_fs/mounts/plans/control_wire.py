@@ -20,11 +20,11 @@ PROTOCOL = 1
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
 )
-"""What a client may ask for, after its hello."""
+"""The requests that a client may send after its hello."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""2 million entries; longer epochs are sent in parts (`extend`). The mount's server, which receives
-it, cannot answer the kernel meanwhile: for 10 ms; it would be 400 ms for a frame of 32 MiB."""
+"""2 million entries; longer epochs are sent in parts (`extend`). While the mount's server receives
+a frame, it cannot answer the kernel: for 10 ms; it would be 400 ms for a frame of 32 MiB."""
 
 HELLO_BYTES_MAX = 4096
 """The limit of the first message, which shows that a client speaks this protocol."""
@@ -35,10 +35,10 @@ CHECK_ENTRIES_MAX = 4096
 50 ms."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""Entries that a client puts into one frame: half of what fits."""
+"""Entries that a client puts into one frame: half of the entries that fit."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
-"""The same where each entry has a value of 4 bytes."""
+"""The same if each entry has a value of 4 bytes."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
@@ -54,7 +54,7 @@ def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint
 
 
 def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
-    """The importance of so many entries: one number for all in the field `importance`, or one for
+    """The importance of `count` entries: one number for all in the field `importance`, or one for
     each in `importances`. Raises UsageError for NaN, infinite and negative numbers."""
     if "importances" not in fields:
         found = np.full(count, fields.number("importance"), np.float64).astype(np.float32)
@@ -78,7 +78,7 @@ def pack_entries(entries: EntryOrder) -> Message:
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch out of a message's fields: either its entries, or the parameters of a shuffle, which
+    """An epoch from a message's fields: either its entries, or the parameters of a shuffle, which
     is drawn here. Raises UsageError."""
     number = fields.integer("epoch")
     exact = fields.flag("exact", True)

@@ -2,15 +2,16 @@
 
 A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py`):
 `.diesel/filelist`, and `.diesel/shuffle/<name>` for named parameters. When a program reads one,
-this module tells the prefetch worker, which announces the order as a stream (`commands.py`).
+this module reports that to the prefetch worker, which announces the order as a stream
+(`commands.py`).
 
 It also decides which epoch `.diesel/filelist` shows: the next one, once a program has read the
 files of the current one to the end. The worker knows that, since it watches the opens of some files
-(`mounts/prefetch/stream_tracker.py`). In a mount without a worker, the kernel's OPEN requests tell:
-the epoch is at its end when the last file has been opened, and half of the list's last files.
+(`mounts/prefetch/stream_tracker.py`). In a mount without a worker, the kernel's OPEN requests show
+it: the epoch is at its end when the last file has been opened, and half of the list's last files.
 
-Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, as long as
-the deadlines here say.
+Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
+the deadlines below.
 """
 
 from dataclasses import replace
@@ -25,12 +26,12 @@ from ..tree.dot_diesel import ListObserver, ListRef
 
 LOOK_DEADLINE_S = 1.0
 """How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a
-chunk. Without the worker's answer, a program that reads the list again could get the order that it
-has just read."""
+chunk. Without its answer, a program that reads the list again could get the order that it has just
+read."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has dropped its pages of the list. If it takes
-longer, nobody notices the next reading of the list, and nothing is pushed ahead for it."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. If that takes
+longer, the next reading of the list stays unnoticed, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
@@ -45,7 +46,7 @@ def stream_name(ref: ListRef) -> str:
 
 
 class ListPlans(ListObserver):
-    """What the mount tells of its lists goes here."""
+    """The observer of lists in a mount's server (see the module)."""
 
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None
@@ -61,7 +62,7 @@ class ListPlans(ListObserver):
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
     def connect_worker(self, link: WorkerLink) -> None:
-        """The prefetch worker has begun: tell it of lists from now on."""
+        """From now on, reports lists to the prefetch worker, which has begun."""
         self._link = link
 
     def switch_version(self, version: int) -> None:
@@ -85,13 +86,13 @@ class ListPlans(ListObserver):
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list is looked up: have the kernel drop its pages, so that the next reading of it is a
-        READ request, which this process sees."""
+        """Makes the kernel drop the pages of a list that is looked up, so that the next reading is
+        a READ request, which this process sees."""
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
-        """A program reads a list: have its order announced, unless the list is of an old
-        version."""
+        """Makes the worker announce the order of a list that a program reads, unless the list
+        belongs to an old version."""
         if ref.version != self._version:
             return
         if ref.by_filelist and ref.name == self._name:
@@ -116,7 +117,7 @@ class ListPlans(ListObserver):
                 self._begin(self._name.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
-        """Show the list of this epoch from now on, if it is a later one."""
+        """Shows the list of this epoch from now on, if it is a later one."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)

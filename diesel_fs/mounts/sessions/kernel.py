@@ -6,10 +6,10 @@ in the kernel's cache is opened, read and closed without any request; another on
 
 `protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
 
-Concurrency: trio. One task reads the device and answers at once every request that need not wait;
-a request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
-touches its own mount, and never does what can wait for a page lock: another process pushes and
-drops pages (`daemon/prefetch_worker.py`).
+Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
+request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
+touches its own mount, and never makes a call that can wait for a page lock: another process pushes
+and drops pages (`daemon/prefetch_worker.py`).
 """
 
 import errno
@@ -40,7 +40,7 @@ log = logging.getLogger("diesel.mount")
 INIT_DEADLINE_S = 5.0
 
 KILLED_LOOK_S = 0.05
-"""How often a request whose thread got a signal looks whether the thread is killed."""
+"""How often a task checks whether the interrupted thread of a request has been killed."""
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
@@ -77,11 +77,11 @@ def _pieces(content: Content) -> Sequence[Bytes]:
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
-"""The name and the handler of requests that the session does not know."""
+"""The name and the handler of unknown requests."""
 
 
 class _Waiting(NamedTuple):
-    """A request that waits: the thread that made it, what ends it, and what it waits for."""
+    """A request that waits: its thread, the scope that ends it, and the observer of its causes."""
 
     thread: int
     scope: trio.CancelScope
@@ -128,7 +128,7 @@ class KernelSession:
                 Op.STATFS: self._statfs,
                 Op.READDIRPLUS: self._readdirplus,
                 Op.READDIR: _refuse(errno.ENOSYS),  # the session has negotiated READDIRPLUS
-                Op.IOCTL: _refuse(errno.ENOTTY),  # Python's `open` asks whether it is a terminal
+                Op.IOCTL: _refuse(errno.ENOTTY),  # Python's `open` checks for a terminal
                 **dict.fromkeys((Op.RELEASE, Op.RELEASEDIR, Op.DESTROY), lambda *_: b""),
                 Op.INTERRUPT: self._interrupt,
                 **dict.fromkeys(_REFUSED_ONCE, _refuse(errno.ENOSYS)),
@@ -138,7 +138,7 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Mounts, and negotiates with the kernel what both can do.
+        """Mounts, and negotiates the protocol with the kernel.
 
         Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
         kernel lacks something.
@@ -152,7 +152,7 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Answers INIT. Raises SessionUnsupported, also if INIT does not come."""
+        """Answers INIT. Raises SessionUnsupported, also if INIT does not arrive."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
@@ -179,7 +179,6 @@ class KernelSession:
         self.negotiated = f"FUSE {offer.major}.{minor}: {flags.name}"
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """See `Session`."""
         started()
         buffer = memoryview(bytearray(protocol.REQUEST_BYTES))
         wait, device = RequestWait(lambda: not self._waiting), self._device
@@ -199,7 +198,7 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Reads one request into `buffer` and answers it. False where the mount has ended."""
+        """Reads one request into `buffer` and answers it. Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
@@ -212,13 +211,11 @@ class KernelSession:
         return True
 
     def close(self) -> None:
-        """See `Session`."""
         if self._device >= 0:
             os.close(self._device)
             self._device = -1
 
     def clone(self) -> int:
-        """See `Session`."""
         return syscalls.clone(self._device)
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
@@ -232,8 +229,7 @@ class KernelSession:
     ) -> None:
         """Connects the prefetch worker. From now on the session calls `on_miss` with entries whose
         content the kernel did not have, and `on_forget` with entries that it has forgotten. It
-        holds READs of entries that `push_status` says are pushed soon.
-        """
+        holds READs of entries that are pushed soon, by `push_status`."""
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()
@@ -271,7 +267,7 @@ class KernelSession:
                 self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """Writes a reply. That the request was withdrawn meanwhile is no error."""
+        """Writes a reply. The kernel may have withdrawn the request meanwhile; that is no error."""
         header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
@@ -282,7 +278,7 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ at once from memory, else in a task, so that it delays no other."""
+        """Answers a READ at once from memory, or in a task, so that it delays no other."""
         unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
@@ -328,9 +324,8 @@ class KernelSession:
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
     ) -> None:
-        """Starts the task that answers, at the latest when `serve` begins. INTERRUPT can end it
-        from now on, also before it runs.
-        """
+        """Starts the task that answers, at the latest when `serve` begins. From now on INTERRUPT
+        can end it, even before it runs."""
         unique, node = request.unique, request.node
         cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
         wait = self._waits.begin(request.thread, cause, self._begun_s)
@@ -371,9 +366,9 @@ class KernelSession:
         """Ends a request whose thread was killed, with EINTR. INTERRUPT itself gets no reply.
 
         The kernel sends it after any signal, also one that the thread handles, or that stops it for
-        a while. Then the request goes on, since EINTR would fail the read of a sound file (with EIO
-        in a native mount). The kernel tells of the first signal alone, so a task looks whether the
-        thread is killed later.
+        a while. Then the request goes on, since EINTR would fail the read of an intact file (with
+        EIO in a native mount). The kernel reports only the first signal, so a task checks whether
+        the thread is killed later.
         """
         unique = protocol.parse_interrupt(message)
         if unique in self._waiting and self._nursery is not None:

@@ -1,9 +1,9 @@
 """The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31,
-which is Linux 5.4, and later). A notification is a message to the kernel that answers no request:
-it changes what the kernel keeps. Pure: bytes in, values out. A message that contradicts its own
-header raises `Malformed`; the session drops that message and goes on.
+It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h`
+(version 7.31 of Linux 5.4, and later). A notification is a message to the kernel that answers no
+request: it changes the kernel's caches. Pure: bytes in, values out. A message that contradicts its
+own header raises `Malformed`; the session drops that message and goes on.
 """
 
 import struct
@@ -56,7 +56,8 @@ class Flag(IntFlag):
 
 
 NEEDED = Flag.NO_OPEN_SUPPORT | Flag.NO_OPENDIR_SUPPORT | Flag.DO_READDIRPLUS
-"""Without these the kernel asks at each open, and the kernel session is no better than pyfuse3."""
+"""Without these the kernel sends a request at each open, and the kernel session is no better than
+pyfuse3."""
 
 WANTED = NEEDED | Flag.ASYNC_READ | Flag.PARALLEL_DIROPS | Flag.MAX_PAGES | Flag.CACHE_SYMLINKS
 
@@ -105,16 +106,16 @@ class Malformed(Exception):
 
 
 class RequestHeader(NamedTuple):
-    """The fields of a request's header that are used; the body follows it."""
+    """The used fields of a request's header; the body follows it."""
 
     op: int
     unique: int  # the number of the request, which its reply repeats
     node: int
-    thread: int  # whose system call made the request; 0 where we cannot see it
+    thread: int  # the thread that made the request; 0 if it is invisible to us
 
 
 class Offer(NamedTuple):
-    """What the kernel offers in its INIT."""
+    """The kernel's offer in its INIT."""
 
     major: int
     minor: int
@@ -122,7 +123,7 @@ class Offer(NamedTuple):
 
 
 def parse_header(message: memoryview) -> RequestHeader:
-    """The header of a message. Raises Malformed."""
+    """Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
@@ -132,20 +133,18 @@ def parse_header(message: memoryview) -> RequestHeader:
 
 
 class ReadRequest(NamedTuple):
-    """The fields of a READ that are used."""
+    """The used fields of a READ."""
 
     unique: int
     node: int
     offset: int
     size: int
-    thread: int  # that reads; 0 where we cannot see it
+    thread: int  # the thread that reads; 0 if it is invisible to us
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """A READ, parsed in one step since it is the most frequent request; None for any other.
-
-    Raises Malformed.
-    """
+    """A READ, parsed in one step since it is the most frequent request; None for any other. Raises
+    Malformed."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
     length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
@@ -163,7 +162,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
-    """The name that a LOOKUP asks for. Raises Malformed."""
+    """The name in a LOOKUP. Raises Malformed."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
@@ -179,8 +178,7 @@ def parse_read(message: memoryview) -> tuple[int, int]:
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
     """The nodes of a FORGET or BATCH_FORGET, and how many references the kernel drops of each.
-    Raises Malformed.
-    """
+    Raises Malformed."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
@@ -196,7 +194,7 @@ def parse_interrupt(message: memoryview) -> int:
 
 
 def open_answer(handle: int) -> bytes:
-    """The reply to an OPEN; the kernel keeps the pages that it has of the file.
+    """The reply to an OPEN; the kernel keeps its pages of the file.
 
     It makes no request when a descriptor is closed. If the server itself has the file open and is
     killed, that request would wait for ever, since the exiting process still holds the connection.
@@ -210,7 +208,7 @@ def parse_release(message: memoryview) -> int:
 
 
 def parse_init(message: memoryview) -> Offer:
-    """What the kernel offers in an INIT. Raises Malformed."""
+    """Raises Malformed."""
     major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, Flag(flags))
 
@@ -254,8 +252,7 @@ def entry_answer(
     common: CommonAttributes,
 ) -> bytes:
     """The reply to a LOOKUP; node 0 says that the name does not exist. The kernel may keep the name
-    for `name_valid_s`, the attributes for `valid_s`.
-    """
+    for `name_valid_s`, the attributes for `valid_s`."""
     attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
@@ -263,7 +260,6 @@ def entry_answer(
 def attributes_answer(
     node: int, mode: int, size: int, mtime_ns: int, valid_s: int, common: CommonAttributes
 ) -> bytes:
-    """The reply to a GETATTR."""
     return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, common))
 
 
@@ -284,10 +280,7 @@ def reply_header(unique: int, size: int, number: int = 0) -> bytes:
 
 def invalidate_node(node: int) -> bytes:
     """A notification: the kernel drops the pages and attributes of a node, or the listing of a
-    folder.
-
-    The names in a folder stay.
-    """
+    folder. The names in a folder stay."""
     return invalidate_pages(node, 0, 0)
 
 

@@ -1,19 +1,18 @@
 """The portable session: pyfuse3, and so libfuse. It is the fallback, and the reference in tests.
 
-pyfuse3 does not hand the inode number to `read`, so files are opened by OPEN: to open, read and
+pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: to open, read and
 close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
-which the kernel does not ask for them again. The pages and names that the kernel keeps are valid
-for ever.
+which the kernel does not request them again. The kernel's pages and names are valid for ever.
 
-pyfuse3 takes what it needs of trio from its own attribute `trio`, so that its asyncio mode can put
+pyfuse3 takes its parts of trio from its own attribute `trio`, so that its asyncio mode can put
 another module there. Its lock and its wait for the kernel, needed for each request, cost more than
-most replies. So `installed` puts a `TrioStandIn` there, in which a task that comes back for the
-lock gets it without waiting for its turn, and `RequestWait` waits for the kernel.
+most replies. So `installed` puts a `TrioStandIn` there: a task that comes back for the lock gets it
+without waiting for its turn, and `RequestWait` waits for the kernel.
 
 Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
 Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
-handing it over. So the objects that replies are written into are reused: pyfuse3 copies them before
-another task runs. A process has one session, because pyfuse3 keeps its state in globals.
+returning it. So the reply objects are reused: pyfuse3 copies them before another task runs. A
+process has one session, because pyfuse3 keeps its state in globals.
 """
 
 import errno
@@ -43,7 +42,7 @@ TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
 
 PART_ENTRIES = 1024
-"""Children of a folder that are made ready together; one READDIR reply holds 24 to some 6,000."""
+"""Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
 """Parts that are kept, so that many readers can list large folders at once."""
@@ -54,7 +53,8 @@ between the kernel's "readable" and read(2), which then blocks the loop until th
 comes; the signal ends it with EINTR, which pyfuse3 expects."""
 
 _UNSEEN = 0
-"""The thread of all requests, for the count of who waits: pyfuse3 does not say who reads."""
+"""The thread of all requests, for the count of waiting readers: pyfuse3 does not name the
+thread."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -103,7 +103,7 @@ class _Operations(pyfuse3.Operations):
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """The exception to raise in the place of any that a handler raised.
+        """The exception to raise instead of any error of a handler.
 
         pyfuse3 lets only FUSEError through: any other exception would end the mount.
         """
@@ -190,7 +190,7 @@ class _Operations(pyfuse3.Operations):
 
     @contextmanager
     def _waiting(self, cause: WaitCause, begun_s: float) -> Iterator[None]:
-        """Counts a request that waits meanwhile, and lets it be told for what."""
+        """Counts a request while it waits, and observes its causes."""
         wait = self.vfs.waits.begin(_UNSEEN, cause, begun_s)
         try:
             with observer_set(wait):
@@ -267,7 +267,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """The part of a folder of the dataset that has child `position`; None: there is none."""
+        """The part of a folder of the dataset that has child `position`; None if there is none."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -307,7 +307,7 @@ class _Operations(pyfuse3.Operations):
 
 
 def _listing(position: int, found: ChildColumns) -> Listing:
-    """The columns as Python values, of which pyfuse3 makes a reply."""
+    """The columns as Python values, from which pyfuse3 makes a reply."""
     bounds = (found.name_start - found.name_start[0]).tolist()
     letters = found.names[found.name_start[0] : found.name_start[-1]].tobytes()
     return Listing(
@@ -323,7 +323,7 @@ def _listing(position: int, found: ChildColumns) -> Listing:
 
 @contextmanager
 def _stderr_kept(lines: list[str]) -> Iterator[None]:
-    """Adds the lines that are written to stderr meanwhile: libfuse says there why it failed."""
+    """Collects the lines written to stderr meanwhile: libfuse explains its failures there."""
     before = os.dup(2)
     with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b") as kept:
         os.dup2(kept.fileno(), 2)
@@ -370,7 +370,7 @@ class _Lock:
 
 
 class TrioStandIn:
-    """What pyfuse3 uses of trio, made cheaper (see the module)."""
+    """The parts of trio that pyfuse3 uses, made cheaper (see the module)."""
 
     Lock = _Lock
     ClosedResourceError = trio.ClosedResourceError
@@ -416,7 +416,6 @@ class Pyfuse3Session:
             raise syscalls.mount_error(self._mountpoint, "; ".join(reason) or str(error)) from error
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """See `Session`."""
         self._operations.started = started
         vfs = self._operations.vfs
         before = signal.signal(signal.SIGALRM, lambda *_: None)
@@ -431,17 +430,14 @@ class Pyfuse3Session:
             signal.signal(signal.SIGALRM, before)
 
     def clone(self) -> int:
-        """See `Session`."""
-        for name in os.listdir("/proc/self/fd"):  # libfuse does not say which is its own
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not tell its own descriptor
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                     return syscalls.clone(int(name))
         raise OSError(errno.EBADF, "no descriptor of /dev/fuse is open")
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """See `Session`."""
         self._operations.on_open = opened
 
     def close(self) -> None:
-        """Closes the connection."""
         pyfuse3.close(unmount=False)

@@ -2,8 +2,8 @@
 
 The bytes are made for many children at once from the snapshot's columns, without a Python object
 for each entry. Such a part is kept while readers list the folder, and a reply is a slice of it. The
-kernel asks for what follows an offset; the offset after child k is k + 3, since `.` and `..` come
-first. So a reply can begin anywhere. One thread.
+kernel requests the entries after an offset; the offset after child k is k + 3, since `.` and `..`
+come first. So a reply can begin anywhere. One thread.
 """
 
 from bisect import bisect_right
@@ -76,8 +76,8 @@ class ReaddirReplies:
         return dots, part.content[start : part.bounds[end]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        # The version is in the key since the children of an unchanged folder may have other modes
-        # and times in it.
+        # The key has the version, since children of an unchanged folder may have other modes and
+        # times in another version.
         key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)

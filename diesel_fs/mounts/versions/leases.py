@@ -1,8 +1,8 @@
 """The leases of one mount: a purge removes no chunks of the versions that the mount still reads.
 
-A lease is an object in the store that says that a version is being read
-(`repository/leases.py`). The mount has one for each version that it answers from. A mount that
-cannot write leases does without. All methods ask the store and may wait; one thread at a time.
+A lease is an object in the store that says that a version is being read (`repository/leases.py`).
+The mount has one for each version that it answers from; it works without if it cannot write leases.
+All methods access the store and may wait; one thread at a time.
 """
 
 import logging
@@ -28,8 +28,7 @@ class VersionLeases:
 
     def set_versions(self, snapshots: Iterable[Snapshot]) -> None:
         """Takes leases on these versions, then gives back all others. A lease that could not be
-        taken is tried again at the next call.
-        """
+        taken is tried again at the next call."""
         wanted = {each.version: each for each in snapshots}
         for version, snapshot in wanted.items():
             if version not in self._leases:

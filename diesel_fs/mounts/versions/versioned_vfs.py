@@ -1,12 +1,12 @@
 """The file system of a mount that follows its dataset: the current version, and retired ones.
 
 A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
-lead to the new version, the current one. A version before it is retired: it goes on serving what
-is open in it, until the kernel needs nothing of it any more.
+lead to the new version, the current one. A version before it is retired: it goes on serving its
+open files, until the kernel needs nothing of it any more.
 
-`VersionedVfs` is all that a native mount needs: each version has a tree of its own in the kernel,
-which asks for contents by version. In a mount whose names are looked up here, all versions share
-one set of nodes (`following.py`).
+`VersionedVfs` alone serves a native mount: each version has a tree of its own in the kernel, which
+requests contents by version. In a mount whose names are looked up here, all versions share one set
+of nodes (`following.py`).
 
 Concurrency: one trio task at a time, as in `tree/vfs.py`.
 """
@@ -28,14 +28,14 @@ RETIRED_READERS_MAX = 4
 
 
 class RetiredReaders:
-    """Which readers of retired versions are open: the last that were read, and those in use."""
+    """The open readers of retired versions: the last used ones, and those that are reading."""
 
     def __init__(self) -> None:
         self._open: dict[LazyReader, None] = {}  # the last used one last
         self._lock = threading.Lock()
 
     def used(self, reader: "LazyReader") -> None:
-        """A reader is used; those that have not been for longest are closed."""
+        """A reader is used; closes those that have been unused for longest."""
         with self._lock:
             self._open.pop(reader, None)
             self._open[reader] = None
@@ -51,7 +51,8 @@ class RetiredReaders:
 
 
 class LazyReader:
-    """The reader of a retired version: it is open for a while after a read, which seldom comes."""
+    """The reader of a retired version. It is opened by a read, which is rare, and stays open for a
+    while."""
 
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
@@ -61,7 +62,6 @@ class LazyReader:
         self._reads = 0  # under way
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """See `ContentReader`. Raises DieselError."""
         with self._lock:
             if self._reader is None:
                 self._reader = self._open()
@@ -75,16 +75,14 @@ class LazyReader:
                 self._reads -= 1
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """See `ContentReader`."""
         return None
 
     def stats(self) -> dict[str, int]:
-        """See `ContentReader`."""
         reader = self._reader
         return {} if reader is None else reader.stats()
 
     def close_if_idle(self) -> bool:
-        """Close the reader, unless it is read. Returns whether it is closed."""
+        """Closes the reader unless a read is under way. Returns whether it is closed."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -98,7 +96,6 @@ class LazyReader:
         return True
 
     def close(self) -> None:
-        """Closes the reader, if it is open."""
         self._all.forget(self)
         if self._reader is not None:
             self._reader.close()
@@ -117,15 +114,15 @@ class VersionVfs(Vfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel may still ask for something of this version."""
+        """Whether the kernel may still request something of this version."""
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
-        """The kernel asks for nothing any more."""
+        """The kernel requests nothing any more."""
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
-        """Reads open another reader from now on, by `reopen`. Returns the present one."""
+        """From now on, reads open another reader, by `reopen`. Returns the present one."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
@@ -165,8 +162,8 @@ class VersionedVfs(Vfs):
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
         """Makes this the current version, and retires the one before.
 
-        Reads of the retired version open a reader by `reopen`. Its present reader is returned:
-        close it after `drain_retired`.
+        Reads of the retired version open a reader by `reopen`. Returns its present reader: close it
+        after `drain_retired`.
         """
         old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired
@@ -202,6 +199,5 @@ class VersionedVfs(Vfs):
         return {**super().stats(), "follow": follow}
 
     def close(self) -> None:
-        """Frees what all readers hold."""
         for each in (self.current, *self._retired):
             each.close()
