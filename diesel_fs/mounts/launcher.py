@@ -70,9 +70,7 @@ class Patience:
     """How long the daemon may live without using processor time. It needs milliseconds, unless the
     kernel knows millions of files: it forgets them first, 200,000 a second."""
     total_s: float = 600.0
-    """How long the daemon may take to end in all."""
     log_interval_s: float = 5.0
-    """The interval between log lines while `umount` waits."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -99,9 +97,9 @@ def mount(
     """Mounts in the background and returns when reads work. Each step of the start must end within
     `deadline_s` (by default `START_DEADLINE_S`).
 
-    A missing folder is created, and removed when the mount ends. Raises DieselError with the
-    reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
-    leaves nothing mounted. The logger `diesel.mount` of this process repeats the daemon's warnings.
+    A missing folder is created, and removed when the mount ends. Raises DieselError with the reason
+    and the end of the daemon's log, if any. A call that fails or is interrupted leaves nothing
+    mounted. The logger `diesel.mount` of this process repeats the daemon's warnings.
     """
     asked, request = request, _checked(request)
     deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
@@ -173,8 +171,8 @@ def umount(
     tree at once, and it ends with its last user. `force` ends it now, and its users get errors.
 
     If the file system is also mounted elsewhere, for example in another mount namespace, the daemon
-    goes on serving it there, and the logger `diesel.mount` warns. The call waits for a slow daemon
-    as long as it uses processor time, and warns, too.
+    goes on serving it there. The call waits for a slow daemon as long as it uses processor time. In
+    both cases the logger `diesel.mount` warns.
 
     Raises DeadlineError if a daemon neither ends nor works, PermissionDenied for another user's
     mount.
@@ -276,7 +274,6 @@ def _users_may_allow_other() -> bool:
 
 
 def log_path(request: MountRequest) -> Path:
-    """The log file that the request names, by default one for each mount point."""
     if request.log_file:
         return Path(request.log_file)
     flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
@@ -294,7 +291,7 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
 
 
 def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
-    """Unmounts; waits while only the mount's own processes keep it busy. Raises BusyError."""
+    """Waits while only the mount's own processes keep it busy. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
         # A busy tree would be noticed only after `.diesel` had been unmounted, so look for users
@@ -319,8 +316,8 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
 
 
 def _retired_trees(found: DatasetMount) -> dict[int, str]:
-    """The trees of earlier versions that are still in use: the device of each, by the ID that its
-    mount had. Empty if the daemon is dead or does not answer."""
+    """The devices of earlier trees that are still in use, by the ID of their mounts. Empty if the
+    daemon is dead or does not answer."""
     trees: dict[int, str] = {}
     if found.is_native and "@" not in found.source:  # it follows its dataset
         with suppress(DieselError):
@@ -346,8 +343,7 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
-    """Ends a mount by force: the connection first, so that no later step can wait for the
-    daemon."""
+    """The connection ends first, so that no later step can wait for the daemon."""
     path, device = found.path, found.device
     abort_file = syscalls.open_abort(device)
     try:
@@ -381,14 +377,12 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
 
 
 def _abort_command(device: str) -> str:
-    """The shell command with which root ends the connection of a FUSE mount."""
     place = "/sys/fs/fuse/connections"
     mount = "" if os.path.ismount(place) else f"mount -t fusectl none {place} && "
     return f"{mount}echo 1 > {place}/{device.partition(':')[2]}/abort"
 
 
 def _remove_dead_sockets() -> None:
-    """Removes control sockets that killed daemons of this user have left behind."""
     with suppress(OSError, DieselError):
         remove_dead_sockets(runtime_folder())
 
@@ -405,9 +399,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the end of the processes, the daemon first: it waits for its children itself,
-    unless it was killed. Keeps waiting while they work: the kernel may have to forget millions of
-    files. Raises DeadlineError."""
+    """Waits for the end of the processes, the daemon first, as long as they use processor time: the
+    kernel may have to forget millions of files. Raises DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

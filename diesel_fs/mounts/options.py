@@ -44,7 +44,7 @@ class MountRequest(DaemonRequest):
     seed: int = 0
     group_size: int = 0
     allow_other: bool = False
-    uid: int = -1  # the owner of all files; -1: the user who mounts
+    uid: int = -1  # the owner of all files; -1: the user of this process
     gid: int = -1
     umask: int = 0
     log_file: str = ""
@@ -56,14 +56,13 @@ class MountRequest(DaemonRequest):
     made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
-        """The same request, by a user of a DIESEL-FS server."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """The user and key of a server; None without. Raises ConfigError."""
+        """Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
@@ -100,8 +99,7 @@ class MountRequest(DaemonRequest):
 
     @property
     def metrics_endpoint(self) -> HostPort | None:
-        """The address at which Prometheus gets the metrics, by default on this machine only. None
-        without metrics. Raises ConfigError."""
+        """By default only this machine can reach it. Raises ConfigError."""
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property

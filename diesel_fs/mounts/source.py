@@ -1,12 +1,12 @@
 """Opens the contents of a mount. No other module of `mounts` knows repositories.
 
 It opens the snapshot that a `MountRequest` names, decides whether a snapshot that is not current
-may be mounted, makes the readers of contents, and divides the mount's memory. If the mount takes
-part in a *task* (a training job whose machines share a cache, `peers/`), contents come from that
-cache; the task's *master* is the process that holds this machine's part of it.
+may be mounted, makes the readers of contents, and divides the mount's memory. In a *task* (a
+training job on machines that share a cache, `peers/`), contents come from that cache; the task's
+*master* is the process with this machine's part of it.
 
-"The server" here is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server.
-It and the prefetch worker (`daemon/prefetch_worker.py`) have a `MountSource` each.
+"The server" is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server. It
+and the prefetch worker (`daemon/prefetch_worker.py`) have a `MountSource` each.
 """
 
 import logging
@@ -67,29 +67,26 @@ written, in two pieces, and half for the segments that are being read. With litt
 more, since an SSD is slow in smaller pieces."""
 
 MASTER_SHARE = 3, 4
-"""The part (numerator, denominator) of the memory left by the server that the task's master on this
-machine gets. No machine fetches again what the master holds, and pages that the kernel has dropped
+"""The task's master on this machine gets this part (numerator, denominator) of the memory left by
+the server. No machine fetches again the chunks of a master, and pages that the kernel has dropped
 come back from there; the kernel's part must hold the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSnapshot:
-    """A snapshot to mount, and a warning for the user."""
-
     snapshot: Snapshot
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """Divides the memory of a mount between server, master and page cache, in bytes."""
+    """How the memory of a mount is divided between server, master and page cache."""
 
     total_bytes: int
     joins_task: bool = False
 
     @classmethod
     def of(cls, request: MountRequest) -> "MemorySplit":
-        """For the memory that the user has named, or by default a part of the available memory."""
         return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
     @staticmethod
@@ -121,8 +118,8 @@ class MemorySplit:
 class MountSource:
     """Opens the snapshot and the contents that a request names. Not thread-safe.
 
-    A process joins the task's cache once for each version of the dataset that the mount shows, and
-    leaves it when the mount switches to another version.
+    A process joins the task's cache once for each version that the mount shows, and leaves it when
+    the mount switches to another version.
     """
 
     def __init__(self) -> None:
@@ -131,7 +128,7 @@ class MountSource:
         self._is_registered = False  # as a job in a cache folder
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """Opens the snapshot that the request names. Raises DieselError."""
+        """Raises DieselError."""
         with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
@@ -162,8 +159,8 @@ class MountSource:
             return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
-        """Takes a lease on a version, so that a purge keeps its chunks. Returns None if the store
-        needs no leases. Raises DieselError."""
+        """Takes a lease on a version, so that a purge keeps its chunks; None if the store needs no
+        leases. Raises DieselError."""
         with _open_repository(request) as repository:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
@@ -198,9 +195,8 @@ class MountSource:
         push_bytes: int,
         addresses: LogAddresses,
     ) -> OrderLogs | None:
-        """The order logs of a mount that has `push_bytes` for pages. Returns None without a folder
-        for them, or, with a warning in the log, if the folder cannot be used. Raises DieselError.
-        """
+        """The order logs of a mount with `push_bytes` for pages; None without a usable folder for
+        them. Raises DieselError."""
         if not request.log_folder:
             return None
         piece_bytes = push_bytes // LOGS_DIVISOR // 4
@@ -213,9 +209,8 @@ class MountSource:
                     by_references=request.task_options.evict == "lrfu",
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
-                    # Otherwise the task's master registers the job. The pin is held until this
-                    # process ends, even if the mount switches to another version: nothing closes
-                    # it.
+                    # Otherwise the task's master does. This process holds the pin until it ends,
+                    # for all versions.
                     Jobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
@@ -231,7 +226,7 @@ class MountSource:
             return None
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
-        """A reader of contents for the prefetch worker. Raises DieselError."""
+        """A reader for the prefetch worker. Raises DieselError."""
         with _open_repository(request) as repository:
             try:
                 objects = self._objects(request, repository, repository.objects, snapshot)
@@ -242,8 +237,7 @@ class MountSource:
             return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
-        """The sender of plans to the task's cache for a version; None without a task, or if this
-        process did not join the cache of that version."""
+        """Sends plans to the task's cache for a version; None if this process did not join it."""
         store = self._stores.get(snapshot.version)
         return None if store is None else PlanSender(snapshot, store.send_plan)
 
@@ -271,8 +265,8 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def cache_reads(self) -> dict[str, int]:
-        """How many parts of chunks this process has read from the task's cache (`cache_hits`), and
-        how many it had to read from the store (`cache_misses`). Empty without a task."""
+        """The parts of chunks that came from the task's cache (`cache_hits`) and from the store
+        (`cache_misses`). Empty without a task."""
         store = self._stores.get(self._current_version)
         if store is None:
             return {}
@@ -286,8 +280,7 @@ class MountSource:
         objects: ObjectStore,
         snapshot: Snapshot,
     ) -> ObjectStore:
-        """The store of contents: the task's cache if there is a task, otherwise `objects`, the
-        repository's store."""
+        """The task's cache if there is a task, otherwise `objects`, the repository's store."""
         if not request.task_options or snapshot.version < self._current_version:
             return objects
         store = self._stores.get(snapshot.version)
@@ -299,7 +292,7 @@ class MountSource:
             # A master that runs with another size is an error only if the user has named the size.
             wanted = replace(wanted, memory_is_default=not request.memory_bytes)
             # The first join waits while the master of an earlier mount ends. Later joins find the
-            # master that this mount uses already; it stays, and learns of the new version.
+            # running master, which learns of the new version.
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
             store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
@@ -308,8 +301,8 @@ class MountSource:
 
 
 def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> int:
-    """Writes a file in memory that describes a switch to another version to the prefetch worker.
-    Returns its descriptor. Raises OSError.
+    """Describes a switch to the prefetch worker: makes a file in memory and returns its descriptor.
+    Raises OSError.
 
     It has columns with a value for each entry of the new version: its inode number (FUSE's node),
     except in a native mount, and its indices in the old version by `diff.same_path` and
@@ -327,7 +320,7 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
-    """Maps a file of `node_map_file` into memory, and returns its columns."""
+    """The columns of a file of `node_map_file`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -336,7 +329,6 @@ def read_node_map(
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
-    """Maps the snapshot in a file into memory."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
@@ -350,8 +342,8 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
 
     An older snapshot is stale. A newer one means that the metadata store has lost something, which
     does not prevent reading. Raises ForeignError for a snapshot of another dataset, ConflictError
-    for a stale one with `--stale refuse`, and MetadataError if the current version cannot be
-    determined, unless `offline`.
+    for a stale one with `--stale refuse`, and MetadataError if the current version is unknown,
+    unless `offline`.
     """
     info = _dataset_info(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
@@ -379,8 +371,7 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
 
 
 def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo | None:
-    """The dataset in the metadata store. Returns None only with `offline`, if the store does not
-    answer."""
+    """None only with `offline`, if the metadata store does not answer. Raises DieselError."""
     try:
         if repository.meta_problem is not None and not request.offline:
             raise repository.meta_problem

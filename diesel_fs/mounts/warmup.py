@@ -2,15 +2,13 @@
 
 The way depends on the mount:
 
-- The mount pushes contents into the kernel's page cache: this module announces as many files as fit
-  the mount's memory, as a plan that no program reads (`plans/CONTROL.md`), and withdraws the plan
-  when they are loaded.
+- The mount pushes contents into the kernel's page cache: as many files as fit its memory are
+  announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
 - The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
-  `--cache-dir`): this module announces all files, and keeps the reported position of the plan's
-  reader half of the memory behind. So every chunk passes through that cache, which keeps as many as
-  it has room for. A cache on a disk keeps only what it can write in time, so the pass is repeated
-  as long as the cache gains chunks.
-- The mount pushes nothing (the pyfuse3 session): this module reads the files.
+  `--cache-dir`): all files are announced, and the reported position of the plan's reader stays half
+  of the memory behind. So every chunk passes through that cache. A cache on a disk keeps only as
+  much as it can write in time, so the pass is repeated as long as the cache gains chunks.
+- The mount pushes nothing (the pyfuse3 session): the files are read.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.
@@ -67,13 +65,13 @@ FAILING_S = 30.0
 waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
-"""The greatest age of figures in a mount's statistics: those of its prefetch worker, which sends
-them four times a second; those of its task, which are fetched once a second; and the file itself,
-which is made once a second."""
+"""The greatest age of figures in a mount's statistics: those of its prefetch worker (sent four
+times a second), those of its task (fetched once a second), and the file itself (made once a
+second)."""
 
 SAMPLE_ENTRIES = 1024
-"""The number of files in a sample that shows whether the kernel has freed pushed files. If it has
-freed one in 200, the sample shows it with a probability of 99 %."""
+"""Files in a sample that shows whether the kernel has freed pushed files. If it has freed one in
+200, the sample shows it with a probability of 99 %."""
 
 READERS = 8
 """Files that are read at once if the mount pushes nothing."""
@@ -93,8 +91,6 @@ _DEAD = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of files, and the bytes of their contents."""
-
     files: int = 0
     content_bytes: int = 0
 
@@ -102,17 +98,13 @@ class Amount:
         return Amount(self.files - other.files, self.content_bytes - other.content_bytes)
 
     def part(self, part: float) -> "Amount":
-        """A part of it, 0 to 1."""
         return Amount(int(self.files * part), int(self.content_bytes * part))
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """The result of a warmup."""
-
     total: Amount
     in_memory: Amount
-    """In the kernel's page cache."""
     in_cache: Amount
     """In the cache of chunks only. If the cache had no room for all, this is estimated from the
     part of the reads that it served."""
@@ -160,7 +152,6 @@ class Warmup:
         return found
 
     def _read_snapshot(self) -> None:
-        """Reads the version that the mount shows now."""
         with (
             _errors_of(self.mountpoint),
             open(os.path.join(self._mount.hidden_folder, "snapshot"), "rb") as file,
@@ -179,13 +170,12 @@ class Warmup:
 
     @property
     def total(self) -> Amount:
-        """All files to be loaded."""
         return self._amount(np.ones(len(self._files), np.bool_))
 
     @property
     def room(self) -> Amount:
-        """The files that fit the page cache, by the mount's options; for a mount that pushes
-        nothing, by the free memory."""
+        """The files that fit the page cache, by the mount's options; if the mount pushes nothing,
+        by the free memory."""
         return self._amount(self._fitting())
 
     def memory_wanted_bytes(self) -> int:
@@ -221,7 +211,7 @@ class Warmup:
 
     @contextmanager
     def _control(self) -> Iterator[Control | None]:
-        """Connects to the mount's control socket; None if the mount takes no plans."""
+        """None if the mount takes no plans."""
         if not os.path.lexists(os.path.join(self._mount.hidden_folder, "control")):
             yield None
             return
@@ -290,7 +280,6 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
-        """Makes the mount push the files in this order."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
@@ -302,15 +291,14 @@ class Warmup:
 
     @property
     def _budget_bytes(self) -> int:
-        """The mount's memory for contents in the page cache."""
         match self._stats.get("residency"):
             case {"budget_bytes": int(budget)}:
                 return budget
         return default_memory_bytes()
 
     def _fitting(self) -> npt.NDArray[np.bool_]:
-        """Which files will be loaded into the page cache: the first ones that fit its budget,
-        together with the kernel's memory for names."""
+        """The first files that fit the page cache's budget, together with the kernel's memory for
+        names."""
         budget = self._budget_bytes
         known = 0
         match self._stats.get("residency"):
@@ -346,7 +334,6 @@ class Warmup:
     # a mount that does not push -------------------------------------------------------------------
 
     def _read(self, show: Show) -> WarmupReport:
-        """Reads the files, so that they enter the page cache and the cache of chunks."""
         fitting = self._fitting()
         chosen = np.flatnonzero(np.ones_like(fitting) if self.has_cache else fitting)
         served_before = _served_to_server(self._stats)
@@ -366,8 +353,8 @@ class Warmup:
         )
 
     def _read_files(self, chosen: Indices, show: Show) -> dict[int, str]:
-        """Reads the files at these places of the order. Returns the error texts of files that
-        cannot be read, by entry. Raises DieselError if the mount has ended."""
+        """Reads the files at these places of the order. Returns error texts by entry. Raises
+        DieselError if the mount has ended."""
         failed: dict[int, str] = {}
         done = done_bytes = 0
         with ThreadPoolExecutor(READERS, "warmup") as readers:
@@ -387,8 +374,8 @@ class Warmup:
         return failed
 
     def _read_one(self, at: int) -> str | None:
-        """Reads a file to its end. Returns an error text if that fails. Raises OSError if the mount
-        has ended."""
+        """Returns an error text if the file cannot be read. Raises OSError if the mount has
+        ended."""
         inside = self.snapshot.path(int(self._files[at]))
         try:
             file = os.open(os.path.join(os.fsencode(self.mountpoint), inside), os.O_RDONLY)
@@ -406,8 +393,6 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pushed:
-    """The result of a plan."""
-
     reached: Indices
     """The files that had their turn; the others had no room."""
     failed: Indices
@@ -430,7 +415,7 @@ class _Pushing:
         self._name = name
         self._order = order
         sizes = snapshot.columns.size[order].astype(np.int64)
-        # By position: the bytes of all files before it, as content and in whole pages.
+        # Bytes of all files before a position, as content and in whole pages.
         self._content_before = np.concatenate([[0], np.cumsum(sizes)])
         pages = -(-sizes // PAGE_BYTES) * PAGE_BYTES
         self._pages_before = np.concatenate([[0], np.cumsum(pages)])
@@ -497,9 +482,9 @@ class _Pushing:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
     def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
-        """Reports a position of the plan's reader: as far behind the pushed files as the window
-        allows; close behind them if the window moves and room is needed. The report also shows that
-        the reader is alive."""
+        """Reports the position of the plan's reader: as far behind the pushed files as the window
+        allows, or close behind them if room is needed. The report also shows that the reader is
+        alive."""
         moves = self._window_bytes < ENDLESS_BYTES
         behind_bytes = 0 if moves and needs_room else self._window_bytes
         before = self._pages_before[pushed] - behind_bytes
@@ -509,8 +494,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Moves the reader to a position, and notes which of the files that it passes are
-        missing."""
+        """Moves the reader on, and notes which of the passed files are missing."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -531,7 +515,7 @@ def _failed_pushes(residency: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """How many reads a cache of chunks has served, and how many went to the store."""
+    """Reads that a cache of chunks has served, and reads that went to the store."""
 
     hits: int = 0
     misses: int = 0
@@ -546,7 +530,6 @@ class _Served:
 
 
 def _served_to_worker(stats: Mapping[str, object]) -> _Served:
-    """Reads of the mount's prefetch worker."""
     match _residency(stats).get("store"):
         case {"cache_hits": int(hits), "cache_misses": int(misses)}:
             return _Served(hits, misses)
@@ -554,7 +537,6 @@ def _served_to_worker(stats: Mapping[str, object]) -> _Served:
 
 
 def _served_to_server(stats: Mapping[str, object]) -> _Served:
-    """Reads of the mount's server."""
     match stats.get("task"):
         case {
             "client": {
@@ -567,8 +549,8 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
-    """Between two statistics of a mount: how many chunks this node's master has fetched from the
-    store, and how many more chunks of its own share it holds."""
+    """Between two statistics: the chunks that this node's master fetched from the store, and the
+    chunks of its own share that it gained."""
     counts = []
     for stats in (before, after):
         match stats.get("task"):

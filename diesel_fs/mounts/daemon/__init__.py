@@ -5,6 +5,6 @@
   (`session_choice.py`), until a signal or a failure (`ending.py`).
 - `prefetch_worker.py` puts contents into the kernel's page cache before they are read.
 
-One rule: the supervisor and the server never read the mount or wait for its pages. Only the worker
-may wait for a page lock, and the supervisor can free it by aborting the connection.
+One rule: supervisor and server never wait for a page of the mount. Only the worker may, and the
+supervisor frees it by aborting the connection.
 """

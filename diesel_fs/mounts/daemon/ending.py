@@ -42,7 +42,7 @@ the worker may wait for a page lock. Before there is a mount this signal ends th
 
 
 class MountEnd:
-    """The end of one mount (see the module). Made as soon as it is mounted."""
+    """Made as soon as the mount is made."""
 
     def __init__(self, mountpoint: str, session: Session, vfs: Vfs, grace_s: float) -> None:
         """Reads under way at the end get `grace_s`."""
@@ -88,7 +88,7 @@ class MountEnd:
             scope.cancel()
 
     def unmount_rest(self) -> None:
-        """After the session has ended by itself: unmounts what is left of a native mount.
+        """Unmounts the trees of a native mount after its session has ended by itself.
 
         A FUSE mount that ends by itself is mounted nowhere any more; its folder and the number of
         its device may already belong to another mount.
@@ -97,8 +97,8 @@ class MountEnd:
             self.unmount_now()
 
     def unmount_now(self) -> None:
-        """Unmounts when nothing answers any more. Ends the connection first: to unmount the tree of
-        a native mount would wait for READs under way."""
+        """Unmounts when nothing answers any more. Ends the connection first, since unmounting a
+        native tree would wait for READs under way."""
         if isinstance(self._session, NativeSession):
             place = self._place() or self._mountpoint
             end_connection(self._abort_file, place, self.device)

@@ -3,16 +3,13 @@
 It *pushes* contents before they are read, and drops those that readers have passed. The mount's
 server reports to it over a socket (`prefetch/link.py`): misses (READs that reached the mount),
 files that the kernel has forgotten, and changes of plans. The worker also sees opens of the files
-that it watches. Its loop passes all this to the planner (`prefetch/planner.py`), takes the
-planner's next decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before
-it is pushed.
+that it watches. Its loop passes all this to the planner (`prefetch/planner.py`), takes the next
+decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is pushed.
 
 It is a process of its own because it may wait for the server, for the store, or for a page lock
-that a READ under way holds. If it fails or is killed, the mount goes on without pushing.
-
-When the mount switches to another version of its dataset, the worker reports changed names to the
-kernel (`versions/invalidation.py`), piece by piece before all other work; unchanged files stay
-resident.
+that a READ under way holds. If it fails or is killed, the mount goes on without pushing. After a
+switch to another version it reports changed names to the kernel (`versions/invalidation.py`), piece
+by piece before all other work; unchanged files stay resident.
 
 Concurrency: one thread does all this; others read ahead from the store. If contents are slow to
 arrive, one of those waits for them, and the first answers requests meanwhile.
@@ -69,7 +66,6 @@ from ..versions.invalidation import (
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""The shortest interval between statistics for the server (`.diesel/stats`)."""
 
 IDLE_S_MAX = 5.0
 """How long the loop waits for a message or an open at most, even if nothing is due."""
@@ -139,7 +135,6 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
-    """Maps the push status and, in a native mount, the image into memory."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -153,8 +148,6 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
-    """The prefetch worker of one mount (see the module)."""
-
     _snapshot: Snapshot
     _batches: BatchSource
     _page_cache: PageCache
@@ -272,7 +265,6 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Closes everything that keeps the mount busy."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._batches.close()
@@ -320,7 +312,6 @@ class PrefetchWorker:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """Switches to another version, in which all entries have other indices."""
         is_native = self._content is not None
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
@@ -365,8 +356,8 @@ class PrefetchWorker:
     def _take_over(
         self, old: PageCache, entries: npt.NDArray[np.int64], was: npt.NDArray[np.int32]
     ) -> Iterator[None]:
-        """Pushes the resident contents of the version before for these entries, whose indices there
-        are in `was`, so that they need not be read from the store again."""
+        """Pushes these entries from the page cache of the version before, so that nothing is read
+        from the store again. `was` has their indices there."""
         order = np.argsort(was[entries])
         entries = entries[order]
         before = was[entries].astype(np.uint32)
@@ -380,7 +371,7 @@ class PrefetchWorker:
             yield
 
     def _take_over_some(self) -> float:
-        """Takes the next piece over. Returns how long to wait after it, in seconds."""
+        """Returns the seconds to wait after it."""
         try:
             next(self._left_to_take)
         except StopIteration:
@@ -388,13 +379,12 @@ class PrefetchWorker:
         return 0.0
 
     def _end_take_over(self) -> None:
-        """Releases the version before."""
         retired, self._retired, self._left_to_take = self._retired, None, iter(())
         if retired is not None:
             retired.close()
 
     def _invalidate_some(self) -> float:
-        """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
+        """Returns the seconds to wait after it."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -480,7 +470,7 @@ class PrefetchWorker:
 
     def _note_late(self, entries: Entries) -> None:
         """Remembers files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
-        outruns the pushes is noted file by file."""
+        outruns the pushes adds them one by one."""
         if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
             entries = np.concatenate((self._late.pop(), entries))
         self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
@@ -556,7 +546,7 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[Batch]:
-        """The contents of files. Raises DieselError."""
+        """Raises DieselError."""
         batches = self._batches.batches(entries)
         if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
             yield from batches
@@ -586,7 +576,7 @@ class PrefetchWorker:
         return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
     def _without_held_reads(self, batch: Batch) -> Batch:
-        """The batch without files whose READs the server holds: those READs load the pages, too."""
+        """Leaves out files with READs that the server holds: the READs load their pages, too."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 
@@ -630,7 +620,6 @@ def planner_for(
     *,
     keeps_important: bool = False,
 ) -> PrefetchPlanner:
-    """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset
     many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)

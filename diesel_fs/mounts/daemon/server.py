@@ -128,8 +128,6 @@ def serve_mount(
 
 
 class _ReportHandler(logging.Handler):
-    """Reports warnings to the program that started the mount."""
-
     def __init__(self, report: Report) -> None:
         super().__init__(logging.WARNING)
         self._report = report
@@ -150,8 +148,6 @@ def _task_warnings_reported(report: Report) -> Iterator[None]:
 
 
 class _Server:
-    """One mount, from `run` to its end."""
-
     _mount: ServedMount
     _end: MountEnd
 
@@ -198,7 +194,7 @@ class _Server:
     # the life of the mount ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Mounts, serves, and returns when the mount has ended. Raises DieselError."""
+        """Returns when the mount has ended. Raises DieselError."""
         trio.run(self._run)
         log.info("the mount on %s has ended", self._request.mountpoint)
 
@@ -261,7 +257,7 @@ class _Server:
         os.write(self._supervisor_pipe, CONNECTED + device.encode() + b"\n")
 
     async def _become_ready(self) -> None:
-        """Reports that the mount is ready, starts the worker, and runs the link to it."""
+        """Reports READY, starts the worker, and runs the link to it."""
         session = self._mount.session
         self._report({"step": f"waiting for the kernel's first request ({session.name})"})
         await self._started.wait()
@@ -369,7 +365,6 @@ class _Server:
             self._control.set_hello(self._hello())
 
     async def _lease_and_follow(self) -> None:
-        """Takes the lease on the version; then follows the dataset, with `--follow`."""
         await trio.to_thread.run_sync(
             self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
         )
@@ -410,7 +405,6 @@ class _Server:
         return extra
 
     async def _poll_task_stats(self) -> None:
-        """Fetches the task's statistics for `.diesel/stats`, which may wait for its master."""
         while True:
             self._task_stats = await trio.to_thread.run_sync(
                 self._source.task_stats, abandon_on_cancel=True
@@ -418,14 +412,13 @@ class _Server:
             await trio.sleep(TASK_STATS_S)
 
     def _on_open(self, entry: int) -> None:
-        """Notes for the lists that a file was opened, whose node is `entry` + 1."""
         vfs = self._mount.vfs
         self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
     # the control socket ---------------------------------------------------------------------------
 
     def _control_socket(self) -> ControlSocket | None:
-        """The socket that takes plans; None if it cannot be made, and the mount goes on."""
+        """None if the socket cannot be made; the mount goes on without plans."""
         try:
             made = ControlSocket(
                 runtime_folder(),

@@ -43,12 +43,10 @@ RETIRED_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class ServedMount:
-    """A mount that was made."""
-
     session: Session
     vfs: Vfs
     reader: ContentReader
-    """Reads the contents of the first version."""
+    """Of the first version."""
     image_file: int
     """A descriptor of the tree's image; -1 unless the mount is native."""
     watcher: VersionWatcher | None
@@ -66,8 +64,6 @@ class ServedMount:
 
 
 class SessionChoice:
-    """Tries the sessions for one mount (see the module)."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -91,7 +87,7 @@ class SessionChoice:
         self._on_connection = on_connection
 
     def mount(self) -> ServedMount:
-        """Mounts by the first session that works here. Raises DieselError."""
+        """Raises DieselError."""
         wanted = self._request.session
         if wanted != "auto" and wanted not in SESSIONS:
             raise UsageError(

@@ -130,8 +130,6 @@ def _no_report(_: Mapping[str, object]) -> None: ...
 
 
 class _Supervisor:
-    """The processes of one mount, from their start to their end."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -262,14 +260,13 @@ class _Supervisor:
         return True
 
     def _set_device(self, device: str) -> None:
-        """From now on, an abort ends the connection of this device."""
         self._device = device
         if self._abort_file >= 0:
             os.close(self._abort_file)
         self._abort_file = syscalls.open_abort(device)
 
     def _check_starter(self) -> None:
-        """Ends a mount whose starter has ended before the mount was ready."""
+        """Ends the mount if its starter has ended before it was ready."""
         if self._starting and daemons.is_starter_gone():
             self._starting = False
             if not self._is_ending:
@@ -344,7 +341,7 @@ class _Supervisor:
         return 1 if code < 0 else code
 
     def _remove_created(self) -> None:
-        """Removes the folders made for the mount point, once: they may be made again later."""
+        """Only once, since another mount may make them again later."""
         made, self._made_folders = self._made_folders, ()
         remove_created_folders(made)
 

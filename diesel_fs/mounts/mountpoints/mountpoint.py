@@ -80,7 +80,7 @@ class DatasetMount:
 
     @property
     def owner(self) -> int | None:
-        """The ID of the user who made the mount, if known."""
+        """The user ID, if known."""
         options = self.fuse.options if self.fuse else ()
         ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
         return int(ids[0]) if ids and ids[0].isdigit() else None
@@ -93,14 +93,12 @@ class DatasetMount:
 
     @property
     def hidden_folder(self) -> str:
-        """The path of `.diesel`."""
         if self.is_native and self.fuse is not None:
             return self.fuse.path
         return os.path.join(self.path, HIDDEN_FOLDER)
 
 
 def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
-    """The mounts of datasets among all mounts that a process sees."""
     entries = list(entries)
     trees = {each.mount_id: each for each in entries if _is_native_tree(each)}
     hidden_of_mount: dict[int, MountEntry] = {}
@@ -133,22 +131,22 @@ def _is_native_tree(entry: MountEntry) -> bool:
 
 
 def mounted_at(path: str) -> DatasetMount | None:
-    """The mount of a dataset that is the topmost mount at exactly this path, or None."""
+    """The topmost mount at exactly this path, if it shows a dataset."""
     entries = list(mounts())
     tree = topmost_at(path, entries)
     return next((each for each in dataset_mounts(entries) if each.tree is tree), None)
 
 
 def is_mounted(path: str, device: str) -> bool:
-    """Whether the topmost mount at a path is the one whose FUSE mount has this device number. A
+    """Whether the topmost mount at a path belongs to the FUSE mount with this device number. A
     native mount that has lost its FUSE mount counts as that one."""
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
 
 
 def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
-    """The path of a mount now: its mount point, or the path that `mount --move` gave it. None if
-    another mount lies on top of it, or it is gone. `device` is the number of its FUSE mount."""
+    """The path of a mount now: its mount point, or the path that `mount --move` gave it; None if it
+    is gone or covered. `device` is the number of its FUSE mount."""
     if is_mounted(mountpoint, device):  # during a switch this is another tree
         return mountpoint
     moved = (each.path for each in mounts() if each.mount_id == mount_id)
@@ -156,11 +154,11 @@ def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
 
 
 class MountPresence:
-    """Tells whether a mount is still there, at any path that this process sees.
+    """Tells whether a mount is still there, at any path that this process sees. Belongs to one
+    thread.
 
     A native mount counts as present while its tree is there: `.diesel` may have been unmounted
-    alone, and is missing for a moment while `umount` tries whether the tree is in use. Belongs to
-    one thread.
+    alone, and is missing for a moment while `umount` tries whether the tree is in use.
     """
 
     def __init__(self, device: str) -> None:
@@ -186,7 +184,7 @@ def real_path(directory: str | os.PathLike[str]) -> str:
 
 
 def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
-    """The mount of a dataset at `directory`. Raises UsageError if there is none."""
+    """Raises UsageError if no dataset is mounted there."""
     path = real_path(directory)
     if found := mounted_at(path):
         return found
@@ -215,8 +213,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
     """The mount of a dataset that contains a file or folder, and the path inside the mount. Follows
     links.
 
-    Raises UsageError if no such mount contains it, NotFoundError, PermissionDenied, DeadlineError
-    if the mount hangs, and DieselError if it is dead.
+    Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if the
+    mount hangs, and DieselError if it is dead.
     """
     named = os.fspath(path)
     number, found = _run_in_child(
@@ -289,7 +287,7 @@ def unmount_dead(mountpoint: str) -> None:
 
 
 def _create_folders(folder: str) -> Sequence[str]:
-    """Creates a folder and its missing parents. Raises UsageError, PermissionDenied."""
+    """Raises UsageError, PermissionDenied."""
     missing = []
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -319,8 +317,8 @@ def remove_created_folders(folders: Sequence[str]) -> None:
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Unmounts the topmost mount at a path. With `lazy`, also a mount that is in use; its users
-    keep it, without a path. Raises BusyError, PermissionDenied or DieselError."""
+    """Unmounts the topmost mount at a path. With `lazy`, also a mount that is in use. Raises
+    BusyError, PermissionDenied or DieselError."""
     found = mounted_at(mountpoint)
     try:
         if found is not None and found.hidden_mount is not None and not lazy:
@@ -420,11 +418,11 @@ def _not_allowed(found: DatasetMount) -> PermissionDenied:
 
 
 def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
-    """Whether a daemon serves the mount. Raises DeadlineError if it does not answer within
+    """Whether a daemon serves the mount. Raises DeadlineError if there is no answer within
     `deadline_s` (by default `ANSWER_DEADLINE_S`).
 
     Another user's mount answers EACCES, which counts as alive. The tree of a native mount always
-    answers, so `.diesel` is asked instead; a tree without `.diesel` is dead.
+    answers, so its `.diesel` is tried instead; a tree without it is dead.
     """
     found = mounted_at(mountpoint)
     if found is not None and found.is_native:
@@ -436,8 +434,7 @@ def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
 
 
 def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
-    """The content of a small file in a mount. The mount may take as long to answer as in
-    `is_alive`.
+    """The content of a small file in a mount. The deadline is that of `is_alive`.
 
     Raises PermissionDenied for another user's mount, DeadlineError if the mount hangs, and
     DieselError for other errors.
@@ -456,8 +453,8 @@ def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
 
 
 def _run_in_child(statement: str, path: str, deadline_s: float | None = None) -> tuple[int, bytes]:
-    """Runs one line of Python in a child process; only the child hangs with the mount. Returns the
-    errno and the output."""
+    """Runs one line of Python; only the child hangs with the mount. Returns the errno and the
+    output."""
     program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())

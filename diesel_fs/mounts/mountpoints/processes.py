@@ -69,7 +69,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The children of a process, their children, and so on."""
     found = [pid]
     for each in found:  # which grows meanwhile
         found += children_of(each)
@@ -78,12 +77,12 @@ def descendants_of(pid: int) -> list[int]:
 
 def was_killed(thread: int) -> bool:
     """Whether a fatal signal is pending for a thread: it ends as soon as it stops waiting. False if
-    the thread cannot be seen."""
+    it is invisible."""
     return _status_of(thread)[1]
 
 
 def is_killed_but_waits(pid: int) -> bool:
-    """Whether a killed process cannot end because one of its threads waits uninterruptibly."""
+    """Whether a killed process cannot end because a thread of it waits uninterruptibly."""
     with suppress(OSError):
         threads = map(int, os.listdir(f"/proc/{pid}/task"))
         return any(_status_of(thread) == ("D", True) for thread in threads)
@@ -104,12 +103,12 @@ def free_killed(pid: int, within_s: float) -> bool:
     """Ends a killed process that waits in the kernel for a request which no process will answer.
     Returns whether it ended in time.
 
-    The prefetch worker gets into this state if it pushes a page that a READ holds, and the server
-    was killed before it took the READ: the worker keeps the connection open, the connection keeps
-    the READ, and the READ keeps the worker. The kernel fails requests that were taken through a
-    descriptor that is then closed. So this function takes all waiting requests through a descriptor
-    like the worker's. It needs no root rights. Never call it for a process whose connection has a
-    server: requests would be lost.
+    The prefetch worker gets there if it pushes a page that a READ holds, and the server was killed
+    before it took the READ: the worker keeps the connection open, the connection keeps the READ,
+    and the READ keeps the worker. The kernel fails requests that were taken through a descriptor
+    that is then closed; so this takes all that wait, through a descriptor like the worker's. It
+    needs no root rights. It must not be called while another process serves the connection, since
+    requests would be lost.
     """
     end_s = time.monotonic() + within_s
     while not ends_within(pid, _FREED_S):
@@ -128,9 +127,9 @@ def free_killed(pid: int, within_s: float) -> bool:
 
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
-    """The other mounts that the daemon of `mount` serves, at another path or in another mount
-    namespace (of a container), each with a process that sees it. Only mounts that this user may see
-    are found. `retired` maps the mount IDs of the trees of earlier versions to their devices."""
+    """The other mounts that the same daemon serves, at another path or in another mount namespace
+    (of a container), each with a process that sees it. `retired` maps the mount IDs of earlier
+    trees to their devices. Mounts that this user may not see are left out."""
     return {
         each.tree: pid
         for pid, entries in _tables_of(_processes())
@@ -145,7 +144,7 @@ def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[Mou
 
 def holders_of(mount: DatasetMount) -> list[int]:
     """The processes that have a file or folder of the mount open, mapped, or as working folder,
-    also through another mount of it."""
+    through any mount of it."""
     return holders_of_trees(
         {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
     )
@@ -169,14 +168,12 @@ def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
 
 
 def openers_of(mount: DatasetMount) -> list[int]:
-    """The processes that have a file or folder open, or as working folder, through this very mount
-    and no other mount of the same file system."""
+    """As `holders_of`, without mapped files, and only through this very mount."""
     mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
 def ends_within(pid: int, within_s: float) -> bool:
-    """Whether a process, child or not, ends within this time or has ended already."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -188,7 +185,7 @@ def ends_within(pid: int, within_s: float) -> bool:
 
 
 def processor_ticks(pids: Sequence[int]) -> int:
-    """The processor time of these processes so far, in clock ticks, with time in the kernel."""
+    """The processor time of these processes so far, in clock ticks."""
     found = 0
     for pid in pids:
         with suppress(OSError, ValueError, IndexError):
@@ -249,8 +246,8 @@ def _mount_id(fdinfo: str) -> int:
 
 
 def _status_of(thread: int) -> tuple[str, bool]:
-    """The state of a thread, as one letter, and whether a fatal signal is pending; "" and False if
-    the thread cannot be seen."""
+    """The state letter of a thread, and whether a fatal signal is pending; "" and False if it is
+    invisible."""
     with suppress(OSError, ValueError, KeyError):
         text = Path(f"/proc/{thread}/status").read_text(encoding="ascii", errors="replace")
         status = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

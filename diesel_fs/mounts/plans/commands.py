@@ -34,15 +34,15 @@ from .control_wire import (
 )
 
 LIST_STREAMS_MAX = 16
-"""Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
-so most of the 64 streams are left for those that are announced over the socket."""
+"""Streams of lists. If there would be more, the list that was read longest ago loses its stream; so
+most of the 64 streams are left for the control socket."""
 
 JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
 """The greatest length of a job's name, and its greatest benefit."""
 
 FINISHED_S = 60.0
-"""A stream whose files have all been read is withdrawn, and gives up its memory, unless its next
-epoch begins in this time."""
+"""A stream with all files read is withdrawn, and gives up its memory, unless its next epoch begins
+in this time."""
 
 PREDICT_INTERVAL_S = 1.0
 """How often to check whether the next epoch of a list should be announced."""
@@ -57,16 +57,12 @@ PREDICT_FROM_DIVISOR = 2
 
 @dataclass(slots=True)
 class _ListStream:
-    """The stream of a list's readers."""
-
     name: ListName  # the list of the last epoch that was announced
     is_predicted: bool  # no program has read the list of that epoch yet
     finished_s: float = math.inf  # when all epochs were first seen to be read
 
 
 class PlanCommands:
-    """The messages that make and change plans (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -120,12 +116,12 @@ class PlanCommands:
     # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The streams that are being read; the switch waits for them."""
+        """The switch waits for these streams."""
         fields.end()
         return {"running": [*self._planner.views.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """As `_running`; if no stream is being read, plans are refused until `_unfreeze`."""
+        """If no stream is being read, plans are refused until `_unfreeze`."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
@@ -219,7 +215,6 @@ class PlanCommands:
         return {"residency": self.stats()}
 
     def stats(self) -> dict[str, Value]:
-        """The planner's statistics, as in a message."""
         return {**self._planner.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
 
     def _stream_field(self, fields: Fields) -> str:
@@ -250,7 +245,7 @@ class PlanCommands:
     # lists that programs read ---------------------------------------------------------------------
 
     def _list_read(self, fields: Fields, now_s: float) -> Message:
-        """A program has begun to read a list: announces its order as a tentative stream."""
+        """A program has begun to read a list: its order becomes a tentative stream."""
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
@@ -289,9 +284,9 @@ class PlanCommands:
         return {"epoch": stats["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announces the next epoch of lists whose readers have read half of the last announced one,
-        and withdraws streams that were read to their end long ago. It is cheap, as the worker calls
-        it all the time."""
+        """Announces the next epoch of lists if half of the last announced one has been read, and
+        withdraws streams that were read to their end long ago. Cheap: the worker calls it all the
+        time."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s
@@ -326,7 +321,7 @@ class PlanCommands:
         return Epoch(name.epoch, entries, exact, computed=name.computed)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
-        """Forgets this stream, and withdraws others until one more list may have a stream."""
+        """Withdraws streams of lists until one more list may have one."""
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)

@@ -45,7 +45,7 @@ ANSWER_ITEMS_MAX = 1 << 14
 """Items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
 
 Epochs: TypeAlias = Sequence[Message]
-"""Epochs as `explicit` and `drawn` make them."""
+"""Made by `explicit` and `drawn`."""
 
 
 def explicit(
@@ -91,7 +91,7 @@ class Control:
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        # By process, since a fork may inherit a lock that is held.
+        # One for each process, since a fork may inherit a lock that is held.
         self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
         self._owner = -1
@@ -123,12 +123,10 @@ class Control:
 
     @property
     def identity(self) -> str:
-        """The identity of the dataset that plans are for."""
         return str(self.hello.get("identity")) if self._identity is None else self._identity
 
     @property
     def version(self) -> int:
-        """The version of the snapshot that plans are for."""
         version = self.hello.get("version") if self._version is None else self._version
         assert isinstance(version, int)
         return version
@@ -172,7 +170,7 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """Removes a stream, which will not be read any more."""
+        """The stream will not be read any more."""
         self._ask({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
@@ -221,7 +219,7 @@ class Control:
         return jobs
 
     def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
-        """Which of these entries a read would find in the page cache, as far as the mount knows."""
+        """Which of these entries are in the page cache, as far as the mount knows."""
         return self._resident("resident", entries, ENTRIES_PER_FRAME)
 
     def check(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
@@ -241,7 +239,7 @@ class Control:
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """The statistics of the mount, as in `.diesel/stats`, up to date."""
+        """As in `.diesel/stats`, but up to date."""
         found = self._ask({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")

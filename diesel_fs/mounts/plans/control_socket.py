@@ -1,10 +1,10 @@
 """Serves the control socket of a mount, and limits its clients.
 
 Over this socket, other programs announce which files they will read. It lies in a private folder of
-the user (CONTROL.md). It answers only root and the user that the mount's daemon runs as; if the
-mount is for other users too, everyone who can reach the socket. The server passes requests on to
-the prefetch worker, where `commands.py` carries them out. A client that exceeds a limit or sends
-malformed frames is disconnected, with one line in the log; other clients do not notice.
+the user (CONTROL.md). Only root and the daemon's user get answers; if the mount is for other users
+too, all who can reach the socket. Requests go on to the prefetch worker, and `commands.py` carries
+them out there. A client that exceeds a limit or sends malformed frames is disconnected, with one
+line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline except the wait for a client's next request.
@@ -54,8 +54,6 @@ _PEER = struct.Struct("3i")  # process, user, group
 
 
 class ControlSocket:
-    """One mount's control socket, from `listen` to `close`."""
-
     def __init__(
         self,
         folder: Path,
@@ -89,16 +87,16 @@ class ControlSocket:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Sets the hello that later clients get."""
+        """Later clients get this hello."""
         self._hello = hello
 
     @property
     def path(self) -> bytes:
-        """The path of the socket; empty while there is none."""
+        """Empty while there is no socket."""
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Makes the socket, and removes those of killed daemons. Raises DieselError."""
+        """Removes sockets of killed daemons, too. Raises DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             remove_dead_sockets(self._folder)
@@ -117,7 +115,6 @@ class ControlSocket:
         self._socket = listener
 
     def close(self) -> None:
-        """Removes the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -125,7 +122,6 @@ class ControlSocket:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
-        """Serves clients until this task is cancelled."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)
@@ -211,7 +207,7 @@ class ControlSocket:
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
-        """The answer to a request. Raises DieselError."""
+        """Raises DieselError."""
         do = message.get("do")
         if type(do) is not str or do not in REQUESTS:
             raise UsageError(f"no request {str(do)[:64]!r}")
@@ -236,7 +232,7 @@ class ControlSocket:
         return answer
 
     def _answer_without_worker(self, do: str) -> Message:
-        """The answer to a request while there is no prefetch worker. Raises DieselError."""
+        """Raises DieselError."""
         if do == "stats":
             return {"stats": self._stats()}
         if self.has_worker:

@@ -15,7 +15,6 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 
 PROTOCOL = 1
-"""The version of the protocol, in the first message."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
@@ -108,5 +107,5 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
-    """The epochs in the field `epochs`. Raises UsageError."""
+    """Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]

@@ -46,8 +46,6 @@ def stream_name(ref: ListRef) -> str:
 
 
 class ListPlans(ListObserver):
-    """The observer of lists in a mount's server (see the module)."""
-
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None
         self._name = ListName(seed, 0, group_size)  # of the epoch that `.diesel/filelist` shows
@@ -58,11 +56,10 @@ class ListPlans(ListObserver):
         self._opened: set[int] = set()  # ... and those that have been opened
 
     def stats(self) -> dict[str, object]:
-        """The parameters of `.diesel/filelist` now."""
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
     def connect_worker(self, link: WorkerLink) -> None:
-        """From now on, reports lists to the prefetch worker, which has begun."""
+        """From now on, lists are reported to the prefetch worker."""
         self._link = link
 
     def switch_version(self, version: int) -> None:
@@ -74,7 +71,6 @@ class ListPlans(ListObserver):
         self._opened.clear()
 
     async def current_list(self) -> ListName:
-        """The list that `.diesel/filelist` shows now."""
         if self._is_read and self._link is not None:
             name_before = self._name
             answer = await self._ask(
@@ -86,13 +82,11 @@ class ListPlans(ListObserver):
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """Makes the kernel drop the pages of a list that is looked up, so that the next reading is
-        a READ request, which this process sees."""
+        """Makes the kernel drop the list's pages, so that the next reading is a READ request."""
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
-        """Makes the worker announce the order of a list that a program reads, unless the list
-        belongs to an old version."""
+        """Makes the worker announce the order, unless the list belongs to an old version."""
         if ref.version != self._version:
             return
         if ref.by_filelist and ref.name == self._name:
@@ -102,7 +96,7 @@ class ListPlans(ListObserver):
             self._link.send(message)
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """A list was made, with these last files: their opens count from now on."""
+        """From now on, opens of these last files count."""
         is_current = ref.version == self._version and ref.name == self._name
         if ref.by_filelist and is_current and not self._tail:
             self._tail = frozenset(tail)
@@ -110,7 +104,7 @@ class ListPlans(ListObserver):
             self._opened.clear()
 
     def on_open(self, entry: int) -> None:
-        """A file was opened. Only sessions that get OPEN requests report that."""
+        """Only sessions that get OPEN requests call this."""
         if entry in self._tail:
             self._opened.add(entry)
             if self._last in self._opened and 2 * len(self._opened) >= len(self._tail):

@@ -17,7 +17,6 @@ UNNAMED_SOCKET_S_MAX = 60.0
 
 
 PREFIX = "control-"
-"""The beginning of the name of a control socket."""
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """The kernel session: it speaks the FUSE protocol on /dev/fuse itself.
 
 It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a request
-and keeps their pages, and names that were looked up are valid for ever. So a file whose pages are
-in the kernel's cache is opened, read and closed without any request; another one costs one READ.
-
+and keeps their pages, and names that were looked up are valid for ever. So a file with pages in the
+kernel's cache is opened, read and closed without any request; another one costs one READ.
 `protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
 
 Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
@@ -45,7 +44,7 @@ KILLED_LOOK_S = 0.05
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 Content = Bytes | Sequence[Bytes]
-"""Content of a reply, perhaps in pieces."""
+"""Perhaps in pieces."""
 Answer = Content | None
 """None: no reply now, or never."""
 Handler = Callable[[RequestHeader, memoryview], Answer]
@@ -64,7 +63,7 @@ def _ignore(_: object) -> None: ...
 
 
 def _refuse(number: int) -> Handler:
-    """A handler whose reply is this errno."""
+    """A handler that replies with this errno."""
 
     def refuse(_: RequestHeader, __: memoryview) -> NoReturn:
         raise FuseErrno(number)
@@ -77,20 +76,16 @@ def _pieces(content: Content) -> Sequence[Bytes]:
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
-"""The name and the handler of unknown requests."""
+"""For unknown requests."""
 
 
 class _Waiting(NamedTuple):
-    """A request that waits: its thread, the scope that ends it, and the observer of its causes."""
-
     thread: int
     scope: trio.CancelScope
     wait: Wait
 
 
 class KernelSession:
-    """The session over /dev/fuse (see the module)."""
-
     name: ClassVar[str] = "kernel"
 
     def __init__(
@@ -116,7 +111,6 @@ class KernelSession:
         self.negotiated = ""
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """The name and the handler of each request."""
         return {
             op.value: (op.name.lower(), handler)
             for op, handler in {
@@ -138,11 +132,8 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Mounts, and negotiates the protocol with the kernel.
-
-        Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
-        kernel lacks something.
-        """
+        """Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
+        kernel lacks something."""
         self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
             self._negotiate()
@@ -227,15 +218,15 @@ class KernelSession:
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """Connects the prefetch worker. From now on the session calls `on_miss` with entries whose
-        content the kernel did not have, and `on_forget` with entries that it has forgotten. It
-        holds READs of entries that are pushed soon, by `push_status`."""
+        """Connects the prefetch worker. From now on the session calls `on_miss` with entries that
+        the kernel had no content of, and `on_forget` with entries that it has forgotten. It holds
+        READs of entries that are pushed soon, by `push_status`."""
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()
 
     def detach_worker(self) -> None:
-        """Disconnects the worker, which has ended: nothing is reported or held any more."""
+        """The worker has ended: nothing is reported or held any more."""
         self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
 
     # requests ---------------------------------------------------------------------------------
@@ -299,7 +290,6 @@ class KernelSession:
             self._on_miss(node - 1)
 
     def _fail_read(self, read: ReadRequest, fault: BaseException) -> None:
-        """Answers a READ by an error, at once."""
         self._note_failed_read()
         self._send(read.unique, (), self._vfs.errno_of(fault, "read", read.node))
         self._waits.answered(read.thread, WaitCause.MOUNT, self._begun_s)
@@ -363,7 +353,7 @@ class KernelSession:
         self._waits.end(waiting.wait)
 
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Ends a request whose thread was killed, with EINTR. INTERRUPT itself gets no reply.
+        """Ends a request with EINTR if its thread was killed. INTERRUPT itself gets no reply.
 
         The kernel sends it after any signal, also one that the thread handles, or that stops it for
         a while. Then the request goes on, since EINTR would fail the read of an intact file (with
@@ -376,7 +366,7 @@ class KernelSession:
         return None
 
     async def _end_if_killed(self, unique: int) -> None:
-        """Ends a request when its thread is killed. Returns when the request was answered."""
+        """Returns when the request was answered, or its thread killed."""
         while (waiting := self._waiting.get(unique)) is not None:
             if was_killed(waiting.thread):
                 waiting.scope.cancel()

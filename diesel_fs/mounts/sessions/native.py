@@ -61,7 +61,6 @@ PRIVATE_NODE = HIDDEN_ROOT - 1
 ones; none is used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
-"""How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
 """How far it then reads ahead in the content file. If neighbours have been pushed, the kernel reads
@@ -96,13 +95,10 @@ def _let_go_of_devices() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeVersion:
-    """A version of the dataset, as a tree shows it."""
-
     image: Image
     file: int
     """A descriptor of the image's file. It stays open until `on_end`."""
     vfs: Vfs
-    """Reads its contents."""
     on_end: Callable[[], None] = _ignore
     """Called when no file of the tree is open any more, or the tree could not be mounted."""
 
@@ -150,8 +146,6 @@ class _OwnThread(Generic[_T]):
 
 
 class NativeSession(KernelSession):
-    """The session over an EROFS tree (see the module)."""
-
     name: ClassVar[str] = "native"
 
     def __init__(
@@ -176,7 +170,7 @@ class NativeSession(KernelSession):
         self._openers: dict[int, _Tree] = {}  # by handle
         self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
         self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
-        self._current = self._missed = self._add_tree(version)  # `_missed`: whose READs are misses
+        self._current = self._missed = self._add_tree(version)  # `_missed`: its READs are misses
         self.private_mount = -1
         """A descriptor of the FUSE mount at no path; the content file can be opened in it."""
         self.note = ""
@@ -193,12 +187,11 @@ class NativeSession(KernelSession):
 
     @property
     def content_node(self) -> int:
-        """The node of the current tree's content file."""
         return self._current.content_node
 
     @property
     def mount_id(self) -> int:
-        """The ID of the current tree's mount, in mountinfo."""
+        """Of the current tree, in mountinfo."""
         return self._current.mount_id
 
     @property
@@ -401,7 +394,7 @@ class NativeSession(KernelSession):
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread, and answers requests until it has ended: before `serve`."""
+        """Runs `work` in a thread, and answers requests until it has ended."""
         done = os.eventfd(0, os.EFD_CLOEXEC)
         working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()
@@ -487,7 +480,6 @@ class NativeSession(KernelSession):
         return b""
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ of the content file at once from memory, or in a task."""
         unique, node, offset, size, thread = read
         image = self._served_images.get(node)
         if image is not None:
@@ -532,7 +524,6 @@ class NativeSession(KernelSession):
     async def _content_held(
         self, push_status: PushStatusMap, entry: int, content: ContentFile, offset: int, size: int
     ) -> Sequence[Bytes]:
-        """As `_read_held`, of the content file."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):

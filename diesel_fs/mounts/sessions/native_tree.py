@@ -35,8 +35,8 @@ _ATTRIBUTES = (
 
 
 class Tree:
-    """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount;
-    `note` is the reason why it is not of the best kind, if it is not."""
+    """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount, and
+    `note` the reason if it is not of the best kind."""
 
     def __init__(self, mount: int, image: Image, root: int) -> None:
         self.mount = mount
@@ -54,7 +54,6 @@ class Tree:
             os.close(folder)
 
     def set_read_ahead(self, kib: int) -> None:
-        """Sets how far the kernel reads ahead in a file of the tree, if it allows that."""
         folder = self._open_root()
         try:
             syscalls.set_read_ahead(folder, kib)
@@ -62,13 +61,13 @@ class Tree:
             os.close(folder)
 
     def fails_reads_cut_short(self) -> bool:
-        """Whether a read fails if the kernel gets only a part of it; it must. Writes the root
+        """Whether a read fails, as it must, if the kernel gets only a part of it. Writes the root
         folder, which is empty.
 
-        If it does not fail, the kernel fills up with zeros and keeps them: a reader that is killed
-        while it waits would leave zeros to all others. To find out, the file of the root folder
-        first ends too early, before the end of the last name, and a name is looked up that the
-        kernel searches in the last block.
+        Otherwise the kernel fills up with zeros and keeps them: a reader that is killed while it
+        waits would leave zeros to all others. To find out, the file of the root folder first ends
+        before the end of the last name, and a name is looked up that the kernel searches in the
+        last block.
         """
         content = self._image.root_folder(hidden=False)
         os.pwrite(self._root, content[: os.fstat(self.mount).st_size - 1], 0)

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 KERNEL_MAJOR = 7
 KERNEL_MINOR = 41
-"""The version of the protocol that is spoken here; with an older kernel, that kernel's own."""
+"""Spoken here; with an older kernel, that kernel's own."""
 
 KERNEL_MINOR_MIN = 31
 """Linux 5.4, the first that stops sending OPENDIR once it is refused (FUSE_NO_OPENDIR_SUPPORT)."""
 
 
 class Op(IntEnum):
-    """The requests of the kernel that are answered; others get ENOSYS."""
+    """Other requests get ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -44,7 +44,7 @@ class Op(IntEnum):
 
 
 class Flag(IntFlag):
-    """Abilities that both sides of a connection must have; INIT negotiates them."""
+    """INIT negotiates these abilities."""
 
     ASYNC_READ = 1 << 0
     DO_READDIRPLUS = 1 << 13
@@ -106,8 +106,6 @@ class Malformed(Exception):
 
 
 class RequestHeader(NamedTuple):
-    """The used fields of a request's header; the body follows it."""
-
     op: int
     unique: int  # the number of the request, which its reply repeats
     node: int
@@ -115,8 +113,6 @@ class RequestHeader(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The kernel's offer in its INIT."""
-
     major: int
     minor: int
     flags: Flag
@@ -133,8 +129,6 @@ def parse_header(message: memoryview) -> RequestHeader:
 
 
 class ReadRequest(NamedTuple):
-    """The used fields of a READ."""
-
     unique: int
     node: int
     offset: int
@@ -223,8 +217,6 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
 
 
 class CommonAttributes(NamedTuple):
-    """The attributes that all nodes of a mount have in common."""
-
     uid: int
     gid: int
     block_bytes: int
@@ -269,7 +261,7 @@ def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
 
 
 def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
-    """The reply to a STATFS; nothing is free."""
+    """Nothing is free."""
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 

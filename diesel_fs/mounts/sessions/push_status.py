@@ -1,20 +1,20 @@
 """Memory that a mount's server and its prefetch worker share: which files are pushed next.
 
 The worker *pushes* files into the kernel's page cache before they are read. A reader that is faster
-than the worker overtakes it; if the server answered its READs at once, each next file would cost a
-READ, too. So the server *holds* the READ of a file that the worker pushes soon: it waits a few
-milliseconds before it answers, and the worker gets ahead by hundreds of files. The worker leaves
-out files whose READs are held, since it would wait for the page that the READ has locked. The READ
-of a file that the worker is storing is answered at once. Each of the two writes its mark before it
-reads the other's, so at least one of them sees the other.
+overtakes it; if the server answered its READs at once, each next file would cost a READ, too. So
+the server *holds* the READ of a file that is pushed soon: it waits a few milliseconds before it
+answers, and the worker gets ahead by hundreds of files. The worker leaves out files with held
+READs, since it would wait for the page that the READ has locked. The READ of a file that the worker
+is storing is answered at once. Each of the two writes its mark before it reads the other's, so at
+least one of them sees the other.
 
-If no memory is left and nothing is planned, the server's reports of misses (READs that arrived)
-change nothing. The worker then requests few of them, which leaves the processors to the readers.
+If no memory is left and nothing is planned, reports of misses (READs that arrived) change nothing.
+The worker then requests few of them, which leaves the processors to the readers.
 
-The memory has a count of the worker's progress, a byte that says whether it wants few misses, one
-by which the server says that a READ has failed, and two bytes for each entry (a file by its index
-in the snapshot): the worker writes the first, the server the second. A torn or late value costs a
-moment, nothing else. After these come the addresses of entries in order logs
+The memory has a count of the worker's progress, a byte by which the worker wants few misses, one by
+which the server reports a failed READ, and two bytes for each entry (a file by its index in the
+snapshot): the worker writes the first, the server the second. A torn or late value costs a moment,
+nothing else. After these come the addresses of entries in order logs
 (`cache/order_logs/addresses.py`), which take memory only if there are logs.
 """
 
@@ -54,7 +54,7 @@ _FEW_AT, _FAILED_AT, _ENTRIES_AT = 8, 9, 16
 
 
 def push_status_file(entry_count: int) -> int:
-    """Makes shared memory for `entry_count` entries. Returns a descriptor. Raises OSError."""
+    """Returns a descriptor of new shared memory. Raises OSError."""
     descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
     os.truncate(descriptor, _addresses_at(entry_count) + address_bytes(entry_count))
     os.pwrite(descriptor, entry_count.to_bytes(8, sys.byteorder), _ENTRIES_AT)
@@ -99,7 +99,7 @@ class PushStatusMap:
         self._few[0] = not each_miss
 
     def count_progress(self) -> None:
-        """Counts a step of progress, which held READs see."""
+        """Held READs see this."""
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -118,7 +118,6 @@ class PushStatusMap:
         self._failed[0] = 1
 
     def takes_miss(self) -> bool:
-        """Whether the server reports this miss to the worker."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()
@@ -139,11 +138,9 @@ class PushStatusMap:
         return True
 
     def end_hold(self, entry: int) -> None:
-        """A held READ was answered, or withdrawn."""
         self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
-        """Whether an entry is pushed soon, or now."""
         return self._soon_seen[entry] != 0
 
     async def hold(self, entry: int) -> None:
@@ -159,8 +156,7 @@ class PushStatusMap:
 
 
 def share_logs(reader: object, descriptor: int) -> None:
-    """Makes the server's reader use the order logs whose addresses are in this memory, if it
-    can."""
+    """The server's reader uses the order logs with addresses in this memory, if it can."""
     if isinstance(reader, LogEntryReader):
         reader.share(PushStatusMap(descriptor).log_addresses)
 

@@ -45,7 +45,7 @@ PART_ENTRIES = 1024
 """Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
-"""Parts that are kept, so that many readers can list large folders at once."""
+"""So many that many readers can list large folders at once."""
 
 NUDGE_S = 0.25
 """While READs wait, a signal comes this often. A request can vanish (its process was killed)
@@ -83,7 +83,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
 
 
 class _Operations(pyfuse3.Operations):
-    """The requests of pyfuse3, each a call of the `Vfs`. pyfuse3 refuses all others with ENOSYS."""
+    """pyfuse3 refuses all other requests with ENOSYS."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -190,7 +190,6 @@ class _Operations(pyfuse3.Operations):
 
     @contextmanager
     def _waiting(self, cause: WaitCause, begun_s: float) -> Iterator[None]:
-        """Counts a request while it waits, and observes its causes."""
         wait = self.vfs.waits.begin(_UNSEEN, cause, begun_s)
         try:
             with observer_set(wait):
@@ -267,7 +266,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """The part of a folder of the dataset that has child `position`; None if there is none."""
+        """None if there is no child `position`."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -307,7 +306,7 @@ class _Operations(pyfuse3.Operations):
 
 
 def _listing(position: int, found: ChildColumns) -> Listing:
-    """The columns as Python values, from which pyfuse3 makes a reply."""
+    """The columns as Python values, for pyfuse3."""
     bounds = (found.name_start - found.name_start[0]).tolist()
     letters = found.names[found.name_start[0] : found.name_start[-1]].tobytes()
     return Listing(
@@ -370,7 +369,7 @@ class _Lock:
 
 
 class TrioStandIn:
-    """The parts of trio that pyfuse3 uses, made cheaper (see the module)."""
+    """The parts of trio that pyfuse3 uses, made cheaper."""
 
     Lock = _Lock
     ClosedResourceError = trio.ClosedResourceError
@@ -395,8 +394,6 @@ def installed(loop: TrioStandIn) -> Iterator[None]:
 
 
 class Pyfuse3Session:
-    """The session over libfuse (see the module)."""
-
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
@@ -406,7 +403,7 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Mounts. Raises PermissionDenied."""
+        """Raises PermissionDenied."""
         reason: list[str] = []
         try:
             # libfuse starts fusermount3 with the environment of this process.

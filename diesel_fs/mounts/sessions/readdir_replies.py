@@ -40,7 +40,6 @@ _ENTRY = np.dtype(
 assert _ENTRY.itemsize == protocol.ENTRY_OUT.size + protocol.DIRENT.size
 
 DOTS = 2
-"""The entries `.` and `..`, which come before the children."""
 
 
 class _Part(NamedTuple):
@@ -51,8 +50,6 @@ class _Part(NamedTuple):
 
 
 class ReaddirReplies:
-    """The READDIRPLUS replies for one `Vfs`."""
-
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)

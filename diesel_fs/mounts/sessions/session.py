@@ -1,4 +1,4 @@
-"""The interface of the FUSE sessions, and what they share: mount options, the wait for requests.
+"""The interface of the FUSE sessions, their mount options, and their wait for requests.
 
 A session connects one `Vfs` to the kernel at one mount point: it turns the kernel's FUSE requests
 into calls of the `Vfs`, and their results into replies. It knows no snapshots, readers or
@@ -103,9 +103,9 @@ class RequestWait:
     sleeping.
 
     While requests keep coming, a short poll(2) in trio's own thread waits for them, for `slice_s`
-    between two turns of trio. Other tasks (READs whose bytes have arrived, signals, deadlines) run
-    at the latest `slice_s` + `SPIN_S` + `poll_s` after they can. While a request waits (`idle`
-    returns False), poll(2) does not wait.
+    between two turns of trio. Other tasks (READs, signals, deadlines) run at the latest `slice_s` +
+    `SPIN_S` + `poll_s` after they can. While a request waits (`idle` returns False), poll(2) does
+    not wait.
     """
 
     def __init__(

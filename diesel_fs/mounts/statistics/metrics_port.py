@@ -39,7 +39,6 @@ class MetricsSource:
         self._end = end
 
     async def serve(self, text: Callable[[], str]) -> None:
-        """Answers requests until the supervisor has ended."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._end))
         try:
             while await stream.receive_some(1):
@@ -70,16 +69,16 @@ class MetricsPort:
 
     @property
     def own_descriptors(self) -> Sequence[int]:
-        """The descriptors that the forked processes must close."""
+        """The forked processes must close these."""
         return [self._end.fileno(), *(each.fileno() for each in self._sockets)]
 
     @property
     def server_descriptor(self) -> int:
-        """The descriptor that only the server keeps."""
+        """Only the server keeps it."""
         return self._server_end.fileno()
 
     def start(self) -> None:
-        """Starts the thread that serves the metrics. Call it after the fork."""
+        """Call it after the fork."""
         self._server_end.close()
         self._end.settimeout(ANSWER_DEADLINE_S)
         threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -117,8 +116,7 @@ class MetricsPort:
         return text
 
     def _length(self) -> int | None:
-        """The total length of the answer that is arriving, its head included; None if the head has
-        not arrived yet."""
+        """The length of the arriving answer with its head; None if the head has not arrived yet."""
         if len(self._answer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._answer)

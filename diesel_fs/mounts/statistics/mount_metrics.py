@@ -16,8 +16,6 @@ TASK_TIERS = ("mapped", "local", "peer", "store")
 
 @dataclass(frozen=True, slots=True)
 class MountMetric:
-    """One metric, and the function that finds its samples."""
-
     name: str
     kind: str  # "counter" or "gauge"
     help: str
@@ -25,7 +23,6 @@ class MountMetric:
 
 
 def metrics_text(stats: Stats) -> str:
-    """The metrics in Prometheus's text format."""
     lines: list[str] = []
     for metric in TABLE:
         samples = list(metric.samples(stats))
@@ -35,7 +32,7 @@ def metrics_text(stats: Stats) -> str:
 
 
 def _at(stats: Stats, path: str) -> object:
-    """The value at a path of names with dots between them; None if there is none."""
+    """The value at a path of names with dots between them."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

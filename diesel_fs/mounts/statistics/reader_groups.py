@@ -1,15 +1,15 @@
 """Groups the processes that read a mount: by rank of a training job, or by program with its
 workers.
 
-The kernel names the thread whose system call made a request. /proc gives the rest: the rank is in
-the environment with which the process was started (a forked worker has its parent's), and the
-workers of a script run the same program as the script, in the same session. A process of another
-user, or in another PID namespace, may be invisible.
+The kernel names the thread that made a request. /proc gives the rest: the rank is in the
+environment with which the process was started (a forked worker has its parent's), and the workers
+of a script run the same program as the script, in the same session. A process of another user, or
+in another PID namespace, may be invisible.
 
-Concurrency: `group_of` runs in the server's thread, which answers the kernel, so it reads only
-files of /proc that the kernel serves without a lock of the process. The environment is read under
-the lock of the process's memory, which a thread that waits for a page of the mount may hold. A
-separate thread reads that, and calls `on_found`. `reader_group` may wait; any thread may call it.
+Concurrency: `group_of` runs in the server's thread, so it reads only files of /proc that the kernel
+serves without a lock of the process. The environment is read under the lock of the process's
+memory, which a thread that waits for a page of the mount may hold; a thread of its own reads that,
+and calls `on_found`. `reader_group` may wait; any thread may call it.
 """
 
 import os
@@ -43,8 +43,6 @@ class _Process(NamedTuple):
 
 
 class ReaderProcesses:
-    """The processes that read a mount (see the module)."""
-
     def __init__(self, mount_pid: int) -> None:
         """`mount_pid` is the mount's supervisor."""
         self._mount_pid = mount_pid
@@ -92,7 +90,6 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
-    """The group of a process; UNSEEN if it is invisible."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 
@@ -112,7 +109,7 @@ def _group_of(process: _Process) -> ReaderGroup:
 
 
 def _descends_from(process: _Process, ancestor: int) -> bool:
-    """Whether a process belongs to the mount whose supervisor is `ancestor`."""
+    """Whether a process belongs to the mount with the supervisor `ancestor`."""
     for _ in range(MOUNT_GENERATIONS):
         if ancestor in (process.pid, process.parent):
             return True
@@ -138,7 +135,7 @@ def _process_of(thread: int) -> _Process | None:
 
 
 def _process_number(thread: int) -> int:
-    """The ID of the process that has this thread. Raises OSError, ValueError."""
+    """The process of this thread. Raises OSError, ValueError."""
     for line in Path(f"/proc/{thread}/status").read_bytes().splitlines():
         if line.startswith(b"Tgid:"):
             return int(line[5:])
@@ -146,7 +143,7 @@ def _process_number(thread: int) -> int:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank in the environment of a process; None if there is none. This may wait."""
+    """May wait."""
     with suppress(OSError):
         variables = dict(
             each.split(b"=", 1)

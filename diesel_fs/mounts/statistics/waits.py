@@ -97,8 +97,8 @@ class WaitClock:
         self.causes_s[cause] += self.virtual_s - before_s
 
     def figures(self, alone_s: Sequence[float]) -> dict[str, object]:
-        """The counts for `.diesel/stats`. `alone_s` is the time by cause of requests that waited
-        alone, which this clock has not counted."""
+        """`alone_s` is the time by cause of requests that waited alone, which this clock has not
+        counted."""
         return {
             "waited_s": round(self.waited_s + sum(alone_s), 6),
             "causes_s": _by_name(self.causes_s, alone_s),
@@ -108,8 +108,6 @@ class WaitClock:
 
 
 class _Reader:
-    """The counts of one group of processes."""
-
     __slots__ = ("alone_s", "clock", "clocks", "group", "requests", "seen_s")
 
     def __init__(self, group: ReaderGroup, mount: WaitClock | None) -> None:
@@ -124,7 +122,6 @@ class _Reader:
         self.clocks = () if mount is None else (mount, self.clock)
 
     def merge(self, other: "_Reader") -> None:
-        """Adds the counts of another group, for which nothing waits now."""
         self.requests += other.requests
         self.seen_s = max(self.seen_s, other.seen_s)
         self.clock.waited_s += other.clock.waited_s
@@ -135,8 +132,6 @@ class _Reader:
 
 
 class Wait:
-    """A request that waits. As a `WaitObserver` it learns the causes."""
-
     __slots__ = ("_base", "_before_s", "_cause", "_clocks", "_marks", "_owner", "_since_s")
 
     def __init__(
@@ -268,11 +263,10 @@ class Waits:
                 clock.waiting -= 1
 
     def is_waiting(self, wait: Wait) -> bool:
-        """Whether a request has not been answered yet. The caller holds the lock."""
+        """The caller holds the lock."""
         return wait in self._waiting
 
     def figures(self) -> dict[str, object]:
-        """The counts up to now, as `waits` of `.diesel/stats`."""
         self._merge_regrouped()
         with self.lock:
             now_s = self.now()
@@ -304,7 +298,6 @@ class Waits:
         self._forget_at_s = -math.inf  # so that the next request looks at it
 
     def _find_reader(self, thread: int, now_s: float) -> _Reader:
-        """Finds the group of a thread, and remembers it."""
         if now_s > self._forget_at_s or len(self._by_thread) >= THREADS_MAX:
             self._by_thread.clear()
             self._forget_at_s = now_s + THREADS_MAX_AGE_S
@@ -351,7 +344,6 @@ class Waits:
 
 
 def _by_name(first_s: Sequence[float], second_s: Sequence[float]) -> Mapping[str, float]:
-    """The sums of both, by the names of the causes."""
     return {
         name: round(first_s[cause] + second_s[cause], 6)
         for name, cause in ((name, WaitCause[name.upper()]) for name in CAUSE_NAMES)

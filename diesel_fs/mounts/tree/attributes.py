@@ -31,7 +31,7 @@ class FuseErrno(Exception):
 
 
 class Attributes(NamedTuple):
-    """The attributes of a node. Node 0 means that the name does not exist."""
+    """Node 0 means that the name does not exist."""
 
     node: int
     mode: int  # with the type bits
@@ -58,8 +58,6 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user and group that own all entries, and the permission bits to leave out."""
-
     uid: int
     gid: int
     umask: int = 0

@@ -69,21 +69,17 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 def private_name(node: int) -> str:
-    """The name of a file in the root of the FUSE mount that no listing shows."""
+    """No listing shows this file of the FUSE mount's root."""
     return f"content-{HIDDEN_ROOT - node}"
 
 
 class _Attempt(NamedTuple):
-    """A READ of an extent that waits."""
-
     begun_s: float  # trio's clock
     scope: trio.CancelScope
 
 
 @dataclass(slots=True, eq=False)
 class ContentVersion:
-    """One version of the dataset in the content file."""
-
     vfs: Vfs
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entries that have them
@@ -146,11 +142,8 @@ class ContentVersion:
 
 
 def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
-    """The ranges, as offset and size, of contents that are in `after` but not in `before`.
-
-    Both images belong to one chain. Before `after` was added to the content file, a READ of such a
-    range returned zeros.
-    """
+    """The ranges (offset, size) of contents that are in `after` but not in `before`. Both images
+    belong to one chain."""
     is_new = ~np.isin(after.start_blocks, before.start_blocks)
     edges = np.flatnonzero(np.diff(is_new, prepend=False, append=False))
     firsts, lasts = edges[::2], edges[1::2] - 1
@@ -169,8 +162,6 @@ class Piece(NamedTuple):
 
 
 class ContentFile:
-    """A content file (see the module)."""
-
     def __init__(self, chain: UUID) -> None:
         self.chain = chain
         self._versions: list[ContentVersion] = []  # the newest first
@@ -187,7 +178,7 @@ class ContentFile:
         return added
 
     def remove(self, version: ContentVersion) -> None:
-        """Removes a version of which no file is open any more."""
+        """No file of the version is open any more."""
         self._versions.remove(version)
 
     def read_nowait(self, offset: int, size: int) -> Sequence[Bytes] | None:
@@ -239,8 +230,7 @@ class ContentFile:
 
 
 def _pieces(versions: Sequence[ContentVersion], start: int, end: int) -> Iterator[Piece]:
-    """The parts of a range of the content file. If one version has no file at a place, the next one
-    may have one."""
+    """If one version has no file at a place, the next one may have one."""
     if not versions:
         if end > start:
             yield Piece(None, -1, 0, end - start)

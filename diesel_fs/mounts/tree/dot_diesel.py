@@ -100,17 +100,14 @@ class ListObserver:
         """A program begins to read a list."""
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """A list's content has been made; its last entries are `tail`."""
+        """`tail` are the last entries of the new content."""
 
     def stats(self) -> dict[str, object]:
-        """Figures for `.diesel/stats`."""
         return {}
 
 
 @dataclass(slots=True)
 class _FileVersion:
-    """One content of a generated file, and its node."""
-
     node: int
     name: bytes
     content: memoryview
@@ -125,8 +122,6 @@ class _FileVersion:
 
 @dataclass(slots=True)
 class _ListNode:
-    """A list, and its node."""
-
     node: int
     ref: ListRef
     paths: PathLists  # of its version
@@ -140,8 +135,6 @@ class _ListNode:
 
 
 class HiddenFolder:
-    """`.diesel` of one mount (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -172,7 +165,7 @@ class HiddenFolder:
         self._generator_limiter = trio.CapacityLimiter(1)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Makes names lead to contents of this version from now on."""
+        """From now on, names lead to contents of this version."""
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         for each in tuple(self._current.values()):
@@ -215,14 +208,13 @@ class HiddenFolder:
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """The target of the link `control`. Raises FuseErrno(EINVAL) for other nodes."""
+        """Raises FuseErrno(EINVAL) for any node but the link `control`."""
         target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
             raise FuseErrno(errno.EINVAL)
         return target
 
     def parent(self, node: int) -> int:
-        """The node that `..` of one of these folders leads to."""
         return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
 
     async def listing(self, folder: int) -> Listing:
@@ -244,12 +236,11 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel got the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` from the lookups that were counted; a content without any is freed."""
+        """A content without any lookup is freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:
@@ -270,7 +261,6 @@ class HiddenFolder:
             raise FuseErrno(errno.ESTALE) from None
 
     def stats(self) -> dict[str, object]:
-        """Which list `filelist` is, and how much memory lists take."""
         return {
             **self._observer.stats(),
             "held": len(self._contents),
@@ -350,7 +340,7 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a list. Makes its content if it is not in memory.
+        """Makes the content of a list if it is not in memory.
 
         Raises FuseErrno: ENOMEM if it would take too much memory, EILSEQ if a path in a list of
         lines has a newline.
@@ -393,7 +383,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Reserves memory for a list, and drops others for it. Raises FuseErrno(ENOMEM)."""
+        """Drops other lists if needed. Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

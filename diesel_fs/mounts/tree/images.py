@@ -46,8 +46,7 @@ IMAGES_KEPT = 2
 """Images kept per dataset, node and user, besides those in use: the ones that were opened last."""
 
 UNUSED_S_MAX = 7 * 86_400
-"""After this time without use an image is removed, if it belongs to another dataset or to an
-earlier boot."""
+"""After this time without use, any image is removed."""
 
 BUILD_DEADLINE_S = 30.0
 """How long to wait for another process that builds an image. 14 million entries take 20 s, and a
@@ -130,7 +129,7 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """Opens an image, and locks its file against removal. Raises OSError, FormatError."""
+    """Locks the file against removal. Raises OSError, FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,7 +142,7 @@ def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """The content of a file. Raises OSError."""
+    """Raises OSError."""
     if not os.fstat(descriptor).st_size:
         return memoryview(b"")
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, to be checked
@@ -154,8 +153,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
-    """Builds an image in the folder, in the dataset's chain. Raises OSError and the errors of
-    `build_image`."""
+    """Builds an image in the dataset's chain. Raises OSError and the errors of `build_image`."""
     earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
     try:
         pieces = build_image(snapshot, shown, earlier)
@@ -183,7 +181,7 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Builds an image in an empty file. Closes the file if that fails. Raises OSError."""
+    """Closes the file if that fails. Raises OSError and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -194,13 +192,13 @@ def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image,
 
 
 def _unnamed_file(folder: str | None) -> int:
-    """A file in a folder that lasts as long as its descriptors. Raises OSError."""
+    """The file lasts as long as its descriptors. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 
 
 def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:
-    """Writes an image, and logs how long it took. Raises OSError."""
+    """Raises OSError."""
     began = time.monotonic()
     file.writelines(pieces)
     file.flush()
@@ -222,8 +220,8 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Removes images that no process has open: all of this dataset except the last used ones, and
-    all that have been unused for `UNUSED_S_MAX`."""
+    """Removes images that no process has open: of this dataset all except the last used ones, and
+    any that have been unused for `UNUSED_S_MAX`."""
     with suppress(OSError):
         used_ns = {
             path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."
@@ -239,7 +237,7 @@ def _prune(folder: Path, identity: UUID) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Removes an image. Raises OSError if a process has it open."""
+    """Raises OSError if a process has the image open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what can be written
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,8 +250,7 @@ def _remove_unused(path: Path) -> None:
 
 
 class _Chain:
-    """The record of a dataset's chain on this node: the last image that was built. It is the
-    content of a file that the caller has locked."""
+    """The record of a dataset's last image on this node, in a file that the caller has locked."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -263,7 +260,7 @@ class _Chain:
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """Records the image that continues `earlier`, or begins that chain, as the last one."""
+        """The next image continues `earlier`, or begins that chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
         else:
@@ -278,7 +275,7 @@ class _Chain:
 
 @contextmanager
 def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
-    """Locks a dataset's chain. Raises BusyError after the deadline, OSError."""
+    """Raises BusyError after the deadline, OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, path, deadline_s)
@@ -288,7 +285,6 @@ def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
 
 
 def _lock(descriptor: int, path: Path, deadline_s: float) -> None:
-    """Locks a file, and logs every few seconds that another process holds it."""
     began = reported = time.monotonic()
     while True:
         try:

@@ -84,11 +84,11 @@ class ContentReader(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """Figures of the cache, for `.diesel/stats`."""
+        """For `.diesel/stats`."""
         ...
 
     def close(self) -> None:
-        """Frees all resources. Reads under way may fail."""
+        """Reads under way may fail."""
         ...
 
 
@@ -115,28 +115,23 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MountHooks:
-    """The parts that the server process adds to the file system: contents of `.diesel`, and
-    observers."""
+    """The parts that the server process adds to the file system."""
 
     mount_info: Mapping[str, object] = field(default_factory=dict)
-    """Constants of the mount, for `.diesel/stats`."""
+    """Constants for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
     """Files of `.diesel` besides `stats`, by name."""
     list_observer: ListObserver | None = None
-    """Learns which lists programs read."""
     control_path: Callable[[], bytes] = bytes
     """The target of the link `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
-    """Figures of the prefetch worker, for `.diesel/stats`."""
+    """For `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
-    """More of `.diesel/stats`."""
     waits: Waits | None = None
-    """Counts how long readers wait, and for what. By default it does not group them by process."""
+    """By default, waits are not grouped by process."""
 
 
 class Vfs:
-    """One dataset at one version as a file system (see the module)."""
-
     first_counted_node = HIDDEN_ROOT
     """Sessions must call `count_lookup` and `forget` for the nodes from this one on."""
 
@@ -189,7 +184,7 @@ class Vfs:
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
-        """The same for `.diesel` and the folders below it. It may wait, unlike `lookup`."""
+        """The same for `.diesel` and the folders below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
@@ -202,19 +197,17 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel got the node once more."""
+        """The kernel got the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` from the number that `count_lookup` counted: the kernel has dropped
-        them."""
+        """The kernel has dropped `count` of the counted lookups."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Forgets many at once. Returns the entries among them, whose pages the kernel has dropped,
-        too."""
+        """Returns the entries among them, since the kernel has dropped their pages, too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -222,10 +215,9 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Counts that the kernel got `count` children of a folder, from child `place` on."""
+        """The kernel got `count` children of a folder, from child `place` on."""
 
     def link_target(self, node: int) -> bytes:
-        """The target of a symbolic link, verbatim."""
         if node >= HIDDEN_ROOT:
             return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
@@ -252,7 +244,7 @@ class Vfs:
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
         """Up to `count` children of a folder of the dataset, from child `position` on; None if
-        there are none. The position of a child never changes."""
+        there are none. A child never changes its position."""
         part = self.snapshot.children(self._index(folder))[position : position + count]
         if not part:
             return None
@@ -270,7 +262,7 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
-        """Everything in `.diesel` or a folder below it. May wait."""
+        """All entries of `.diesel` or a folder below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
@@ -346,7 +338,7 @@ class Vfs:
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """Counts a request that waits; `lookups` is 1 if it is no read."""
+        """`lookups` is 1 if the request is no read."""
         self.waiting += 1
         self._lookups_waiting += lookups
         try:
@@ -379,7 +371,6 @@ class Vfs:
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
-        """The content of `.diesel/stats`."""
         prefetch_stats = self._hooks.prefetch_stats
         return {
             "dataset": self.snapshot.dataset,
@@ -400,7 +391,6 @@ class Vfs:
         }
 
     def close(self) -> None:
-        """Closes the reader."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
@@ -424,7 +414,7 @@ class Vfs:
         return FuseErrno(errno.EIO)
 
     def _describe_node(self, node: int) -> str:
-        """Dataset and path of a node, for messages; never raises."""
+        """For messages; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"

@@ -1,13 +1,12 @@
 """The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
-A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, whose nodes are its
-entries' indices + 1; the mount's nodes are other numbers. They begin as the nodes of the first
+A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, with its entries'
+indices + 1 as nodes; the mount's nodes are other numbers. They begin as the nodes of the first
 version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
 new number. So a node has one content for ever, and the kernel may keep it.
 
 This module counts how often the kernel got each node: a retired version goes on until the kernel
-knows none of its nodes any more. It also finds the place where a listing that began before a switch
-goes on.
+knows none of its nodes any more. A listing that began before a switch goes on at the right place.
 
 `fuse_switch.py` makes the switch, `format/snapshot/diff.py` decides which entries are unchanged,
 and `invalidation.py` notifies the kernel.
@@ -44,8 +43,8 @@ _PLACE_MASK = (1 << SWITCH_SHIFT) - 1
 _DOTS = 2
 
 MOVES_KEPT = 16
-"""The number of switches for which the mount remembers where the places of a folder went, at 4
-bytes an entry. A listing begun before them goes on at its old place, and may miss entries."""
+"""For this many switches the mount remembers how the places in a folder moved, at 4 bytes an entry.
+A listing begun before them goes on at its old place, and may miss entries."""
 
 
 class NodeNumbers:
@@ -64,24 +63,23 @@ class NodeNumbers:
             self._index = order.astype(np.int32).data
 
     def index(self, node: int) -> int:
-        """The entry that has a node; -1 for none."""
+        """-1 for an unknown node."""
         if self._as_indices:
             return node - 1 if 0 < node <= len(self.nodes) else -1
         at = bisect_left(self._sorted, node)
         return self._index[at] if at < len(self._sorted) and self._sorted[at] == node else -1
 
     def count_lookup(self, index: int) -> None:
-        """Counts that the kernel got an entry once more."""
+        """The kernel got an entry once more."""
         self._count[index] += 1
         self.lookup_total += 1
 
     def count_lookups(self, start: int, stop: int) -> None:
-        """Counts the same for a range of entries."""
         self.lookup_counts[start:stop] += np.uint32(1)
         self.lookup_total += stop - start
 
     def forget(self, index: int, count: int) -> None:
-        """Subtracts `count` lookups of an entry: the kernel has dropped them."""
+        """The kernel has dropped `count` lookups of an entry."""
         count = min(count, self._count[index])
         self._count[index] -= count
         self.lookup_total -= count
@@ -99,8 +97,6 @@ class NodeNumbers:
 
 
 class NumberedVersion(VersionVfs):
-    """One version, and the nodes of its entries."""
-
     def __init__(
         self, mount: Vfs, snapshot: Snapshot, reader: ContentReader, numbers: NodeNumbers
     ) -> None:
@@ -117,7 +113,7 @@ class NumberedVersion(VersionVfs):
 
 
 class Prepared(NamedTuple):
-    """A version to which the mount can switch, made by `prepare`."""
+    """Made by `prepare`."""
 
     diff: SnapshotDiff
     reader: ContentReader
@@ -125,12 +121,12 @@ class Prepared(NamedTuple):
     numbers: NodeNumbers
     next_node: int  # the first unused one
     folders: dict[int, tuple[int, int, int]]
-    """The folders whose listing changed, by node: the first child before and now, and the number of
-    children now."""
+    """The folders with a changed listing, by node: the first child before and now, and the number
+    of children now."""
 
 
 class FollowingVfs(VersionedVfs):
-    """The file system of a mount whose version changes (see the module)."""
+    """See the module."""
 
     first_counted_node = ROOT
 
@@ -171,7 +167,6 @@ class FollowingVfs(VersionedVfs):
 
     @property
     def numbers(self) -> NodeNumbers:
-        """The nodes of the current version."""
         return self.current.numbers
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> Prepared:
@@ -213,11 +208,8 @@ class FollowingVfs(VersionedVfs):
 
     def take_stale_names(self) -> dict[int, set[bytes]]:
         """The names that the kernel got in folders of retired versions since the last call, by the
-        folder's node.
-
-        The kernel would keep these names, and with them the folders and their version. The caller
-        must make it drop each when its last user goes.
-        """
+        folder's node. The kernel would keep these names, and with them the folders and their
+        version: the caller must make it drop them."""
         taken, self._stale_names = self._stale_names, {}
         return taken
 
@@ -275,7 +267,7 @@ class FollowingVfs(VersionedVfs):
             self.drop_unused_versions()
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Forgets many at once. Returns the entries of the current version among them."""
+        """Returns the entries of the current version among them."""
         for node, count in forgets:
             self.forget(node, count)
         entries: Iterable[int] = (self.entry_of(node) for node, _ in forgets)

@@ -29,8 +29,6 @@ log = logging.getLogger("diesel.mount")
 
 
 class FuseSwitching:
-    """The switches of a FUSE mount (see the module, and `Switching`)."""
-
     def __init__(self, vfs: FollowingVfs, session: Session, link: WorkerLink) -> None:
         self.vfs = vfs
         self._session = session
@@ -93,8 +91,6 @@ class FuseSwitching:
 
 
 class _FuseSwitch:
-    """One switch (see `PreparedSwitch`)."""
-
     def __init__(self, switching: FuseSwitching, prepared: Prepared) -> None:
         self._switching = switching
         self._prepared = prepared

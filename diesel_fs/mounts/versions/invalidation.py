@@ -95,8 +95,7 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
         _notify(device, protocol.invalidate_name(node, name))
         if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
-    # Each name took the folder's lock, so earlier listings have ended by now: drop what they left
-    # behind.
+    # Each name took the folder's lock, so earlier listings have ended: drop their remains.
     _notify(device, protocol.invalidate_node(node))
 
 

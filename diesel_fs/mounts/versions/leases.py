@@ -18,8 +18,6 @@ log = logging.getLogger("diesel.mount")
 
 
 class VersionLeases:
-    """The leases of a mount, by version."""
-
     def __init__(self, request: MountRequest, source: MountSource) -> None:
         self._request = request
         self._source = source
@@ -45,5 +43,4 @@ class VersionLeases:
                 lease.close()
 
     def close(self) -> None:
-        """Gives back all leases."""
         self.set_versions(())

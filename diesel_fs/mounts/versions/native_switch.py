@@ -37,8 +37,6 @@ def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int
 
 
 class NativeSwitching:
-    """The switches of a native mount (see the module, and `Switching`)."""
-
     def __init__(
         self, vfs: VersionedVfs, session: NativeSession, link: WorkerLink, shown: Shown
     ) -> None:
@@ -60,7 +58,7 @@ class NativeSwitching:
         )
 
     async def tidy(self) -> None:
-        """Does nothing: a tree ends by itself."""
+        """Nothing: a tree ends by itself."""
 
     def stats(self) -> Mapping[str, object]:
         """The trees that are still in use: open files in them keep the mount busy."""
@@ -68,12 +66,10 @@ class NativeSwitching:
         return {"retired_trees": [{"mount": each, "device": trees[each]} for each in trees]}
 
     def stop(self) -> None:
-        """Does nothing: only `PreparedSwitch.make` reaches the kernel."""
+        """Nothing."""
 
 
 class _NativeSwitch:
-    """One switch (see `PreparedSwitch`)."""
-
     def __init__(
         self, switching: NativeSwitching, diff: SnapshotDiff, new: VersionVfs, tree: TreeVersion
     ) -> None:

@@ -30,7 +30,7 @@ class PreparedSwitch(Protocol):
         ...
 
     def message(self) -> Message:
-        """More fields of the message to the worker, once the switch was made."""
+        """More fields for the worker, after the switch was made."""
         ...
 
     async def finish_without_worker(self) -> None:
@@ -43,12 +43,8 @@ class PreparedSwitch(Protocol):
 
 
 class Switching(Protocol):
-    """The way in which one mount switches."""
-
     @property
-    def vfs(self) -> VersionedVfs:
-        """The file system with all versions."""
-        ...
+    def vfs(self) -> VersionedVfs: ...
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
         """Prepares the switch from the current version to another one; `reader` reads the new

@@ -5,8 +5,8 @@ lead to the new version, the current one. A version before it is retired: it goe
 open files, until the kernel needs nothing of it any more.
 
 `VersionedVfs` alone serves a native mount: each version has a tree of its own in the kernel, which
-requests contents by version. In a mount whose names are looked up here, all versions share one set
-of nodes (`following.py`).
+requests contents by version. If names are looked up here, all versions share one set of nodes
+(`following.py`).
 
 Concurrency: one trio task at a time, as in `tree/vfs.py`.
 """
@@ -35,7 +35,7 @@ class RetiredReaders:
         self._lock = threading.Lock()
 
     def used(self, reader: "LazyReader") -> None:
-        """A reader is used; closes those that have been unused for longest."""
+        """Closes readers that have been unused for longest."""
         with self._lock:
             self._open.pop(reader, None)
             self._open[reader] = None
@@ -45,7 +45,6 @@ class RetiredReaders:
                 del self._open[each]
 
     def forget(self, reader: "LazyReader") -> None:
-        """A reader was closed."""
         with self._lock:
             self._open.pop(reader, None)
 
@@ -118,7 +117,6 @@ class VersionVfs(Vfs):
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
-        """The kernel requests nothing any more."""
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
@@ -128,7 +126,7 @@ class VersionVfs(Vfs):
 
 
 class VersionedVfs(Vfs):
-    """The file system of a mount whose version changes (see the module)."""
+    """See the module."""
 
     def __init__(
         self,
@@ -156,7 +154,7 @@ class VersionedVfs(Vfs):
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The snapshots of the current and all retired versions, the current one first."""
+        """The current version's comes first."""
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
@@ -189,7 +187,6 @@ class VersionedVfs(Vfs):
             closing.start()  # in a thread: it may wait for a read of a dead store
 
     def stats(self) -> dict[str, object]:
-        """The content of `.diesel/stats`, with `follow`."""
         follow = {
             "since": round(self._since_s, 3),
             "switches": self._switches,

@@ -57,8 +57,6 @@ chunk."""
 
 
 class VersionWatcher:
-    """Watches the dataset of one mount (see the module)."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -91,7 +89,6 @@ class VersionWatcher:
         self._applied_version: int | None = None  # the last version that the kernel knows fully
 
     def stats(self) -> Mapping[str, object]:
-        """The watcher's part of `follow` in `.diesel/stats`."""
         return {
             "told": self._snapshots[0].version
             if self._applied_version is None
@@ -104,15 +101,15 @@ class VersionWatcher:
 
     @property
     def _snapshots(self) -> list[Snapshot]:
-        """Of the current version and the retired ones."""
+        """The current version's and the retired ones'."""
         return self._switching.vfs.snapshots
 
     def attach(self, switching: Switching) -> None:
-        """Sets how the mount switches. Called before everything else."""
+        """Called before everything else."""
         self._switching = switching
 
     def attach_worker(self, push_status: int) -> None:
-        """The worker has begun with the current version (see `Switching`)."""
+        """The worker has begun with the current version."""
         self._switching.attach_worker(push_status)
         self._has_worker = True
 
@@ -122,7 +119,6 @@ class VersionWatcher:
         self._switching.stop()
 
     async def run(self) -> None:
-        """Watches until it is cancelled."""
         interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(interval_s)
@@ -150,7 +146,7 @@ class VersionWatcher:
         return error.message if isinstance(error, ForeignError) else f"cannot follow: {error}"
 
     def _log_once(self, trouble: str) -> None:
-        """Logs why the mount stays at its version, unless the last message was the same."""
+        """Unless the last message was the same."""
         if trouble != self._last_error:
             version = self._snapshots[0].version
             log.warning("%s; the mount stays at version %d", trouble, version)
@@ -163,7 +159,6 @@ class VersionWatcher:
         self._switch_failed = False
 
     async def _check_newest(self) -> None:
-        """Queries the newest version, and switches to it when it may."""
         current, now_s = self._snapshots[0], trio.current_time()
         newest = await self._in_thread(lambda: self._source.newest(self._request, current.identity))
         if newest < current.version:
@@ -294,7 +289,6 @@ class _ReadySwitch:
     files: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Closes the files, and frees the resources of a switch that was not made."""
         while self.files:
             os.close(self.files.pop())
         self.prepared.close()
