@@ -119,7 +119,7 @@ class WarmupReport:
 
 
 class Warmup:
-    """The files at one path of a mount, which `run` loads. Made by `open`."""
+    """The files at one path of a mount. Made by `open`."""
 
     def __init__(self, mount: DatasetMount, path: bytes, stats: Mapping[str, object]) -> None:
         self.mountpoint = mount.path
@@ -131,7 +131,7 @@ class Warmup:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Warmup":
-        """Finds the files at a path: a mount point, or a folder or file below one.
+        """The path is a mount point, or a folder or file below one.
 
         Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if
         the mount hangs, and DieselError if it is dead.

@@ -68,21 +68,21 @@ log = logging.getLogger("diesel.mount")
 STATS_INTERVAL_S = 0.25
 
 IDLE_S_MAX = 5.0
-"""How long the loop waits for a message or an open at most, even if nothing is due."""
+"""How long the loop waits if nothing is due."""
 
 UNITS_AHEAD = 16
 """Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""The greatest number of misses of one message that are used; of more, an even sample is used. Each
-is looked up in every stream of the planner, and a flood of them must not delay planned pushes."""
+"""Misses of one message that are used; of more, an even sample. Each is looked up in every stream
+of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
 """The number of next pushes of each stream for which the server holds READs."""
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
-"""The greatest number of lists of files that the order logs lack, kept until the worker has time
-for them; and the length of a list."""
+"""How many lists of files that the order logs lack are kept until the worker has time for them; and
+the length of a list."""
 
 LOGS_LOOK_S = 0.05
 """How often the order logs learn what readers read."""
@@ -193,8 +193,8 @@ class PrefetchWorker:
         push_status: PushStatusMap,
         image: Image | None,
     ) -> None:
-        """Makes this the version to push from now on. `nodes` are the nodes of its entries (None:
-        index + 1). A native mount has an image of it. Raises DieselError."""
+        """The version to push from now on. `nodes` are the nodes of its entries (None: index + 1).
+        A native mount has an image of it. Raises DieselError."""
         self._snapshot = snapshot
         self._batches = self._source.batch_source(self._request, snapshot)
         self._logs: OrderLogs | None = None
@@ -561,8 +561,8 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answers requests of the control socket during a push; all other messages wait for its
-        end."""
+        """During a push, only requests of the control socket are answered; all other messages
+        wait."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:

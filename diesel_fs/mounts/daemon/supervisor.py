@@ -2,25 +2,23 @@
 
 `launcher.py` starts it. The server (`server.py`) answers the kernel; the prefetch worker
 (`prefetch_worker.py`) pushes contents into the kernel's page cache. The supervisor prevents readers
-from hanging when one of the two dies or stops. It has no descriptor of the connection and never
+from hanging when one of them dies or stops. It has no descriptor of the connection and never
 touches the mount, so nothing that happens there can stop it.
 
-It aborts the connection, so that readers get an error, in three cases: the server ends; the server
-gives no heartbeat for `WATCHDOG_S`; or one of the two was killed but cannot end because it waits
-for a page lock. If this user may not abort connections, it kills the server, and fails the requests
-that the worker waits for (`processes.free_killed`). If only the worker ends, the mount goes on
-without pushing. A worker that still holds a mount that was unmounted is killed; otherwise the mount
-could not end.
+It aborts the connection, so that readers get an error, if the server ends, if the server gives no
+heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
+page lock. If this user may not abort connections, it kills the server, and fails the requests that
+the worker waits for (`processes.free_killed`). If only the worker ends, the mount goes on without
+pushing. A worker that still holds a mount that was unmounted is killed; otherwise the mount could
+not end.
 
-Signals: SIGTERM and SIGINT make the server unmount; a second one ends it at once. The supervisor
-passes them on as SIGUSR1, because a terminal or a service manager sends the first two to the
-children as well. SIGHUP does the same in the foreground, and is ignored in the background. If the
-supervisor is killed, the kernel kills the worker and signals the server, which then aborts the
-connection itself.
+Signals: SIGTERM and SIGINT make the server unmount; a second one ends it at once. They are passed
+on as SIGUSR1, because a terminal or a service manager sends the first two to the children as well.
+SIGHUP does the same in the foreground, and is ignored in the background. If the supervisor is
+killed, the kernel kills the worker and signals the server, which then aborts the connection itself.
 
-Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` a thread of its own
-serves them (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the
-loop.
+Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
+them (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the loop.
 
 - The loop wakes for a signal (through the wakeup pipe), a line of the server, the end of a child, a
   change of the mount table, and every `CHECK_INTERVAL_S`. It handles each event completely before

@@ -56,8 +56,8 @@ class DatasetMount:
     tree: MountEntry
     """The mount that users see at the mount point."""
     fuse: MountEntry | None
-    """The FUSE mount: `tree` itself, or in a native mount the one on `.diesel`. If the tree has
-    none here but is mounted elsewhere too, this is the one there. None if it was unmounted."""
+    """`tree` itself, or in a native mount the one on `.diesel`. If the tree has none here but is
+    mounted elsewhere too, this is the one there. None if it was unmounted."""
 
     @property
     def path(self) -> str:
@@ -249,7 +249,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
-    """Prepares a folder as a mount point: creates missing folders and unmounts a dead mount.
+    """Creates missing folders and unmounts a dead mount.
 
     Returns the folders that it created, the outermost first; pass them to `remove_created_folders`
     after the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
@@ -310,7 +310,7 @@ def _create_folders(folder: str) -> Sequence[str]:
 
 
 def remove_created_folders(folders: Sequence[str]) -> None:
-    """Removes the folders that `prepare_mountpoint` created, except those that are not empty."""
+    """Those that are not empty stay."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
@@ -366,12 +366,12 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
 
 
 def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
-    """Aborts the connection of a mount with the kernel, so that calls that wait for the mount fail.
-    Returns False if this user may not.
+    """Aborts the connection with the kernel, so that calls that wait for the mount fail. Returns
+    False if this user may not.
 
-    `abort_file` comes from `syscalls.open_abort`: it belongs to this connection even if the kernel
-    has given the device number to another one since. If it is -1, root unmounts by force; for
-    another user, the connection ends with the processes that hold it (`processes.free_killed`).
+    `abort_file` comes from `syscalls.open_abort`: it belongs to this connection even if its device
+    number is used again. If it is -1, root unmounts by force; for another user, the connection ends
+    with the processes that hold it (`processes.free_killed`).
     """
     with suppress(OSError):
         if abort_file >= 0:

@@ -41,10 +41,10 @@ def mark_as_daemon(device: str) -> int:
 
 
 def daemon_of(device: str) -> int | None:
-    """The process ID of a mount's supervisor; None if it has ended, or this user may not see it.
+    """The process ID of a mount's supervisor; None if it has ended, or is invisible to this user.
 
-    If several processes have the mark, the newest mark counts: the kernel reuses a device number as
-    soon as its mount has ended, and the old supervisor may need some time to end.
+    If several processes have the mark, the newest counts: the kernel reuses a device number as soon
+    as its mount has ended, and the old supervisor may need some time to end.
     """
     mark = f"/memfd:{_MARK}{device} (deleted)"
     found: dict[int, int] = {}  # the processes, by the time of their mark
@@ -151,8 +151,8 @@ def holders_of(mount: DatasetMount) -> list[int]:
 
 
 def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
-    """As `holders_of`, for file systems that may not be mounted any more: `trees` maps the present
-    or past mount ID of each to its device."""
+    """As `holders_of`, for file systems that may not be mounted any more: the device of each, by
+    the present or past ID of its mount."""
     if not trees:
         return []
     devices = set(trees.values())

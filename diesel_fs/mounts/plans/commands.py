@@ -45,7 +45,6 @@ FINISHED_S = 60.0
 in this time."""
 
 PREDICT_INTERVAL_S = 1.0
-"""How often to check whether the next epoch of a list should be announced."""
 
 PREDICT_ENTRIES_MIN = 4096
 """The next epoch is announced ahead only if an epoch has at least this many files. Shorter ones
@@ -72,8 +71,8 @@ class PlanCommands:
         predicts_early: bool = False,
     ) -> None:
         """`ask_kernel` returns which entries are whole in the page cache; without it, all pushed
-        entries count as whole. With `predicts_early`, the next epoch of a list is announced as soon
-        as its reader has read a file."""
+        entries count. With `predicts_early`, the next epoch of a list is announced as soon as its
+        reader has read a file."""
         self._predicts_early = predicts_early
         self._snapshot = snapshot
         self._planner = planner
@@ -99,8 +98,7 @@ class PlanCommands:
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
-        """Carries out a message. Returns its result, or the fields `error`, `message` and
-        `advice`."""
+        """Returns the result, or the fields `error`, `message` and `advice`."""
         try:
             fields = Fields(message, "a message")
             do = fields.text("do")

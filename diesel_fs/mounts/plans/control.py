@@ -6,10 +6,10 @@
         control.announce("rank0", [explicit(epoch=0, entries=order)])
         control.progress("rank0", 4096)
 
-A training program announces a *stream*, the files that one of its readers will read in each epoch,
-and the mount pushes them into the kernel's page cache ahead of the reader. Files are given by their
-indices in the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is
-refused. CONTROL.md describes the messages.
+A *stream* is the files that one reader of a training program will read in each epoch; the mount
+pushes them into the kernel's page cache ahead of the reader. Files are given by their indices in
+the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is refused.
+CONTROL.md describes the messages.
 
 The client is blocking, and starts no thread. Any thread may use a `Control`; requests are sent one
 at a time. After a fork the child opens a connection of its own with its first request.
@@ -267,7 +267,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _ask(self, message: Message) -> Message:
-        """Sends a request and returns its answer. Raises the error in the answer."""
+        """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -352,8 +352,8 @@ def _parts(entries: EntryOrder, entries_max: int) -> "list[npt.NDArray[np.int64]
 
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
-    """Divides epochs among the first message and each `extend` after it, by the entries that fit a
-    frame. An epoch that is cut loses its bounds, which are positions in the whole epoch."""
+    """Divides epochs among the first message and each `extend` after it, by the size of a frame. An
+    epoch that is cut loses its bounds, which are positions in the whole epoch."""
     frames: list[list[Value]] = [[]]
     left_bytes = frame_bytes = 4 * ENTRIES_PER_FRAME
     for epoch in epochs:

@@ -64,10 +64,9 @@ class ControlSocket:
         any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello` has the facts about the mount in the answer to a client's first message. `stats`
-        returns the mount's statistics; `link` leads to the prefetch worker. With `any_user`,
-        clients may be other users, for example in a container that the socket is shown to; the
-        folder keeps others out.
+        """`hello` are the mount's facts for a client's first answer. `stats` returns the mount's
+        statistics; `link` leads to the prefetch worker. With `any_user`, clients may be other
+        users, for example in a container that the socket is shown to; the folder keeps others out.
         """
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
@@ -80,7 +79,7 @@ class ControlSocket:
         self._large_frames = trio.Lock()  # held while a large frame is received
         self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
-        """Whether the prefetch worker has begun; before that, nothing may be sent to it."""
+        """Nothing may be sent to the prefetch worker before it has begun."""
 
     @property
     def _takes_plans(self) -> bool:
@@ -184,7 +183,7 @@ class ControlSocket:
             await self._send(stream, {**answer, "version": self._hello.get("version")})
 
     async def _received(self, stream: trio.SocketStream, bytes_max: int) -> Message | None:
-        """The next message; None at the end. Raises CorruptError, trio.TooSlowError."""
+        """None at the end. Raises CorruptError, trio.TooSlowError."""
         first = await stream.receive_some(1)
         if not first:
             return None
@@ -247,8 +246,7 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Receives until `body` has `length` bytes. Raises CorruptError if the connection ends
-    before."""
+    """Raises CorruptError if the connection ends before `body` has `length` bytes."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))
         if not received:

@@ -23,10 +23,9 @@ REQUESTS = frozenset(
 
 FRAME_BYTES_MAX = 8 << 20
 """2 million entries; longer epochs are sent in parts (`extend`). While the mount's server receives
-a frame, it cannot answer the kernel: for 10 ms; it would be 400 ms for a frame of 32 MiB."""
+a frame, it cannot answer the kernel: for 10 ms; for a frame of 32 MiB it would be 400 ms."""
 
 HELLO_BYTES_MAX = 4096
-"""The limit of the first message, which shows that a client speaks this protocol."""
 
 ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
 CHECK_ENTRIES_MAX = 4096
@@ -34,14 +33,14 @@ CHECK_ENTRIES_MAX = 4096
 50 ms."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""Entries that a client puts into one frame: half of the entries that fit."""
+"""Half of the entries that fit a frame."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
-"""The same if each entry has a value of 4 bytes."""
+"""If each entry has a value of 4 bytes."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
-    """The entry indices in the fields `entries` and `width`. Raises UsageError."""
+    """Raises UsageError."""
     width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
@@ -67,7 +66,7 @@ def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
 
 
 def pack_entries(entries: EntryOrder) -> Message:
-    """The fields `entries` and `width` for a row of entry indices. Raises UsageError."""
+    """Raises UsageError."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
         raise UsageError("entries are one row of whole numbers")

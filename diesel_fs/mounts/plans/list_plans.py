@@ -5,10 +5,10 @@ A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py
 this module reports that to the prefetch worker, which announces the order as a stream
 (`commands.py`).
 
-It also decides which epoch `.diesel/filelist` shows: the next one, once a program has read the
-files of the current one to the end. The worker knows that, since it watches the opens of some files
-(`mounts/prefetch/stream_tracker.py`). In a mount without a worker, the kernel's OPEN requests show
-it: the epoch is at its end when the last file has been opened, and half of the list's last files.
+It also decides which epoch `.diesel/filelist` shows: the next one, once the files of the current
+one have been read to the end. The worker knows that, since it watches the opens of some files.
+Without a worker, the kernel's OPEN requests show it: the epoch is at its end when the last file has
+been opened, and half of the list's last files.
 
 Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
 the deadlines below.
@@ -26,18 +26,17 @@ from ..tree.dot_diesel import ListObserver, ListRef
 
 LOOK_DEADLINE_S = 1.0
 """How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a
-chunk. Without its answer, a program that reads the list again could get the order that it has just
-read."""
+chunk. Without its answer, a program that reads the list again could get the same order."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has dropped its pages of the list. If that takes
-longer, the next reading of the list stays unnoticed, and nothing is pushed ahead for it."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. After that, the next
+reading of the list stays unnoticed, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
 
 def stream_name(ref: ListRef) -> str:
-    """The name of the stream of a list's readers, the same for all epochs."""
+    """The same for all epochs of a list."""
     if ref.by_filelist:
         return FILELIST_STREAM
     name = ref.name
@@ -63,8 +62,7 @@ class ListPlans(ListObserver):
         self._link = link
 
     def switch_version(self, version: int) -> None:
-        """The mount switches to another version. The list stays in its epoch, with the new
-        files."""
+        """The list stays in its epoch, with the files of the new version."""
         self._version = version
         self._is_read = False
         self._tail = frozenset()
@@ -111,7 +109,7 @@ class ListPlans(ListObserver):
                 self._begin(self._name.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
-        """Shows the list of this epoch from now on, if it is a later one."""
+        """Shows the list of this epoch, if it is a later one."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)

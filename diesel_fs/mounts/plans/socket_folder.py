@@ -38,13 +38,12 @@ def short_path(folder: int, name: str) -> str:
 
 
 def control_sockets(folder: Path) -> list[str]:
-    """The paths of the control sockets in a folder, including those of killed daemons. Raises
-    OSError."""
+    """Includes those of killed daemons. Raises OSError."""
     return [str(folder / name) for name in sorted(os.listdir(folder)) if name.startswith(PREFIX)]
 
 
 def remove_dead_sockets(path: Path) -> None:
-    """Removes the sockets of daemons that were killed. Raises OSError."""
+    """Removes sockets of killed daemons. Raises OSError."""
     with open_private(path) as folder:
         for name in os.listdir(folder):
             with suppress(OSError):

@@ -55,8 +55,8 @@ _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""Errors of reading the device after which the session goes on. Most often the request has been
-withdrawn, because its process was killed."""
+"""Errors of reading the device after which the session goes on. Mostly the request was withdrawn,
+because its process was killed."""
 
 
 def _ignore(_: object) -> None: ...
@@ -143,7 +143,7 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Answers INIT. Raises SessionUnsupported, also if INIT does not arrive."""
+        """Answers INIT. Raises SessionUnsupported."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
@@ -189,7 +189,7 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Reads one request into `buffer` and answers it. Returns False if the mount has ended."""
+        """Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
@@ -232,7 +232,6 @@ class KernelSession:
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview) -> None:
-        """Answers one request, or starts the task that will answer it."""
         self._begun_s = time.monotonic()
         try:
             read = protocol.parse_if_read(message)
@@ -258,7 +257,7 @@ class KernelSession:
                 self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """Writes a reply. The kernel may have withdrawn the request meanwhile; that is no error."""
+        """The kernel may have withdrawn the request meanwhile; that is no error."""
         header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
@@ -269,7 +268,7 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ at once from memory, or in a task, so that it delays no other."""
+        """Answers at once from memory, or in a task, so that it delays no other."""
         unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1

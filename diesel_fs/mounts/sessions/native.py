@@ -2,16 +2,16 @@
 
 Users see a *tree* that the kernel's own EROFS serves from an image of the snapshot
 (`native_tree.py`), so names, attributes, listings, opens and ioctls never reach a process of ours.
-Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`). It lies on
-a FUSE mount that this session serves as the kernel session does. The root of that FUSE mount is the
-folder that users see as `.diesel`; the content file is not listed there, and only root can open it.
+Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`), on a FUSE
+mount that this session serves as the kernel session does. Users see the root of that FUSE mount as
+`.diesel`; the content file is not listed there, and only root can open it.
 
 The tree holds the content file open. When the kernel closes it (RELEASE), the tree has been
 unmounted and none of its files is open any more; after the last one the session ends.
 
 If a mount follows its dataset, another tree replaces the current one (`switch_tree`): the kernel
 puts it beneath that one, which is then detached. So all look-ups meet the new tree from one moment
-on. Open files and working folders stay in the old tree, and keep it alive.
+on. Open files and working folders keep the old tree alive.
 
 Concurrency: as the kernel session. Mounting a tree opens the content file, so a thread does it
 while the session goes on answering.
@@ -63,15 +63,14 @@ ones; none is used twice."""
 TREE_READ_AHEAD_KIB = 1024
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far it then reads ahead in the content file. If neighbours have been pushed, the kernel reads
-ahead even for a reader in random order, so this is one READ, not several."""
+"""How far the kernel then reads ahead in the content file. Next to pushed files it does so even for
+a reader in random order, so this is one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""The greatest number of reading threads that are remembered. When it is reached, all are
-forgotten."""
+"""Reading threads that are remembered; then all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -80,11 +79,11 @@ def _ignore() -> None: ...
 
 
 def _let_go_of_devices() -> None:
-    """Gives the calling thread descriptors of its own, without those of FUSE connections.
+    """Gives the calling thread descriptors of its own, without those of FUSE connections. Raises
+    OSError.
 
     The thread waits for answers of this process. If the process is killed meanwhile, the thread
-    ends only when the connection does, and that ends only when its device is open nowhere. Raises
-    OSError.
+    ends only when the connection does, and that ends only when its device is open nowhere.
     """
     syscalls.own_descriptors()
     for name in os.listdir("/proc/thread-self/fd"):
@@ -157,8 +156,8 @@ class NativeSession(KernelSession):
         *,
         on_connection: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`version` is the first one that the tree shows. `mount` calls `on_connection` with the
-        device of the connection before it uses it."""
+        """`version` is the first one that the tree shows. `on_connection` gets the device of the
+        connection before `mount` uses it."""
         super().__init__(vfs, mountpoint, options)
         self._on_connection = on_connection
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
@@ -178,8 +177,8 @@ class NativeSession(KernelSession):
 
     @staticmethod
     def check_usable(*, must_switch: bool = False) -> None:
-        """Raises SessionUnsupported if this process or this kernel cannot have native mounts, or,
-        with `must_switch`, none that can switch to another version."""
+        """Raises SessionUnsupported if native mounts cannot be made here, or, with `must_switch`,
+        cannot switch to another version."""
         if os.geteuid() or not syscalls.may_administrate():
             raise SessionUnsupported("it needs root with CAP_SYS_ADMIN")
         if must_switch and not syscalls.can_mount_beneath():
@@ -218,8 +217,8 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Shows another version from now on, in the place of the current one; all look-ups meet it
-        from one moment on.
+        """Shows another version in the place of the current one; all look-ups meet it from one
+        moment on.
 
         Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
         kernel cannot do it, SessionUnsupported, and OSError. Then nothing has changed.
@@ -274,8 +273,6 @@ class NativeSession(KernelSession):
         return added
 
     def _end_if_unused(self, tree: _Tree) -> None:
-        """Frees the resources of a tree when no file of it is open, or if it could not be
-        mounted."""
         if tree.opens or tree.is_being_mounted:
             return
         self._trees.remove(tree)
@@ -315,9 +312,9 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """Mounts a tree with `.diesel` in it, and attaches it when it is complete. The calling
-        thread gets a working folder and descriptors of its own, and must end afterwards. Raises
-        OSError, SwitchUnsupported, SessionUnsupported."""
+        """Mounts a tree with `.diesel` in it. The calling thread gets a working folder and
+        descriptors of its own, and must end afterwards. Raises OSError, SwitchUnsupported,
+        SessionUnsupported."""
         syscalls.own_working_folder()
         _let_go_of_devices()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
@@ -337,8 +334,8 @@ class NativeSession(KernelSession):
             mounted.close()
 
     def _mount_image(self, tree: _Tree) -> Tree:
-        """Mounts an image by its file. EROFS cannot use files of some file systems (tmpfs,
-        overlayfs); then the kernel reads the image through the FUSE mount, too."""
+        """EROFS cannot use files of some file systems (tmpfs, overlayfs); then the kernel reads the
+        image through the FUSE mount, too."""
         private = f"/proc/thread-self/fd/{self.private_mount}"
         files = [f"/proc/thread-self/fd/{tree.version.file}"]
         if tree.image_node:
@@ -347,7 +344,6 @@ class NativeSession(KernelSession):
         return mount_tree(tree.version.image, files, self._source, content)
 
     def _attach(self, tree: Tree, beneath: bool) -> None:
-        """Puts `.diesel` into the tree, and the tree in its place."""
         hidden = self._copy_private_mount(is_attached=beneath)
         try:
             try:
@@ -377,7 +373,7 @@ class NativeSession(KernelSession):
             ) from error
 
     def _copy_private_mount(self, *, is_attached: bool) -> int:
-        """A second mount of the FUSE file system: the tree holds a file of the first one open,
+        """A second mount of the FUSE file system. The tree holds a file of the first one open,
         which would keep the mount on `.diesel` busy. `is_attached`: there is one on `.diesel`."""
         try:
             return syscalls.copy_mount(self.private_mount)
@@ -427,7 +423,7 @@ class NativeSession(KernelSession):
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """The kernel session's handlers, with `.diesel` as the root."""
+        """With `.diesel` as the root."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release
@@ -534,7 +530,6 @@ class NativeSession(KernelSession):
 
 
 def reason_of(error: OSError) -> str:
-    """Why the kernel has not mounted the tree."""
     if error.errno == errno.ENODEV:
         return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"
     if error.errno == errno.EPERM:

@@ -1,15 +1,13 @@
 """The tree of a native mount: an EROFS file system that the kernel serves from an image.
 
-EROFS is a read-only file system of the Linux kernel. `mount_tree` makes one from an image
-(`format/image.py`). Its contents lie on a second device, the *content file* of the mount's FUSE
-file system; the blocks of its root folder lie on a third one, a file in memory.
+`mount_tree` makes it from an image (`format/image.py`). Its contents lie on a second device, the
+*content file* of the mount's FUSE file system; the blocks of its root folder lie on a third one, a
+file in memory. The kernel reads the devices from the files themselves (from Linux 6.12 on, if it
+was built so), or through loop devices.
 
 `.diesel` is found by name and listed nowhere. Its entry is in the root folder at first. The FUSE
 file system is mounted on it, so the kernel keeps the name; then the root folder is replaced by one
 without the entry (`Tree.hide`).
-
-The kernel reads the devices from the files themselves (from Linux 6.12 on, if it was built so), or
-through loop devices.
 
 Concurrency: everything here may wait, so a thread calls it: mounting opens the content file, which
 the mount's server must answer.
@@ -93,8 +91,8 @@ def mount_tree(image: Image, files: Sequence[str], source: str, content: str) ->
     """Mounts an image. `files` are paths of its file; the first that this kernel can mount is used.
     `content` is the path of the content file, `source` the text for the mount table.
 
-    Raises OSError, and SessionUnsupported if this kernel cannot have the tree. It changes the
-    working folder of the calling thread, or of the process unless the thread has one of its own.
+    Raises OSError, and SessionUnsupported if this kernel cannot have the tree. Changes the working
+    folder of the calling thread, or of the process unless the thread has one of its own.
     """
     try:
         for file in files:
@@ -143,7 +141,7 @@ def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tre
 
 
 def _mount_from_loops(image: Image, file: str, source: str, content: str) -> Tree:
-    """A tree with a loop device for each file, which ends with the tree. Raises OSError."""
+    """Each loop device ends with the tree. Raises OSError."""
     with ExitStack() as stack:
         root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
         stack.callback(os.close, root)
@@ -167,8 +165,8 @@ def _path_of(descriptor: int) -> str:
 
 
 def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree:
-    """A tree of these devices: the image, the content file, the root folder. `root` is the file of
-    the root folder; the caller closes it. Raises OSError."""
+    """`devices` are the image, the content file and the root folder; `root` is the file of the
+    last. The caller closes it. Raises OSError."""
     first, content, root_folder = devices
     with ExitStack() as stack:
         # The kernel shows the opened path as the source, so that is a relative link of this name.

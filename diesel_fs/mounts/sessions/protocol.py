@@ -1,9 +1,9 @@
 """The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h`
-(version 7.31 of Linux 5.4, and later). A notification is a message to the kernel that answers no
-request: it changes the kernel's caches. Pure: bytes in, values out. A message that contradicts its
-own header raises `Malformed`; the session drops that message and goes on.
+It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31
+of Linux 5.4, and later). A notification is a message to the kernel that answers no request: it
+changes the kernel's caches. Pure: bytes in, values out. A message that contradicts its own header
+raises `Malformed`; the session drops it and goes on.
 """
 
 import struct
@@ -137,7 +137,7 @@ class ReadRequest(NamedTuple):
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """A READ, parsed in one step since it is the most frequent request; None for any other. Raises
+    """None if it is another request. Parsed in one step, since READs are the most frequent. Raises
     Malformed."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
@@ -156,7 +156,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
-    """The name in a LOOKUP. Raises Malformed."""
+    """Raises Malformed."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
@@ -171,8 +171,7 @@ def parse_read(message: memoryview) -> tuple[int, int]:
 
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
-    """The nodes of a FORGET or BATCH_FORGET, and how many references the kernel drops of each.
-    Raises Malformed."""
+    """Nodes, and how many references the kernel drops of each. Raises Malformed."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
@@ -183,12 +182,12 @@ def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int
 
 
 def parse_interrupt(message: memoryview) -> int:
-    """The number of the request that an INTERRUPT ends. Raises Malformed."""
+    """The request that ends. Raises Malformed."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
 
 
 def open_answer(handle: int) -> bytes:
-    """The reply to an OPEN; the kernel keeps its pages of the file.
+    """The kernel keeps its pages of the file.
 
     It makes no request when a descriptor is closed. If the server itself has the file open and is
     killed, that request would wait for ever, since the exiting process still holds the connection.
@@ -197,7 +196,7 @@ def open_answer(handle: int) -> bytes:
 
 
 def parse_release(message: memoryview) -> int:
-    """The handle of the open that a RELEASE ends. Raises Malformed."""
+    """The handle of the open that ends. Raises Malformed."""
     return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
@@ -208,7 +207,7 @@ def parse_init(message: memoryview) -> Offer:
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
-    """The reply to INIT: the flags that are used; `background` READs ahead may wait at once."""
+    """`background` READs ahead may wait at once."""
     congested = background * 3 // 4
     return _INIT_OUT.pack(
         KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
@@ -243,8 +242,8 @@ def entry_answer(
     valid_s: int,
     common: CommonAttributes,
 ) -> bytes:
-    """The reply to a LOOKUP; node 0 says that the name does not exist. The kernel may keep the name
-    for `name_valid_s`, the attributes for `valid_s`."""
+    """Node 0 says that the name does not exist. The kernel may keep the name for `name_valid_s`,
+    the attributes for `valid_s`."""
     attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
@@ -256,7 +255,7 @@ def attributes_answer(
 
 
 def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
-    """A name in a folder; `following` is the offset of the entry after it."""
+    """`following` is the offset of the entry after it."""
     return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
 
 
@@ -266,23 +265,23 @@ def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: i
 
 
 def reply_header(unique: int, size: int, number: int = 0) -> bytes:
-    """The header of a reply with `size` bytes of content, or with an errno and no content."""
+    """For `size` bytes of content, or an errno and no content."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, -number, unique)
 
 
 def invalidate_node(node: int) -> bytes:
-    """A notification: the kernel drops the pages and attributes of a node, or the listing of a
-    folder. The names in a folder stay."""
+    """The kernel drops the pages and attributes of a node, or the listing of a folder; its names
+    stay."""
     return invalidate_pages(node, 0, 0)
 
 
 def invalidate_pages(node: int, offset: int, size: int) -> bytes:
-    """A notification: the kernel drops pages of a node, from an offset on; size 0 means all."""
+    """The kernel drops pages of a node, from an offset on; size 0 means all."""
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, offset, size)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:
-    """A notification: the kernel drops a name, also one that it remembers as missing."""
+    """The kernel drops a name, also one that it remembers as missing."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (
         _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"

@@ -1,21 +1,19 @@
 """Memory that a mount's server and its prefetch worker share: which files are pushed next.
 
-The worker *pushes* files into the kernel's page cache before they are read. A reader that is faster
-overtakes it; if the server answered its READs at once, each next file would cost a READ, too. So
-the server *holds* the READ of a file that is pushed soon: it waits a few milliseconds before it
-answers, and the worker gets ahead by hundreds of files. The worker leaves out files with held
-READs, since it would wait for the page that the READ has locked. The READ of a file that the worker
-is storing is answered at once. Each of the two writes its mark before it reads the other's, so at
-least one of them sees the other.
+The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
+overtakes it, each next file would cost a READ. So the server *holds* the READ of a file that is
+pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. The worker
+leaves out files with held READs, since it would wait for the page that the READ has locked. The
+READ of a file that the worker is storing is answered at once. Each of the two writes its mark
+before it reads the other's, so at least one of them sees the other.
 
 If no memory is left and nothing is planned, reports of misses (READs that arrived) change nothing.
 The worker then requests few of them, which leaves the processors to the readers.
 
-The memory has a count of the worker's progress, a byte by which the worker wants few misses, one by
-which the server reports a failed READ, and two bytes for each entry (a file by its index in the
-snapshot): the worker writes the first, the server the second. A torn or late value costs a moment,
-nothing else. After these come the addresses of entries in order logs
-(`cache/order_logs/addresses.py`), which take memory only if there are logs.
+Layout: `_COUNT_BYTES` of counts and flags; two bytes for each entry (a file by its index in the
+snapshot), the first written by the worker, the second by the server; then the addresses of entries
+in order logs (`cache/order_logs/addresses.py`), which take memory only if there are logs. A torn or
+late value costs a moment, nothing else.
 """
 
 import math
@@ -39,8 +37,7 @@ STILL_STEPS = 2
 """For this many steps the worker may make no progress: with many readers it does not always run."""
 
 HOLD_STEPS = 5
-"""The greatest number of steps that a READ is held; in that time some thousand small files are
-pushed."""
+"""The greatest number of steps of a hold, in which some thousand small files are pushed."""
 
 MISS_INTERVAL_S = 0.01
 """The time between two reported misses if the worker wants few."""
@@ -48,8 +45,8 @@ MISS_INTERVAL_S = 0.01
 _SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""8 bytes of progress; byte 8 is not 0 if few misses are wanted, byte 9 if a READ has failed; at 16
-the number of entries, in 8 bytes."""
+"""8 bytes of the worker's progress; byte 8 is not 0 if it wants few misses, byte 9 if a READ has
+failed; at 16 the number of entries, in 8 bytes."""
 _FEW_AT, _FAILED_AT, _ENTRIES_AT = 8, 9, 16
 
 
@@ -84,7 +81,7 @@ class PushStatusMap:
     # for the worker
 
     def mark_soon(self, entries: Entries) -> None:
-        """Marks the entries that are pushed next, and no others."""
+        """No other entries stay marked."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
         self._marked = entries
@@ -95,7 +92,6 @@ class PushStatusMap:
             self.mark_soon(NO_ENTRIES)
 
     def set_wants_all_misses(self, *, each_miss: bool) -> None:
-        """Sets whether the server reports each miss, or few."""
         self._few[0] = not each_miss
 
     def count_progress(self) -> None:
@@ -103,7 +99,7 @@ class PushStatusMap:
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Marks entries as stored now. Returns which have a held READ and must be left out."""
+        """Entries are stored now. Returns which have a held READ and must be left out."""
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 

@@ -2,12 +2,12 @@
 
 pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: to open, read and
 close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
-which the kernel does not request them again. The kernel's pages and names are valid for ever.
+which the kernel does not request them again.
 
-pyfuse3 takes its parts of trio from its own attribute `trio`, so that its asyncio mode can put
-another module there. Its lock and its wait for the kernel, needed for each request, cost more than
-most replies. So `installed` puts a `TrioStandIn` there: a task that comes back for the lock gets it
-without waiting for its turn, and `RequestWait` waits for the kernel.
+pyfuse3 takes its parts of trio from its own attribute `trio`. Its lock and its wait for the kernel,
+needed for each request, cost more than most replies. So `installed` puts a `TrioStandIn` there: a
+task that comes back for the lock gets it without waiting for its turn, and `RequestWait` waits for
+the kernel.
 
 Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
 Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
@@ -45,12 +45,11 @@ PART_ENTRIES = 1024
 """Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
-"""So many that many readers can list large folders at once."""
 
 NUDGE_S = 0.25
-"""While READs wait, a signal comes this often. A request can vanish (its process was killed)
-between the kernel's "readable" and read(2), which then blocks the loop until the next request
-comes; the signal ends it with EINTR, which pyfuse3 expects."""
+"""The interval of signals while READs wait. A request can vanish (its process was killed) between
+the kernel's "readable" and read(2), which then blocks the loop until the next request; the signal
+ends it with EINTR, which pyfuse3 expects."""
 
 _UNSEEN = 0
 """The thread of all requests, for the count of waiting readers: pyfuse3 does not name the
@@ -103,10 +102,7 @@ class _Operations(pyfuse3.Operations):
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """The exception to raise instead of any error of a handler.
-
-        pyfuse3 lets only FUSEError through: any other exception would end the mount.
-        """
+        """pyfuse3 lets only FUSEError through: any other exception would end the mount."""
         return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
 
     def _blank(self) -> pyfuse3.EntryAttributes:
@@ -141,7 +137,6 @@ class _Operations(pyfuse3.Operations):
         return self._entry_attributes(found)
 
     async def _waited(self, request: str, node: int, result: Awaitable[_T]) -> _T:
-        """The result of a handler that waits; its errors become errnos."""
         self.vfs.requests[request] += 1
         try:
             with _nudged(self.vfs), self._waiting(WaitCause.METADATA, time.monotonic()):

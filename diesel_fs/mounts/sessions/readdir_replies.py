@@ -23,7 +23,7 @@ PART_ENTRIES = 4096
 """Children of one part: 0.8 MB, made in 2 ms. A first reply waits for one part only."""
 
 PARTS_KEPT = 16
-"""Parts that are kept (13 MB), so that many readers can list large folders at once."""
+"""13 MB, so that many readers can list large folders at once."""
 
 _ENTRY = np.dtype(
     [
@@ -133,7 +133,6 @@ class ReaddirReplies:
 def _joined(
     fixed: npt.NDArray[np.void], found: ChildColumns, lengths: npt.NDArray[np.int64]
 ) -> _Part:
-    """The part: each entry's fixed fields and its name, padded to 8 bytes."""
     padded = (lengths + 7) & ~7
     bounds = np.zeros(len(fixed) + 1, np.int64)
     np.cumsum(padded + fixed.itemsize, out=bounds[1:])

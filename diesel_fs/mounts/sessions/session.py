@@ -26,9 +26,8 @@ SLICE_S = 0.002
 SPIN_S = 0.000_05
 """How long a session looks for the next request after a reply without sleeping. Waking up on
 another processor takes about as long: small files were read 1.7 times as fast on two virtual ones,
-for no more processor time, because sleeping and waking cost it too. The requests for one file
-follow each other closely, so a program that works between files costs this time once or twice a
-file.
+for no more processor time, because sleeping and waking cost it too. A program that works between
+files costs this time once or twice a file.
 """
 
 POLL_S = 0.001
@@ -53,7 +52,7 @@ def mount_options(
 
 
 class SessionUnsupported(Exception):
-    """This session cannot run here; another one may."""
+    """Another session may run here."""
 
 
 class SwitchUnsupported(Exception):
@@ -61,7 +60,7 @@ class SwitchUnsupported(Exception):
 
 
 class Session(Protocol):
-    """One connection to the kernel. The same tests run over every implementation."""
+    """The same tests run over every implementation."""
 
     name: ClassVar[str]
     negotiated: str

@@ -27,12 +27,11 @@ from ...cache.waiting import WaitCause
 log = logging.getLogger("diesel.mount")
 
 READERS_MAX = 64
-"""The greatest number of groups of processes. The group that was seen longest ago makes room; ranks
-do so only if nothing else can."""
+"""Groups of processes. The one that was seen longest ago makes room; ranks only if nothing else
+can."""
 
 THREADS_MAX = 4096
-"""The greatest number of threads that are remembered. When it is reached, all are forgotten and
-looked up again."""
+"""Threads that are remembered; then all are forgotten and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
 """How long a thread is remembered; the kernel may give its number to another process later."""
@@ -145,7 +144,7 @@ class Wait:
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """See `WaitObserver`. Does nothing after the end of the request."""
+        """Does nothing after the end of the request."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
@@ -201,8 +200,8 @@ class Waits:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`identify` returns the group of processes that a thread belongs to, or None if its
-        requests do not count. `now` is a clock that never goes back."""
+        """`identify` returns the group of a thread, or None if its requests do not count. `now` is
+        a clock that never goes back."""
         self.now = now
         self.lock = threading.Lock()
         self.inline = _DecodingInline(now)

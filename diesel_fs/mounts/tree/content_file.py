@@ -9,9 +9,9 @@ A mount that follows its dataset serves several versions at once. Images of one 
 content file: in a chain an address keeps its content for ever, so any version that has a file there
 can answer a READ. An image of another chain gets a content file of its own.
 
-The kernel reads ahead in this file, and so past the ends of files: one READ may cover many files.
-If one of them fails, the READ fails, and the kernel requests single pages as they are needed. So
-the files beside it stay readable.
+The kernel reads ahead in this file, and so past the ends of files: one READ may cover many. If one
+of them fails, the READ fails, and the kernel requests single pages as they are needed. So the files
+beside it stay readable.
 
 Concurrency: everything here runs in the trio thread of the mount's server. The native session calls
 `read_nowait` for each READ, and if that returns None, `read` in a task of that READ. It adds a
@@ -20,11 +20,11 @@ files.
 
 - Only the two methods `read` wait. Everything else, and every stretch between two waits, is atomic.
   Bytes come from threads of `Vfs.read`, which touch nothing here.
-- A READ is cut into pieces when it begins. Versions that are added or removed while it waits do not
-  change them.
-- The pieces are read by up to `_FILES_AT_ONCE` tasks, each of which writes only the places that it
-  takes. The first failure, or `PATIENCE_S`, cancels the others; a thread under way goes on, and its
-  result is dropped.
+- A READ is cut into pieces when it begins. Versions that are added or removed later do not change
+  them.
+- Up to `_FILES_AT_ONCE` tasks read the pieces; each writes only the places that it takes. The first
+  failure, or `PATIENCE_S`, cancels the others; a thread under way goes on, and its result is
+  dropped.
 - READs of one extent form a group (`waiting`). A READ looks for a recent failure and joins the
   group without a wait between; a failure marks the extent and cancels the group in one step. So no
   READ slips in between, and readers do not wait for one failure after the other.
@@ -56,11 +56,10 @@ must not delay readers of the others for longer."""
 REFUSED_S_MAX = 1.0
 """After an extent could not be read, READs of it fail at once for as long as the attempt took, but
 no longer than this. The kernel sends two for each page that it wanted to read ahead, and each would
-wait for a store that hangs. After a quick failure the store is tried again at once."""
+wait for a store that hangs."""
 
 _FAILED_MAX = 4096
-"""The greatest number of failed extents that are remembered. When it is reached, all are
-forgotten."""
+"""Failed extents that are remembered; then all are forgotten."""
 
 _FILES_AT_ONCE = 16
 """Files of one READ that are read at once."""

@@ -1,18 +1,18 @@
 """`.diesel`: the folder in a mount that has statistics, lists of paths and the control socket.
 
 Programs reach it by name, but the root does not list it, so that it is no part of the dataset. A
-file in it gets a new node if and only if its content changes: the kernel keeps the pages of a node,
-and would go on serving the old ones. There are two kinds of files:
+file in it gets a new node if and only if its content changes, because the kernel keeps the pages of
+a node. There are two kinds of files:
 
 - A **generated file** (`stats`, `snapshot`; class `HiddenFile`) is made whole when it is looked up.
   Each content is a `_FileVersion` with a node of its own.
 - A **list** (`filelist`, `shuffle/...`) is an order of the dataset's files as text. Its node is a
   hash of its name and version, and its size can be computed. The content is made at the first READ,
-  in a thread, one list at a time. If all contents would take too much memory, those that no read
-  waits for are dropped, and made again when needed.
+  in a thread, one list at a time. If memory is short, contents that no read waits for are dropped,
+  and made again when needed.
 
-When a mount that follows switches to another version of its dataset (`switch_version`), names lead
-to new nodes; the nodes that the kernel knows keep their content.
+After a switch to another version (`switch_version`), names lead to new nodes; the nodes that the
+kernel knows keep their content.
 
 Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; all other methods answer at
 once. Threads use the snapshot alone.
@@ -66,7 +66,7 @@ _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """A generated file: `content` makes it at a lookup, and then it stays for `max_age_s`."""
+    """`content` makes it at a lookup, and then it stays for `max_age_s`."""
 
     content: Callable[[], Bytes]
     max_age_s: float = math.inf
@@ -176,8 +176,7 @@ class HiddenFolder:
     # names ----------------------------------------------------------------------------------------
 
     async def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of a name in `.diesel` or a folder below it; `ABSENT_NOW` if there is
-        none."""
+        """`ABSENT_NOW` if there is no such name."""
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
@@ -324,7 +323,7 @@ class HiddenFolder:
                     self._forget_node(each)
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes if the content is in memory; None if `read` must make it."""
+        """None if `read` must make the content."""
         found = self._node(node)
         if isinstance(found, _FileVersion):
             return found.content[offset : offset + size]

@@ -5,14 +5,13 @@ once per node, user, version and `Shown`, and then shared by all mounts. As with
 snapshots (`repository/private_copies.py`), only files in the user's private folder are mapped and
 mounted, and they are not synced, so they are used only until the machine boots again.
 
-Images of one dataset form a chain: each continues the one before. Two things prevent a chain from
-continuing in two ways: images are built under a lock, and the locked file records the last image
-that was built. An image is continued only if it is the recorded one; if that has been lost, a new
-chain begins.
+Images of one dataset form a chain: each continues the one before. To prevent two continuations,
+images are built under a lock, and the locked file records the last one. An image is continued only
+if it is the recorded one; if that has been lost, a new chain begins.
 
-A process holds a shared lock on the file of each image that it has open or mapped. Another process
-removes an old image only if it gets the file's exclusive lock: nodes may share the folder, and a
-file that another node has removed cannot be read any more.
+A process holds a shared lock on each image file that it has open or mapped. Another process removes
+an image only with the file's exclusive lock: nodes may share the folder, and a file that another
+node has removed cannot be read any more.
 
 Functions may be called from any thread; processes do not disturb each other.
 """
@@ -43,7 +42,7 @@ from ...system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""Images kept per dataset, node and user, besides those in use: the ones that were opened last."""
+"""Images kept per dataset, node and user, besides those in use."""
 
 UNUSED_S_MAX = 7 * 86_400
 """After this time without use, any image is removed."""
@@ -64,12 +63,12 @@ def open_image(
     snapshot: Snapshot, shown: Shown, *, deadline_s: float = BUILD_DEADLINE_S
 ) -> tuple[Image, int]:
     """Opens the image of a snapshot, and builds it if this node has none. Returns the mapped image
-    and a descriptor of its file.
+    and a descriptor of its file, which the caller closes when no mount of its own needs it any
+    more.
 
-    The caller closes the descriptor when no mount of its own needs the file any more. If the folder
-    of images cannot be used, or another process builds for longer than `deadline_s`, the image is
-    built for this caller alone, in a chain of its own. Raises the errors of `build_image`, and
-    NoSpaceError if there is no place for any file.
+    If the folder of images cannot be used, or another process builds for longer than `deadline_s`,
+    the image is built for this caller alone, in a chain of its own. Raises the errors of
+    `build_image`, and NoSpaceError if there is no place for any file.
     """
     try:
         folder = private_folder(cache_folder() / "images")
@@ -94,11 +93,8 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """The name of an image's file.
-
-    It contains the mark of the snapshot, since a user may have a forged snapshot with the same
-    version; and the version of the format, so that images of earlier formats are built again.
-    """
+    """It contains the mark of the snapshot, since a user may have a forged snapshot with the same
+    version; and the version of the format, so that images of earlier formats are built again."""
     parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
     what = xxh3_64_hexdigest(b"".join(parts))
     return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
@@ -107,8 +103,7 @@ def _name(snapshot: Snapshot, shown: Shown) -> str:
 def _open_kept(
     path: Path, snapshot: Snapshot, shown: Shown, *, warn: bool = False
 ) -> tuple[Image, int] | None:
-    """The kept image, fully checked, and its descriptor; None if there is none, or it is damaged.
-    Raises OSError."""
+    """The kept image, fully checked; None if there is none, or it is damaged. Raises OSError."""
     try:
         image, descriptor = _open(path)
     except (FileNotFoundError, BlockingIOError):  # it is not there, or is just being removed
@@ -169,8 +164,8 @@ def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -
 
 
 def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Builds an image in a file without a name, in a chain of its own. Raises the errors of
-    `build_image`, and NoSpaceError."""
+    """Builds an image in a chain of its own. Raises the errors of `build_image`, and
+    NoSpaceError."""
     for folder in UNNAMED_IN:
         with suppress(OSError):
             return _build_in(_unnamed_file(folder), snapshot, shown)

@@ -55,13 +55,12 @@ READ_THREADS = 64
 """Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""If the kernel sent a READ ahead of the reader and it failed, the kernel repeats it at once. For
-this long after a read has missed its deadline, the next read of the same file fails at once;
-otherwise the reader would wait for two deadlines."""
+"""The kernel repeats a failed READ at once if it had sent it ahead of the reader. For this long
+after a read has missed its deadline, the next one of the same file fails at once, or the reader
+would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""The greatest number of files that are remembered because a read missed its deadline. When it is
-reached, all are forgotten."""
+"""Files that are remembered because a read missed its deadline; then all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
@@ -120,7 +119,7 @@ class MountHooks:
     mount_info: Mapping[str, object] = field(default_factory=dict)
     """Constants for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
-    """Files of `.diesel` besides `stats`, by name."""
+    """Besides `stats`, by name."""
     list_observer: ListObserver | None = None
     control_path: Callable[[], bytes] = bytes
     """The target of the link `.diesel/control`; empty without a control socket."""

@@ -105,7 +105,7 @@ class NumberedVersion(VersionVfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel knows a node of this version, or waits for one."""
+        """Whether the kernel knows a node of it, or waits for one."""
         return self.numbers.lookup_total > 0 or self.waiting > 0
 
     def node(self, index: int) -> int:
@@ -126,8 +126,6 @@ class Prepared(NamedTuple):
 
 
 class FollowingVfs(VersionedVfs):
-    """See the module."""
-
     first_counted_node = ROOT
 
     current: NumberedVersion

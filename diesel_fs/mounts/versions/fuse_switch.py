@@ -1,9 +1,9 @@
 """Switches a FUSE mount to another version: its names stay, and lead to other nodes.
 
 Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
-takes over the contents of the page cache, and notifies the kernel which names and folders to look
-up again; without a worker, a thread here notifies it. Until the kernel has been notified of a name,
-the name leads to the old node (FUSE's word for an inode), which has the old bytes.
+takes over the contents of the page cache and notifies the kernel of changed names and folders;
+without a worker, a thread here notifies it. Until then a name leads to the old node (FUSE's word
+for an inode), with the old bytes.
 """
 
 import logging

@@ -4,13 +4,12 @@ The kernel keeps names, listings and attributes. After a switch it must drop:
 
 - in folders that still exist, the names of entries that are gone or changed, which lead to old
   nodes, and those of new entries, which the kernel may remember as missing;
-- in folders that are gone, all names. Those in use are dropped when their last user goes, and with
-  them the old version;
+- in folders that are gone, all names; those in use when their last user goes, and with them the old
+  version;
 - the listings and attributes of all these folders.
 
 Everything else stays: unchanged files and folders keep their inode and pages, and an open file
-keeps its inode, which is the old node. `format/snapshot/diff.py` decides which entries are
-unchanged.
+keeps its inode, the old node. `format/snapshot/diff.py` decides which entries are unchanged.
 
 Concurrency: a notification waits for locks that readers hold while they wait for the mount's
 server. So the prefetch worker or a thread sends it, never the server's loop. Sending can stop
@@ -42,8 +41,8 @@ UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
 def invalidate_after_switch(
     device: int, diff: SnapshotDiff, old_nodes: Nodes, new_nodes: Nodes
 ) -> Iterator[None]:
-    """Sends all notifications of one switch, and yields after each piece. The nodes are those of
-    the entries of `diff.old` and of `diff.new`. Raises OSError if the mount has ended."""
+    """Sends all notifications of one switch, and yields after each piece. The nodes belong to the
+    entries of `diff.old` and of `diff.new`. Raises OSError if the mount has ended."""
     removed, new = _changed_names(diff)
     for folder in np.union1d(diff.changed_folders, diff.folders_with_new_attributes).tolist():
         names = {*removed.names(folder), *new.names(folder)}
@@ -85,7 +84,7 @@ class _NamesByFolder:
 
 
 def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Iterator[None]:
-    """Makes the kernel drop the listing of a folder and these names in it; yields after each piece.
+    """The kernel drops the listing of a folder and these names in it. Yields after each piece.
     Raises OSError if the mount has ended."""
     yield
     known = _notify(device, protocol.invalidate_node(node))
@@ -100,14 +99,12 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
 
 
 def invalidate_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
-    """The same for several folders, by node."""
     for node, names in folders.items():
         yield from invalidate_folder(device, node, names)
 
 
 def _notify(device: int, message: bytes) -> bool:
-    """Sends a notification. Returns whether the kernel knew the node or name. Raises OSError if the
-    mount has ended."""
+    """Whether the kernel knew the node or name. Raises OSError if the mount has ended."""
     try:
         os.write(device, message)
     except OSError as error:

@@ -22,8 +22,7 @@ class PreparedSwitch(Protocol):
         ...
 
     async def make(self, reopen: ReaderFactory) -> ContentReader:
-        """Makes names lead to the new version from now on. Returns the result of
-        `VersionedVfs.begin_version`.
+        """Makes names lead to the new version. Returns the result of `VersionedVfs.begin_version`.
 
         Raises DieselError, and SwitchUnsupported; then nothing has changed.
         """
@@ -47,13 +46,13 @@ class Switching(Protocol):
     def vfs(self) -> VersionedVfs: ...
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
-        """Prepares the switch from the current version to another one; `reader` reads the new
-        version. For a thread. Raises DieselError."""
+        """Prepares the switch from the current version to another one, with the reader of the
+        latter. For a thread. Raises DieselError."""
         ...
 
     def attach_worker(self, push_status: int) -> None:
-        """Connects the session with the worker, for the current version. `push_status` is a memory
-        file in which the worker marks the entries that it is about to push."""
+        """Connects the session with the worker. In the memory file `push_status` the worker marks
+        the entries that it is about to push."""
         ...
 
     async def tidy(self) -> None:

@@ -50,8 +50,7 @@ class RetiredReaders:
 
 
 class LazyReader:
-    """The reader of a retired version. It is opened by a read, which is rare, and stays open for a
-    while."""
+    """The reader of a retired version. A read, which is rare, opens it for a while."""
 
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
@@ -81,7 +80,7 @@ class LazyReader:
         return {} if reader is None else reader.stats()
 
     def close_if_idle(self) -> bool:
-        """Closes the reader unless a read is under way. Returns whether it is closed."""
+        """Returns whether it is closed; not while a read is under way."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -113,7 +112,7 @@ class VersionVfs(Vfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel may still request something of this version."""
+        """Whether the kernel may still request something of it."""
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
@@ -126,8 +125,6 @@ class VersionVfs(Vfs):
 
 
 class VersionedVfs(Vfs):
-    """See the module."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -179,7 +176,6 @@ class VersionedVfs(Vfs):
             await each.drain()
 
     def drop_unused_versions(self) -> None:
-        """Closes the retired versions that the kernel does not need any more."""
         unused = [each for each in self._retired if not each.is_needed]
         self._retired = tuple(each for each in self._retired if each not in unused)
         for each in unused:

@@ -1,6 +1,6 @@
 """Finds newer versions of a mount's dataset, and switches the mount to them (`--follow`).
 
-The watcher queries the newest version every few seconds. A switch has these steps:
+A switch has these steps:
 
 1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
 2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
@@ -44,16 +44,14 @@ log = logging.getLogger("diesel.mount")
 _T = TypeVar("_T")
 
 POLL_INTERVAL_S = 5.0
-"""How often each mount queries the newest version: that takes a few requests to the metadata store
-and a listing of snapshots."""
+"""A query takes a few requests to the metadata store and a listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
 mount switches when no newer version has appeared between two checks, or after this long."""
 
 WORKER_DEADLINE_S = 15.0
-"""How long to wait for the worker's answer whether plans are running: it may be fetching a
-chunk."""
+"""How long to wait for the worker, which may be fetching a chunk."""
 
 
 class VersionWatcher:
@@ -68,7 +66,7 @@ class VersionWatcher:
         on_switch: Callable[[Snapshot], None],
     ) -> None:
         """`memory_bytes` are for chunks of the current version, `retired_bytes` for those of all
-        retired ones, which only open files use. `on_switch` is called in step 3."""
+        retired ones, for open files alone. `on_switch` is called in step 3."""
         self._request = request
         self._source = source
         self._link = link
@@ -181,8 +179,7 @@ class VersionWatcher:
             self._recover()
 
     async def _no_plan_runs(self, question: str) -> bool:
-        """Queries the worker, by one of two messages, whether plans run; "hold plans" also makes it
-        accept none from then on. Returns True if none runs."""
+        """The message "hold plans" also makes the worker accept none from then on."""
         if not self._has_worker or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
@@ -218,8 +215,8 @@ class VersionWatcher:
         self._versions += 1  # with the new version; the retired one may be gone already
 
     async def _free_memory(self) -> None:
-        """Frees the memory of versions that have ended. Their objects refer to each other in
-        cycles, and a snapshot would stay mapped until Python collects those."""
+        """Objects of versions that have ended refer to each other in cycles, and a snapshot would
+        stay mapped until Python collects those."""
         versions = len(self._snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)
@@ -281,7 +278,7 @@ class VersionWatcher:
 
 @dataclass(slots=True)
 class _ReadySwitch:
-    """A switch after step 1, and files for the worker: snapshot, push status, and those of the kind
+    """A switch after step 1, and files for the worker: snapshot, push status, and more by the kind
     of switch."""
 
     diff: SnapshotDiff
