@@ -101,7 +101,7 @@ def mount(
     and the end of the daemon's log, if any. A call that fails or is interrupted leaves nothing
     mounted. The logger `diesel.mount` of this process repeats the daemon's warnings.
     """
-    asked, request = request, _checked(request)
+    original, request = request, _checked(request)
     deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
     try:
         try:
@@ -111,7 +111,7 @@ def mount(
                 raise
             # Another mount, which had created the folder, was unmounted there a moment ago, and has
             # removed it.
-            request = _checked(asked)
+            request = _checked(original)
             _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):

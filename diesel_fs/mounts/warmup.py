@@ -366,7 +366,7 @@ class Warmup:
                         show(done, len(chosen), done_bytes)
                         if error is not None:
                             failed[int(self._files[at])] = error
-                    if failed and not _is_there(self.mountpoint):
+                    if failed and not _is_served(self.mountpoint):
                         raise _ended(self.mountpoint)
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
@@ -450,7 +450,7 @@ class _Pushing:
             waits_for_room = stats["waits_for_room"] is True
             still_s = now_s - changed_s
             self._show(pushed, count, int(self._content_before[pushed]))
-            if pushed == count and self._all_there(pushed):
+            if pushed == count and self._all_resident(pushed):
                 break
             if failed_pushes > failures:
                 if still_s > FAILING_S:
@@ -478,7 +478,7 @@ class _Pushing:
                 return min(int(each["frontier"]), len(self._order))
         raise DieselError("somebody else has withdrawn the plan of this command")
 
-    def _all_there(self, end: int) -> bool:
+    def _all_resident(self, end: int) -> bool:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
     def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
@@ -577,11 +577,11 @@ def _errors_of(mountpoint: str) -> Iterator[None]:
     except (OSError, DieselError) as error:
         has_ended = isinstance(error, OSError) and error.errno in _DEAD
         with suppress(DieselError):
-            has_ended = has_ended or not _is_there(mountpoint)
+            has_ended = has_ended or not _is_served(mountpoint)
         if has_ended:
             raise _ended(mountpoint) from error
         raise
 
 
-def _is_there(mountpoint: str) -> bool:
+def _is_served(mountpoint: str) -> bool:
     return mounted_at(mountpoint) is not None and is_alive(mountpoint)

@@ -176,7 +176,7 @@ class PrefetchWorker:
         self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._retired: PageCache | None = None  # of the version before, while that is taken over
-        self._left_to_take: Iterator[None] = iter(())  # from it
+        self._takeover: Iterator[None] = iter(())  # from it
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # reports plans to the task's master
@@ -339,7 +339,7 @@ class PrefetchWorker:
         is_left[is_left] = old_planner.resident_set.resident[diff.unchanged[is_left]]
         self._retired = old_page_cache
         left = np.flatnonzero(is_left)
-        self._left_to_take = self._take_over(old_page_cache, left, diff.unchanged)
+        self._takeover = self._take_over(old_page_cache, left, diff.unchanged)
         if nodes is not None:
             if before is None:
                 before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
@@ -373,13 +373,13 @@ class PrefetchWorker:
     def _take_over_some(self) -> float:
         """Returns the seconds to wait after it."""
         try:
-            next(self._left_to_take)
+            next(self._takeover)
         except StopIteration:
             self._end_take_over()
         return 0.0
 
     def _end_take_over(self) -> None:
-        retired, self._retired, self._left_to_take = self._retired, None, iter(())
+        retired, self._retired, self._takeover = self._retired, None, iter(())
         if retired is not None:
             retired.close()
 

@@ -66,17 +66,17 @@ class PlanCommands:
         self,
         snapshot: Snapshot,
         planner: PrefetchPlanner,
-        ask_kernel: Callable[[Sequence[int]], Sequence[bool]] | None = None,
+        are_whole: Callable[[Sequence[int]], Sequence[bool]] | None = None,
         *,
         predicts_early: bool = False,
     ) -> None:
-        """`ask_kernel` returns which entries are whole in the page cache; without it, all pushed
+        """`are_whole` returns which entries are whole in the page cache; without it, all pushed
         entries count. With `predicts_early`, the next epoch of a list is announced as soon as its
         reader has read a file."""
         self._predicts_early = predicts_early
         self._snapshot = snapshot
         self._planner = planner
-        self._ask_kernel = ask_kernel
+        self._are_whole = are_whole
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
         self._checked_s = 0.0  # when `predict_next_epochs` last looked at the streams
@@ -203,8 +203,8 @@ class PlanCommands:
         if len(entries) > CHECK_ENTRIES_MAX:
             raise UsageError(f"{len(entries)} entries to check (at most {CHECK_ENTRIES_MAX})")
         doubtful = self._planner.unconfirmed(entries)
-        if self._ask_kernel is not None and len(doubtful):
-            is_there = np.array(self._ask_kernel(doubtful.tolist()), np.bool_)
+        if self._are_whole is not None and len(doubtful):
+            is_there = np.array(self._are_whole(doubtful.tolist()), np.bool_)
             self._planner.forgotten(doubtful[~is_there])
         return _bitmap(self._planner.resident(entries))
 

@@ -141,7 +141,7 @@ class Control:
         `lag_entries` is how far apart in the order the stream's workers may read; 0 if unknown.
         """
         first, rest = _split(epochs)
-        self._ask(
+        self._request(
             {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
              **self._version_fields(), "epochs": first}
         )  # fmt: skip
@@ -158,7 +158,7 @@ class Control:
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
-        self._ask(
+        self._request(
             {
                 "do": "replace",
                 "stream": stream,
@@ -171,18 +171,18 @@ class Control:
 
     def withdraw(self, stream: str) -> None:
         """The stream will not be read any more."""
-        self._ask({"do": "withdraw", "stream": stream})
+        self._request({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
         """Reports which position the stream reads next, in its current epoch or in a named one."""
         named: Message = {} if epoch is None else {"epoch": epoch}
-        self._ask({"do": "progress", "stream": stream, "position": position, **named})
+        self._request({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
         """Sets one value for all these entries: a finite number that is not negative. Of the
         entries that no plan names, the page cache drops the least valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
-            self._ask(
+            self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
                  **pack_entries(part)}
             )  # fmt: skip
@@ -209,7 +209,7 @@ class Control:
         parts, jobs = _parts(entries, VALUES_PER_FRAME), 0
         for at, part in enumerate(parts):
             start = at * VALUES_PER_FRAME
-            answer = self._ask(
+            answer = self._request(
                 {"do": "value", "importances": row[start : start + len(part)].tobytes(),
                  "more": at + 1 < len(parts), "job": job, "benefit": float(benefit),
                  "substitutes": substitutes, **self._version_fields(), **pack_entries(part)}
@@ -230,7 +230,7 @@ class Control:
     def _resident(self, do: str, entries: EntryOrder, entries_max: int) -> npt.NDArray[np.bool_]:
         found = []
         for part in _parts(entries, entries_max):
-            answer = self._ask({"do": do, **self._version_fields(), **pack_entries(part)})
+            answer = self._request({"do": do, **self._version_fields(), **pack_entries(part)})
             bitmap = answer.get("bitmap")
             if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
                 raise DieselError("the mount's answer has no bitmap of these entries")
@@ -240,7 +240,7 @@ class Control:
 
     def stats(self) -> Message:
         """As in `.diesel/stats`, but up to date."""
-        found = self._ask({"do": "stats"}).get("stats")
+        found = self._request({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")
         return found
@@ -261,12 +261,14 @@ class Control:
 
     def _extend(self, stream: str, parts: Sequence[list[Value]]) -> None:
         for part in parts:
-            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": part})
+            self._request(
+                {"do": "extend", "stream": stream, **self._version_fields(), "epochs": part}
+            )
 
     def _version_fields(self) -> Message:
         return {"identity": self.identity, "version": self.version}
 
-    def _ask(self, message: Message) -> Message:
+    def _request(self, message: Message) -> Message:
         """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():

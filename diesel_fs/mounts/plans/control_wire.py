@@ -84,7 +84,7 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
         entries = parse_entries(fields)
         packed = fields.octets("bounds") if "bounds" in fields else None
         if packed is not None and len(packed) % 8:
-            raise UsageError("a row whose numbers are not 8 bytes each")
+            raise UsageError("a row of numbers that are not 8 bytes each")
         bounds = None if packed is None else np.frombuffer(packed, "<i8")
         fields.end()
         return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]  # it converts

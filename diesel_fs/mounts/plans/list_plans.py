@@ -71,7 +71,7 @@ class ListPlans(ListObserver):
     async def current_list(self) -> ListName:
         if self._is_read and self._link is not None:
             name_before = self._name
-            answer = await self._ask(
+            answer = await self._request(
                 {"do": "list looked up", "stream": FILELIST_STREAM}, LOOK_DEADLINE_S
             )
             epoch = answer.get("epoch")
@@ -81,7 +81,7 @@ class ListPlans(ListObserver):
 
     async def on_lookup(self, ref: ListRef) -> None:
         """Makes the kernel drop the list's pages, so that the next reading is a READ request."""
-        await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
+        await self._request({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
         """Makes the worker announce the order, unless the list belongs to an old version."""
@@ -116,7 +116,7 @@ class ListPlans(ListObserver):
             self._is_read = False
             self._tail = frozenset()
 
-    async def _ask(self, message: Message, deadline_s: float) -> Message:
+    async def _request(self, message: Message, deadline_s: float) -> Message:
         if self._link is None:
             return {}
         return await self._link.request(message, deadline_s) or {}

@@ -78,7 +78,7 @@ _T = TypeVar("_T")
 def _ignore() -> None: ...
 
 
-def _let_go_of_devices() -> None:
+def _drop_fuse_descriptors() -> None:
     """Gives the calling thread descriptors of its own, without those of FUSE connections. Raises
     OSError.
 
@@ -316,7 +316,7 @@ class NativeSession(KernelSession):
         descriptors of its own, and must end afterwards. Raises OSError, SwitchUnsupported,
         SessionUnsupported."""
         syscalls.own_working_folder()
-        _let_go_of_devices()
+        _drop_fuse_descriptors()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
         self._mounter = threading.get_native_id()
         try:

@@ -422,7 +422,7 @@ class Pyfuse3Session:
             signal.signal(signal.SIGALRM, before)
 
     def clone(self) -> int:
-        for name in os.listdir("/proc/self/fd"):  # libfuse does not tell its own descriptor
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not name its descriptor
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                     return syscalls.clone(int(name))

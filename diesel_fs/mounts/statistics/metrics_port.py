@@ -64,7 +64,7 @@ class MetricsPort:
         self.source = MetricsSource(f"http://{HostPort(place.host, port)}/metrics", server_end)
         self._text: str | None = None
         self._made_s = -math.inf
-        self._is_asked = False
+        self._has_requested = False
         self._answer = b""  # the part that has arrived
 
     @property
@@ -95,24 +95,24 @@ class MetricsPort:
         nothing else."""
         if time.monotonic() >= self._made_s + MAX_AGE_S:
             try:
-                self._text = self._ask() or None
+                self._text = self._request_text() or None
             except OSError:  # it has ended, or is late
                 self._text = None
             self._made_s = time.monotonic()
         return self._text
 
-    def _ask(self) -> str:
+    def _request_text(self) -> str:
         """The metrics. If an earlier answer was late, it comes first. Raises OSError."""
-        if not self._is_asked:
+        if not self._has_requested:
             self._end.sendall(_ASK)
-            self._is_asked = True
+            self._has_requested = True
         while (length := self._length()) is None or len(self._answer) < length:
             received = self._end.recv(1 << 16)
             if not received:
                 raise ConnectionError
             self._answer += received
         text = self._answer[_LENGTH.size : length].decode()
-        self._is_asked, self._answer = False, b""
+        self._has_requested, self._answer = False, b""
         return text
 
     def _length(self) -> int | None:

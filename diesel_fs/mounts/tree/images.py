@@ -96,8 +96,8 @@ def _name(snapshot: Snapshot, shown: Shown) -> str:
     """It contains the mark of the snapshot, since a user may have a forged snapshot with the same
     version; and the version of the format, so that images of earlier formats are built again."""
     parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
-    what = xxh3_64_hexdigest(b"".join(parts))
-    return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
+    digest = xxh3_64_hexdigest(b"".join(parts))
+    return f"{snapshot.identity.hex}-{snapshot.version:016x}-{digest}.{boot_id()}"
 
 
 def _open_kept(

@@ -74,7 +74,7 @@ class FuseSwitching:
         try:
             device = self._session.clone()
         except OSError as error:
-            log.error("the kernel cannot be told of the new version: %s", error)
+            log.error("cannot notify the kernel of the new version: %s", error)
             return
 
         def notify() -> None:
