@@ -42,7 +42,7 @@ from ...system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""Images kept per dataset, node and user, besides those in use."""
+"""Images kept per dataset, node and user, besides those in use: the last opened ones."""
 
 UNUSED_S_MAX = 7 * 86_400
 """After this time without use, any image is removed."""
