@@ -14,8 +14,8 @@ task of its own. Beside these run tasks for signals, heartbeats, the link to the
 socket, the metrics, the task's statistics, and the watcher of a mount that follows its dataset.
 
 - Between two waits a task runs alone. So a request that is answered at once sees one version, and
-  `_on_switch` changes snapshot, lists and control socket in one step. During a wait any other task
-  may run, and the mount may switch to another version.
+  `_on_switch` changes snapshot, lists and control socket in one step. During a wait the mount may
+  switch to another version.
 - Threads do everything that blocks: reads from the store, lists of `.diesel`, leases, statistics of
   the task. They return results and change nothing here.
 - The main thread never waits for its own mount, since nobody else could answer. Calls that may need

@@ -1,9 +1,8 @@
 """The supervisor, a mount's first process: it forks the other two, watches them, and ends last.
 
-`launcher.py` starts it. The server (`server.py`) answers the kernel; the prefetch worker
-(`prefetch_worker.py`) pushes contents into the kernel's page cache. The supervisor prevents readers
-from hanging when one of them dies or stops. It has no descriptor of the connection and never
-touches the mount, so nothing that happens there can stop it.
+`launcher.py` starts it. It prevents readers from hanging when the server (`server.py`) or the
+prefetch worker (`prefetch_worker.py`) dies or stops. It has no descriptor of the connection and
+never touches the mount, so nothing that happens there can stop it.
 
 It aborts the connection, so that readers get an error, if the server ends, if the server gives no
 heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
@@ -20,10 +19,10 @@ killed, the kernel kills the worker and signals the server, which then aborts th
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
 them (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the loop.
 
-- The loop wakes for a signal (through the wakeup pipe), a line of the server, the end of a child, a
-  change of the mount table, and every `CHECK_INTERVAL_S`. It handles each event completely before
-  the next poll, so the methods never interleave.
-- Server, worker and kernel run on meanwhile, so each fact may be outdated when it is used. Two are
+- The loop wakes for a signal, a line of the server, the end of a child, a change of the mount
+  table, and every `CHECK_INTERVAL_S`. It handles each event completely before the next poll, so the
+  methods never interleave.
+- Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two are
   safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the open
   abort file belongs to this connection even if its device number is used again.
 - Nothing in the loop waits for a process that may live on. After the server's end, `_end` kills the

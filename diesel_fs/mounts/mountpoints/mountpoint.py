@@ -3,10 +3,9 @@
 A mount of a dataset is a FUSE mount, or it is *native*: a tree of EROFS, which the kernel serves
 alone, with a FUSE mount on the folder `.diesel` in it, which delivers the contents.
 
-`system/mountinfo.py` lists the mounts. This process never touches a mount itself: a `stat` of a
-dead mount succeeds, since the kernel keeps its attributes, and a call to a mount that hangs would
-never return. If a mount must answer, a child process makes the call, with a deadline. Functions may
-be called from any thread.
+This process never touches a mount itself: a `stat` of a dead mount succeeds, since the kernel keeps
+its attributes, and a call to a mount that hangs never returns. If a mount must answer, a child
+process makes the call, with a deadline. Functions may be called from any thread.
 """
 
 import errno
@@ -54,7 +53,6 @@ class DatasetMount:
     """A mount of a dataset, as the kernel lists it."""
 
     tree: MountEntry
-    """The mount that users see at the mount point."""
     fuse: MountEntry | None
     """`tree` itself, or in a native mount the one on `.diesel`. If the tree has none here but is
     mounted elsewhere too, this is the one there. None if it was unmounted."""
@@ -210,8 +208,7 @@ def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
-    """The mount of a dataset that contains a file or folder, and the path inside the mount. Follows
-    links.
+    """The mount that contains a file or folder, and the path inside it. Follows links.
 
     Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if the
     mount hangs, and DieselError if it is dead.

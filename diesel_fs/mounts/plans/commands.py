@@ -3,9 +3,8 @@
 The messages come from the control socket (CONTROL.md lists them) and from the mount's own server,
 which reports the lists of files that programs read (`list_plans.py`) and switches versions. A
 **stream** is one reader with the epochs that it will read; it is **tentative** until the reader is
-seen to follow the order (`orders/plan.py`, which also has the rules for plans). All readers of one
-list, in any epoch, are one stream here. This module knows which epochs of it are announced, and
-announces the next one when the reader has read half of the last.
+seen to follow the order (`orders/plan.py` has the rules for plans). All readers of one list, in any
+epoch, are one stream here; its next epoch is announced when half of the last one has been read.
 
 Concurrency: the prefetch worker's thread alone. Drawing an order of a million files takes it 0.3 s.
 """
@@ -51,7 +50,7 @@ PREDICT_ENTRIES_MIN = 4096
 begin fast without that, and an opened file could belong to either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""The next epoch is announced once the reader has read one part in this many of the current one."""
+"""The next epoch is announced after one part in this many of the current one."""
 
 
 @dataclass(slots=True)

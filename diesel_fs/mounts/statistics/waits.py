@@ -1,14 +1,14 @@
 """Counts how long the readers of a mount have waited, and for what (SEMANTICS.md, "Waiting").
 
-A request waits from the moment when the server reads it until the answer. Most requests are
-answered at once, and counted afterwards by one call (`Waits.answered`). Each of the others is a
-`Wait`, from `begin` to `end`; meanwhile threads mark the cause of the wait (`cache/waiting.py`).
+Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Each of
+the others is a `Wait`, from `begin` to `end`; meanwhile threads mark the cause of the wait
+(`cache/waiting.py`).
 
 If n requests wait at one moment, each of them accounts for 1/n of it. So a `WaitClock` has a
-virtual time that runs n times slower than real time, and stands still while nothing waits; a
-request adds to its cause the virtual time that passed. (It is the virtual time of processor
-sharing: Parekh and Gallager, "A generalized processor sharing approach to flow control", 1993,
-section III.) An event then costs the same however many requests wait.
+virtual time that runs n times slower than real time; a request adds to its cause the virtual time
+that passed. (It is the virtual time of processor sharing: Parekh and Gallager, "A generalized
+processor sharing approach to flow control", 1993, section III.) An event then costs the same
+however many requests wait.
 
 Concurrency: the server's trio thread makes all calls except `Wait.enter`, `Wait.leave` and
 `Waits.regroup`, which any thread may call. One lock guards the clocks while anything waits.

@@ -1,9 +1,9 @@
 """The content file of a native mount: all contents of a dataset as one virtual file.
 
 The tree of a native mount is an EROFS image in the kernel (`format/image.py`), in which each file
-has an address: a place in this virtual file. The kernel reads the content of a file there, through
-a FUSE mount that only the kernel and the prefetch worker use. Zeros fill the gap from a file's end
-to the next block of 4 KiB.
+has an address: a place in this virtual file. The kernel reads contents there, through a FUSE mount
+that only the kernel and the prefetch worker use. Zeros fill the gap from a file's end to the next
+block of 4 KiB.
 
 A mount that follows its dataset serves several versions at once. Images of one *chain* share a
 content file: in a chain an address keeps its content for ever, so any version that has a file there
@@ -20,8 +20,7 @@ files.
 
 - Only the two methods `read` wait. Everything else, and every stretch between two waits, is atomic.
   Bytes come from threads of `Vfs.read`, which touch nothing here.
-- A READ is cut into pieces when it begins. Versions that are added or removed later do not change
-  them.
+- A READ is cut into pieces when it begins; later changes of the versions do not matter to it.
 - Up to `_FILES_AT_ONCE` tasks read the pieces; each writes only the places that it takes. The first
   failure, or `PATIENCE_S`, cancels the others; a thread under way goes on, and its result is
   dropped.
