@@ -314,8 +314,8 @@ def remove_created_folders(folders: Sequence[str]) -> None:
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Unmounts the topmost mount at a path. With `lazy`, also a mount that is in use. Raises
-    BusyError, PermissionDenied or DieselError."""
+    """Unmounts the topmost mount at a path. With `lazy`, also one that is in use, which lives on
+    without a path. Raises BusyError, PermissionDenied or DieselError."""
     found = mounted_at(mountpoint)
     try:
         if found is not None and found.hidden_mount is not None and not lazy:

@@ -67,7 +67,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 def private_name(node: int) -> str:
-    """No listing shows this file of the FUSE mount's root."""
+    """The name of a file in the root of the FUSE mount that no listing shows."""
     return f"content-{HIDDEN_ROOT - node}"
 
 
