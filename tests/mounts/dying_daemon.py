@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from diesel_fs.mounts.daemon import server
+from diesel_fs.mounts.daemon import session_choice
 from diesel_fs.mounts.daemon.supervisor import main
 from diesel_fs.mounts.sessions import native, native_tree
 from diesel_fs.mounts.sessions.native import NativeSession
@@ -113,7 +113,7 @@ def attach_tree_alone(mount: int, path: str, *, folder: int = -1, beneath: bool 
 
 
 STARTS: dict[str, tuple[object, str, object]] = {
-    "the image is built": (server, "open_image", then_dying(open_image)),
+    "the image is built": (session_choice, "open_image", then_dying(open_image)),
     "FUSE is mounted": (syscalls, "new_fuse", then_dying(syscalls.new_fuse)),
     "the tree is mounted": (native, "mount_tree", then_dying(mount_tree)),
     "the tree is attached alone": (syscalls, "attach_mount", attach_tree_alone),

@@ -17,7 +17,7 @@ import trio
 
 from diesel_fs.errors import NoSuchDataset
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.daemon.server import GRACE_S
+from diesel_fs.mounts.daemon.ending import GRACE_S
 from diesel_fs.mounts.daemon.supervisor import WATCHDOG_S, main
 from diesel_fs.mounts.options import MountRequest
 from diesel_fs.mounts.sessions import protocol

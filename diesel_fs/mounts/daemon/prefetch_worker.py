@@ -1,18 +1,18 @@
 """The prefetch worker, a process of a mount: it puts file contents into the kernel's page cache.
 
 It *pushes* contents before they are read, and drops those that readers have passed. The mount's
-server sends it messages over a socket (`prefetch/link.py`): misses, which are READs that reached
-the mount, files that the kernel has forgotten, and changes of plans. It also notices opens of the
-files that it watches. Its loop reports all this to the planner (`prefetch/planner.py`), asks for
-the next decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is
-pushed.
+server reports to it over a socket (`prefetch/link.py`): misses (READs that reached the mount),
+files that the kernel has forgotten, and changes of plans. The worker also sees opens of the files
+that it watches. Its loop passes all this to the planner (`prefetch/planner.py`), takes the next
+decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is pushed.
 
-It is a process of its own because its work can wait for the server, for the store, or for a page
-lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
-When the mount switches to another version of its dataset, the worker tells the kernel
-(`versions/invalidation.py`), piece by piece before all other work; unchanged files stay resident.
-One thread; others read the store ahead. Where contents are slow to come, one of those waits for
-them, and this one answers requests meanwhile.
+It is a process of its own because it may wait for the server, for the store, or for a page lock
+that a READ under way holds. If it fails or is killed, the mount goes on without pushing. After a
+switch to another version it reports changed names to the kernel (`versions/invalidation.py`), piece
+by piece before all other work; unchanged files stay resident.
+
+Concurrency: one thread does all this; others read ahead from the store. If contents are slow to
+arrive, one of those waits for them, and the first answers requests meanwhile.
 """
 
 import gc
@@ -66,30 +66,29 @@ from ..versions.invalidation import (
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""How often the server gets statistics at most, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
-"""How long the loop waits at most for a message or an open, although nothing is due."""
+"""How long the loop waits if nothing is due."""
 
 UNITS_AHEAD = 16
-"""Pushes that are fetched ahead where the store is slow: 4 MiB each, as far as memory allows."""
+"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Misses of one message that are used; of more, an even sample is. Each is looked up in every
-stream of the planner, and a flood of them must not delay planned pushes."""
+"""Misses of one message that are used; of more, an even sample. Each is looked up in every stream
+of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""Of each stream, the next pushes for which the server holds READs."""
+"""The number of next pushes of each stream for which the server holds READs."""
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
-"""So many lists of files are remembered that the order logs lack, until the worker has time for
-them; and the length of a list."""
+"""How many lists of files that the order logs lack are kept until the worker has time for them; and
+the length of a list."""
 
 LOGS_LOOK_S = 0.05
-"""How often the order logs are told what readers read."""
+"""How often the order logs learn what readers read."""
 
 ANSWER_S = 0.2
-"""While a push waits for its contents, requests are answered so often."""
+"""While a push waits for its contents, requests are answered at this interval."""
 
 REPORTS = frozenset(("missed", "forgotten"))
 """Messages of the server that requests of the control socket may overtake."""
@@ -99,7 +98,8 @@ BEGIN_DEADLINE_S = 10.0
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs until the mount, or the server at the other end of `link`, has ended. The exit code."""
+    """Runs until the mount, or the server at the other end of `link`, has ended. Returns the exit
+    code."""
     server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -128,14 +128,13 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     except OSError as error:
-        # The connection was ended, by `umount --force` for example. Who ends it says why.
+        # The connection was ended, for example by `umount --force`, which logs the reason itself.
         if error.errno not in UNMOUNTED_ERRNOS:
             raise
     return 0
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
-    """The push status and, in a native mount, the image, mapped into memory."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -149,8 +148,6 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
-    """The prefetch worker of one mount (see the module)."""
-
     _snapshot: Snapshot
     _batches: BatchSource
     _page_cache: PageCache
@@ -179,15 +176,15 @@ class PrefetchWorker:
         self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._retired: PageCache | None = None  # of the version before, while that is taken over
-        self._left_to_take: Iterator[None] = iter(())  # from it
+        self._takeover: Iterator[None] = iter(())  # from it
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
-        self._plan_sender: PlanSender | None = None  # tells the task's master of plans
+        self._plan_sender: PlanSender | None = None  # reports plans to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         self._mounts_changed = False
         self._waiting = ThreadPoolExecutor(1, "contents")
-        self._later: list[Message] = []  # came during a push, and wait for its end
-        self._has_pushed = False  # so it is known whether the store is slow
+        self._later: list[Message] = []  # messages that wait for the end of a push
+        self._has_pushed = False  # after that, it is known whether the store is slow
 
     def switch_version(
         self,
@@ -196,9 +193,8 @@ class PrefetchWorker:
         push_status: PushStatusMap,
         image: Image | None,
     ) -> None:
-        """Makes this the version to push from now on. `nodes` are those of its entries; None: index
-        + 1. A native mount has an image of it. Raises DieselError.
-        """
+        """The version to push from now on. `nodes` are the nodes of its entries (None: index + 1).
+        A native mount has an image of it. Raises DieselError."""
         self._snapshot = snapshot
         self._batches = self._source.batch_source(self._request, snapshot)
         self._logs: OrderLogs | None = None
@@ -231,8 +227,7 @@ class PrefetchWorker:
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Works until the mount with this device number is unmounted, or the server has ended.
-        `early` are messages that have come already. Raises EOFError at the server's end.
-        """
+        `early` are messages that have arrived already. Raises EOFError at the server's end."""
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
@@ -242,7 +237,7 @@ class PrefetchWorker:
             self._later.clear()
             messages += self._server.messages(0.0 if messages else wait_s)
             early = ()
-            self._read_opens(time.monotonic())  # before misses, which came after them
+            self._read_opens(time.monotonic())  # opens came before the misses
             for message in messages:
                 if message.get("do") == "end":
                     return
@@ -270,7 +265,6 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Closes everything that keeps the mount busy."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._batches.close()
@@ -285,7 +279,7 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            # Those of the version before, if any, may still come.
+            # Misses of the version before, if any, may still arrive.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._has_logs:
                 self._note_late(np.unique(missed).astype(np.uint32))
@@ -307,7 +301,7 @@ class PrefetchWorker:
             self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
-        if do == "forget" and isinstance(node, int):  # a list that was read: its opens must be seen
+        if do == "forget" and isinstance(node, int):  # a list: its next open must be seen
             with suppress(FileNotFoundError):  # the kernel keeps nothing of it
                 os.write(self._device, invalidate_node(node))
             answer: Message = {}
@@ -318,7 +312,6 @@ class PrefetchWorker:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """Switches to another version, in which all entries have other indices."""
         is_native = self._content is not None
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
@@ -346,7 +339,7 @@ class PrefetchWorker:
         is_left[is_left] = old_planner.resident_set.resident[diff.unchanged[is_left]]
         self._retired = old_page_cache
         left = np.flatnonzero(is_left)
-        self._left_to_take = self._take_over(old_page_cache, left, diff.unchanged)
+        self._takeover = self._take_over(old_page_cache, left, diff.unchanged)
         if nodes is not None:
             if before is None:
                 before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
@@ -363,8 +356,8 @@ class PrefetchWorker:
     def _take_over(
         self, old: PageCache, entries: npt.NDArray[np.int64], was: npt.NDArray[np.int32]
     ) -> Iterator[None]:
-        """Pushes what is in the page cache of the version before, of these entries, whose indices
-        there are in `was`. So nothing is read from the store again."""
+        """Pushes these entries from the page cache of the version before, so that nothing is read
+        from the store again. `was` has their indices there."""
         order = np.argsort(was[entries])
         entries = entries[order]
         before = was[entries].astype(np.uint32)
@@ -378,21 +371,20 @@ class PrefetchWorker:
             yield
 
     def _take_over_some(self) -> float:
-        """Takes the next piece over. Returns how long to wait after it, in seconds."""
+        """Returns the seconds to wait after it."""
         try:
-            next(self._left_to_take)
+            next(self._takeover)
         except StopIteration:
             self._end_take_over()
         return 0.0
 
     def _end_take_over(self) -> None:
-        """Lets go of the version before."""
-        retired, self._retired, self._left_to_take = self._retired, None, iter(())
+        retired, self._retired, self._takeover = self._retired, None, iter(())
         if retired is not None:
             retired.close()
 
     def _invalidate_some(self) -> float:
-        """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
+        """Returns the seconds to wait after it."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -429,7 +421,7 @@ class PrefetchWorker:
         return 0.0
 
     def _follow_plan(self, now_s: float) -> None:
-        """Tells the order logs what readers read; makes them where they pay."""
+        """Reports to the order logs what readers read; makes the logs if they pay."""
         if now_s < self._logs_looked_s + LOGS_LOOK_S:
             return
         self._logs_looked_s = now_s
@@ -463,13 +455,13 @@ class PrefetchWorker:
             for each in reading
             if each.current is not None
         }
-        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
+        if plans:  # a fully pushed stream stays until another epoch is announced
             streams = {each.name for each in reading}
             kept = {name: plan for name, plan in self._log_plans.items() if name in streams}
             before, self._log_plans = self._log_plans, kept | plans
             self._logs.set_plan([*self._log_plans.values()])
             for name, plan in plans.items():
-                if before.get(name) != plan:  # what was pushed before belongs to the next log, too
+                if before.get(name) != plan:  # earlier pushes belong to the next log, too
                     self._note_late(self._planner.views.pushed_early(name))
         for skipped in self._planner.streams.take_skipped():
             self._note_late(skipped)
@@ -477,15 +469,15 @@ class PrefetchWorker:
             self._logs.passed(each.name, each.read_up_to)
 
     def _note_late(self, entries: Entries) -> None:
-        """Remember files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
-        outruns the pushes is noted file by file."""
+        """Remembers files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
+        outruns the pushes adds them one by one."""
         if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
             entries = np.concatenate((self._late.pop(), entries))
         self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
 
     def _read_late(self) -> bool:
-        """Reads some files again that READs have brought, so that the order logs get them. Whether
-        there were any."""
+        """Reads again some files that READs have loaded, so that the order logs get them. Returns
+        whether there were any."""
         if self._logs is None:
             return False
         if not self._late:
@@ -520,12 +512,12 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        if not push.is_urgent:  # else what is under way goes on
+        if not push.is_urgent:  # an urgent push leaves the reads under way alone
             self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
         if self._content is not None and self._logs is None and not self._batches.is_slow:
-            # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
-            # slow store each would be read twice then, for the READ and for the push.
+            # Files of many chunks, each pushed by a write of its own, arrive faster by READs. From
+            # a slow store each would be read twice, for the READ and for the push.
             soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
         self._push_status.mark_soon(np.concatenate(soon))
         self._page_cache.watch(push.markers.tolist())
@@ -554,7 +546,7 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[Batch]:
-        """The contents of files. Raises DieselError."""
+        """Raises DieselError."""
         batches = self._batches.batches(entries)
         if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
             yield from batches
@@ -569,7 +561,8 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answers requests of the control socket during a push; all else waits for its end."""
+        """During a push, only requests of the control socket are answered; all other messages
+        wait."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:
@@ -583,7 +576,7 @@ class PrefetchWorker:
         return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
     def _without_held_reads(self, batch: Batch) -> Batch:
-        """The batch without files whose READs the server holds: those bring the pages, too."""
+        """Leaves out files with READs that the server holds: the READs load their pages, too."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 
@@ -627,7 +620,6 @@ def planner_for(
     *,
     keeps_important: bool = False,
 ) -> PrefetchPlanner:
-    """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset
     many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)
