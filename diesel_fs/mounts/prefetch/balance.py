@@ -38,6 +38,9 @@ READ_AHEAD_S = 5.0
 """A unit that the worker was told to read ahead stays among those for so long, or until it is
 pushed if that is earlier. Otherwise small changes of rates and costs would cancel reads that are
 under way."""
+COSTS_FRESH_S = 0.25
+"""The cost of a unit is predicted again after this time: measured rates have changed, and contents
+lie elsewhere."""
 RATE_GUESSED = 1_000.0
 """How many files a second readers are assumed to read before any of them has given signs: this is
 compared with the costs of units."""
@@ -119,17 +122,17 @@ class Balance:
         is_begun: list[bool] = []
         now_s = self.clock.now_s
         for tracker in self.views.trackers.values():
-            starts = tracker.starts_ahead(count)
-            need_s = (starts - tracker.high) / (self.views.rate(tracker) or RATE_GUESSED)
+            starts = tracker.units.starts(count)
+            need_s = (starts - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
             cost = np.zeros(len(starts))
             if self.costs is not None:
-                costs = tracker.costs_ahead(count, self._predict, now_s)
+                costs = self._costs(tracker, count)
                 cost = costs[:, 0] + np.cumsum(costs[:, 1])
-            keys = [(tracker.stream.name, start) for start in starts.tolist()]
+            keys = [(tracker.name, start) for start in starts.tolist()]
             slack_s.append(slacks(need_s, cost))
             cost_s.append(cost)
             names += keys
-            units += tracker.units_ahead(count)
+            units += tracker.units.entries(count)
             is_next += [at == 0 for at in range(len(starts))]
             is_begun += map(self._is_read_ahead, keys)
         chosen = least_slack_first(
@@ -147,25 +150,25 @@ class Balance:
 
     def wait_s(self, tracker: StreamTracker, frontier: int) -> float:
         """In how many seconds the contents of the unit at a stream's frontier will be here."""
-        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        ahead = self._read_ahead.get((tracker.name, frontier))
         if ahead is not None:
             return max(ahead.due_s - self.clock.now_s, 0.0)
-        cost = tracker.costs_ahead(1, self._predict, self.clock.now_s)[0]
+        cost = self._costs(tracker, 1)[0]
         return float(cost[0] + cost[1])
 
     def push_s(self, tracker: StreamTracker, frontier: int) -> float:
         """In how many seconds the unit at a stream's frontier should be pushed: when its reader
         needs it or when its contents are here, whichever is later."""
-        need_s = (frontier - tracker.high) / (self.views.rate(tracker) or RATE_GUESSED)
+        need_s = (frontier - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
         return max(need_s, self.wait_s(tracker, frontier))
 
     def note_planned(self, tracker: StreamTracker, frontier: int) -> None:
         """The unit at this frontier is about to be pushed."""
-        costs = tracker.costs_ahead(1, self._predict, self.clock.now_s)[0]
+        costs = self._costs(tracker, 1)[0]
         latency_s, transfer_s, size = costs.tolist()
-        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        ahead = self._read_ahead.get((tracker.name, frontier))
         if size:
-            late_s = tracker.late_s_per_byte * size
+            late_s = tracker.lateness.s_per_byte * size
             begun_s = self.clock.now_s if ahead is None else ahead.begun_s
             self.planned_push = PlannedPush(
                 tracker, latency_s + transfer_s - late_s, int(size), begun_s
@@ -176,7 +179,7 @@ class Balance:
         planned, self.planned_push = self.planned_push, None
         if planned is not None and not failed:
             waited_s, since_s = now_s - decided_s, now_s - planned.begun_s
-            planned.tracker.note_read_s(
+            planned.tracker.lateness.note(
                 planned.read_s,
                 waited_s if waited_s >= WAITED_S_MIN else 0.0,
                 since_s,
@@ -187,6 +190,21 @@ class Balance:
         """Whether the worker was told lately to read a unit ahead."""
         ahead = self._read_ahead.get(name)
         return ahead is not None and self.clock.now_s - ahead.begun_s < READ_AHEAD_S
+
+    def _costs(self, tracker: StreamTracker, count: int) -> npt.NDArray[np.float64]:
+        """The costs of a stream's next `count` units, as far as they are cut: a row for each, with
+        latency, transfer (both in seconds, see `UnitCosts`) and bytes to read."""
+        state = tracker.order.frontier_epoch()
+        if state is None or (queue := state.queue) is None:
+            return np.empty((0, 3))
+        now_s = self.clock.now_s
+        if queue.costs is None or now_s - queue.costs_s >= COSTS_FRESH_S:
+            queue.costs, queue.costs_s = np.full((len(queue.units), 3), np.nan), now_s
+        costs = queue.costs[queue.next : queue.next + count]
+        if len(unknown := np.flatnonzero(np.isnan(costs[:, 0]))):
+            units = tracker.units.entries(count)
+            costs[unknown] = self._predict([units[at] for at in unknown.tolist()])
+        return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
         """A row for each unit, with the cost of reading those entries that are not resident."""

@@ -15,9 +15,10 @@ import numpy as np
 
 from ...orders.plan import Entries
 from .decisions import PrefetchCounters, Sample
+from .markers import MARKER_STRIDE
 from .miss_fill import ChunkEntries
 from .resident_set import Clock, ResidentSet
-from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .stream_tracker import StreamTracker
 from .stream_views import SAMPLE_S, STILL_S, StreamViews
 from .units import Columns
 from .watches import Watches
@@ -77,7 +78,7 @@ class FreedPages:
         if self.chunk_entries.may_push(chunk, self.clock.now_s):
             neighbours = self.chunk_entries.of(chunk)
             if tracker is not None:
-                following = tracker.claimed_entries(position, MARKER_STRIDE)
+                following = tracker.claims.entries(position, MARKER_STRIDE)
                 neighbours = np.concatenate([neighbours, following])
             since_start_s = self.clock.since_start_s(self.clock.now_s)
             pushed_ago_s = since_start_s - self.resident_set.pushed_s[neighbours]
@@ -90,10 +91,11 @@ class FreedPages:
     def sample(self, now_s: float) -> Sample | None:
         """A few entries that the reader of a stream will read next; the streams take turns."""
         for tracker in self.views.trackers.values():
-            if now_s < tracker.sampled_s + SAMPLE_S or now_s - tracker.last_sign_s >= STILL_S:
+            is_still = now_s - tracker.reader.last_sign_s >= STILL_S
+            if is_still or now_s < tracker.sampled_s + SAMPLE_S:
                 continue
             tracker.sampled_s = now_s
-            ahead = tracker.claimed_entries(tracker.high, SAMPLE_AHEAD_ENTRIES)
+            ahead = tracker.claims.entries(tracker.reader.high, SAMPLE_AHEAD_ENTRIES)
             ahead = ahead[:: max(1, len(ahead) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
             ahead = np.unique(ahead[self.resident_set.resident[ahead]])
             unwatched = [not self.watches.is_watched(entry) for entry in ahead.tolist()]

@@ -66,7 +66,7 @@ class Memory:
 
     def active_count(self) -> int:
         """How many streams have epochs left to read."""
-        return sum(1 for tracker in self.trackers.values() if tracker.epoch_states)
+        return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:
         """Each stream's share of the budget. Streams learn of a new share here."""

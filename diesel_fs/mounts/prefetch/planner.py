@@ -56,11 +56,12 @@ from .memory_split import Importances
 from .miss_fill import ChunkEntries, MissFill
 from .resident_set import Clock, Mask, ResidentSet
 from .room import Room
-from .stream_tracker import NextUnit, StreamTracker
+from .stream_tracker import StreamTracker
 from .stream_views import StreamViews, is_still
 from .streams import Streams
 from .turns import UrgentTurns, soonest_stream
 from .units import PAGE_BYTES, Columns
+from .units_ahead import NextUnit
 from .watches import Watches
 
 STILL_DIVISOR = 4
@@ -321,7 +322,7 @@ class PrefetchPlanner:
         if there are at most half as many streams."""
         trackers = self.views.trackers
         if len(trackers) == 1:
-            planned = next(iter(trackers.values())).units_ahead(count)
+            planned = next(iter(trackers.values())).units.entries(count)
         else:
             planned = self._balance.upcoming(count)
         soonest = [*planned, *self._miss_fill.upcoming(count)][:count]
@@ -346,7 +347,7 @@ class PrefetchPlanner:
             return None
         without_room: set[str] = set()  # streams that get nothing in this decision
         markers: list[int] = []  # of units with nothing to push
-        last_sign_s = max(each.last_sign_s for each in self.views.trackers.values())
+        last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         is_balanced = self._balance.is_active
         may_wait = is_balanced  # streams whose contents have not arrived let others go first
         for _ in range(UNITS_SKIPPED_MAX):
@@ -356,16 +357,16 @@ class PrefetchPlanner:
             if soonest is None:
                 break
             tracker, ahead_s = soonest
-            unit = self._urgent.unit(tracker) or tracker.peek_unit()
+            unit = self._urgent.unit(tracker) or tracker.units.peek()
             self._is_urgent = unit.is_urgent
             entries, need_bytes = _to_push(unit, self.memory, self._columns)
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
                 has_enough = self.memory.ahead_part < 1 and not unit.is_urgent
-                has_enough = has_enough and not tracker.has_share_left()
-                if tracker.tentative or still or has_enough:
-                    without_room.add(tracker.stream.name)
+                has_enough = has_enough and not tracker.units.has_share_left()
+                if tracker.reader.tentative or still or has_enough:
+                    without_room.add(tracker.name)
                     continue
                 if markers:
                     break
@@ -378,7 +379,7 @@ class PrefetchPlanner:
                 self._waits_for_room = drop is None
                 return drop
             if is_balanced and len(entries) and not unit.is_urgent:
-                self._balance.note_planned(tracker, tracker.claimed_end())
+                self._balance.note_planned(tracker, tracker.order.claimed_end())
             markers += self._claim(tracker, unit)
             if len(entries):
                 return self._push(entries, markers)
@@ -388,11 +389,11 @@ class PrefetchPlanner:
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
         """Claim a unit for its stream. Returns the markers that the worker has to watch."""
-        tracker.claim(unit)
+        tracker.units.claim(unit)
         kept = self.resident_set.resident[unit.entries]
         self._counters["kept_entries"] += int(np.count_nonzero(kept))
         self.resident_set.claim(unit.entries)
-        name = tracker.stream.name
+        name = tracker.name
         return [entry for at, entry in unit.markers if self.watches.add(entry, name, at)]
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:

@@ -27,15 +27,16 @@ SAMPLE_S = 2.0
 def is_still(tracker: StreamTracker, last_sign_s: float, now_s: float) -> bool:
     """Whether a reader has stood still while others went on; `last_sign_s` is the time of the
     last sign of any reader."""
-    return now_s - tracker.last_sign_s >= STILL_S and last_sign_s > tracker.last_sign_s
+    own_s = tracker.reader.last_sign_s
+    return now_s - own_s >= STILL_S and last_sign_s > own_s
 
 
 def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
     """How many files a second the reader of a stream reads. Until that is measured, the mean of the
     other streams; 0 if none is measured."""
-    if tracker.rate:
-        return tracker.rate
-    rates = [each.rate for each in trackers if each.rate]
+    if tracker.reader.rate:
+        return tracker.reader.rate
+    rates = [each.reader.rate for each in trackers if each.reader.rate]
     return sum(rates) / len(rates) if rates else 0.0
 
 
@@ -48,7 +49,7 @@ class StreamViews:
     @property
     def plan(self) -> dict[str, Stream]:
         """The plan: the streams that are announced, by name, without the epochs that were read."""
-        return {name: tracker.stream for name, tracker in self.trackers.items()}
+        return {name: tracker.order.stream for name, tracker in self.trackers.items()}
 
     @property
     def has_streams(self) -> bool:
@@ -62,15 +63,15 @@ class StreamViews:
 
     def pushed_early(self, name: str) -> Entries:
         """The entries of the epoch of a stream's next push that were chosen for pushes before."""
-        return self.trackers[name].pushed_early()
+        return self.trackers[name].claims.at_frontier()
 
     def running(self, now_s: float) -> list[str]:
         """The names of streams that are probably being read."""
-        return [name for name, tracker in self.trackers.items() if tracker.is_running(now_s)]
+        return [name for name, tracker in self.trackers.items() if tracker.reader.is_running(now_s)]
 
     def planned(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes of each stream, whose READs the server holds."""
-        return [unit for each in self.trackers.values() for unit in each.units_ahead(count)]
+        return [unit for each in self.trackers.values() for unit in each.units.entries(count)]
 
     def stats(self) -> list[StreamStats]:
         """Where every stream is."""
@@ -86,26 +87,31 @@ class StreamViews:
         where it is claimed or read, as the number of an epoch and a position in it. What is before
         that need not be fetched for the stream any more."""
         return {
-            name: (tracker.stream.epochs, *tracker.fetched_up_to())
+            name: (
+                tracker.order.stream.epochs,
+                *tracker.order.fetched_up_to(tracker.reader.high),
+            )
             for name, tracker in self.trackers.items()
-            if not tracker.tentative
+            if not tracker.reader.tentative
         }
 
     def rate(self, tracker: StreamTracker) -> float:
         """See the function `rate`."""
-        return tracker.rate or rate(tracker, self.trackers.values())
+        return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
         """How far ahead of the nearest reader these entries come next; infinite for others."""
-        uses = [tracker.next_use(entries) for tracker in self.trackers.values()]
+        trackers = self.trackers.values()
+        uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def next_change_s(self, now_s: float) -> list[float]:
         """When streams become still, or are withdrawn or sampled, if nothing is reported."""
         times = []
         for tracker in self.trackers.values():
-            if tracker.tentative:
-                times.append(tracker.last_sign_s + TENTATIVE_S)
-            if now_s - tracker.last_sign_s < STILL_S:
-                times += [tracker.last_sign_s + STILL_S, tracker.sampled_s + SAMPLE_S]
+            last_sign_s = tracker.reader.last_sign_s
+            if tracker.reader.tentative:
+                times.append(last_sign_s + TENTATIVE_S)
+            if now_s - last_sign_s < STILL_S:
+                times += [last_sign_s + STILL_S, tracker.sampled_s + SAMPLE_S]
         return times

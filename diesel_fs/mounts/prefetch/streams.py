@@ -15,9 +15,10 @@ from ...orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
 from .memory import Memory
 from .memory_split import Importances
 from .resident_set import Clock, Mask
-from .stream_tracker import StreamTracker, never_logged
+from .stream_tracker import StreamTracker
 from .stream_views import TENTATIVE_S
 from .units import Columns
+from .units_ahead import never_logged
 from .watches import Watches
 
 
@@ -60,22 +61,22 @@ class Streams:
             self.withdraw(next(iter(self._finished)))
         self._check(stream, stream.epochs)
         self._remove(stream.name)
-        self.trackers[stream.name] = tracker = StreamTracker(self._columns, stream, now_s)
-        tracker.is_logged = self._is_logged
-        tracker.skipped = [] if self._keeps_skipped else None
+        self.trackers[stream.name] = tracker = StreamTracker.of(self._columns, stream, now_s)
+        tracker.units.is_logged = self._is_logged
+        tracker.claims.skipped = [] if self._keeps_skipped else None
         self._memory.shares_changed()
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
         """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
         tracker = self._tracker(name)
-        tracker.extended(self._check(tracker.stream.extended(epochs), epochs))
+        tracker.order.extend(self._check(tracker.order.stream.extended(epochs), epochs))
         self._memory.shares_changed()
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
         """Replace an epoch of a stream, whole or from a position on."""
         tracker = self._tracker(name)
-        stream = self._check(tracker.stream.replaced(epoch, position), [epoch])
-        self.release(tracker, tracker.replaced(stream, epoch.number, position), behind=False)
+        stream = self._check(tracker.order.stream.replaced(epoch, position), [epoch])
+        self.release(tracker, tracker.replace(stream, epoch.number, position), behind=False)
         self._memory.shares_changed()
 
     def withdraw(self, name: str) -> None:
@@ -90,11 +91,13 @@ class Streams:
         """
         self._clock.tick(now_s)
         tracker = self._tracker(name)
-        state = tracker.current_epoch() if epoch is None else tracker.epoch_numbered(epoch)
+        order = tracker.order
+        state = order.epoch_at(tracker.reader.high) if epoch is None else order.numbered(epoch)
         if state is None or not 0 <= position <= len(state.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
         position += state.base
-        if not tracker.has_workers_ahead(position) and tracker.has_gaps(position):
+        has_workers_ahead = tracker.has_workers_ahead(position)
+        if not has_workers_ahead and tracker.claims.has_gaps(position, tracker.reader.high):
             self.take_back(tracker, 0)  # something there was given up: claim all again
         tracker.progress(position, now_s)
 
@@ -105,7 +108,7 @@ class Streams:
         cut by chunks."""
         self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self.trackers.values():
-            tracker.is_logged, tracker.skipped = is_logged, []
+            tracker.units.is_logged, tracker.claims.skipped = is_logged, []
 
     def take_skipped(self) -> list[Entries]:
         """The entries that readers have passed before their pushes, since the last call, some of
@@ -113,9 +116,7 @@ class Streams:
         `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
-            if tracker.skipped:
-                skipped += tracker.skipped
-                tracker.skipped = []
+            skipped += tracker.claims.take_skipped()
         return skipped
 
     # Ending claims
@@ -123,22 +124,22 @@ class Streams:
     def release_passed(self, now_s: float) -> None:
         """End the claims on what readers have passed, and tentative streams that nobody follows."""
         for name, tracker in tuple(self.trackers.items()):
-            if tracker.tentative and now_s - tracker.last_sign_s >= TENTATIVE_S:
+            if tracker.reader.tentative and now_s - tracker.reader.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
                 continue
-            epochs_before = tracker.stream.epochs
+            epochs_before = tracker.order.stream.epochs
             passed = tracker.pass_floor()
             self._importances.note_accesses(passed)
             self.release(tracker, passed, behind=True)
-            if tracker.stream.epochs != epochs_before:
+            if tracker.order.stream.epochs != epochs_before:
                 self._memory.shares_changed()
-                if not tracker.stream.epochs:
+                if not tracker.order.epochs:
                     self._finished[name] = None
 
     def take_back(self, tracker: StreamTracker, position: int) -> bool:
         """End a stream's claims from a position on; the farthest entries are dropped first.
         Returns whether there were any."""
-        released = tracker.retreat(position)
+        released = tracker.claims.retreat(position)
         self.release(tracker, released[::-1], behind=True)
         return len(released) > 0
 
@@ -146,7 +147,7 @@ class Streams:
         """Take note of claims that a stream has given up, and of watches that it needs no more.
         `behind`: these entries are the first to be dropped."""
         self._memory.resident_set.unclaim(entries, passed=behind)
-        self._watches.remove(tracker.stream.name, tracker.take_unwatched())
+        self._watches.remove(tracker.name, tracker.take_unwatched())
 
     def _tracker(self, name: str) -> StreamTracker:
         if name not in self.trackers:
@@ -155,7 +156,7 @@ class Streams:
 
     def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
         """A new or changed stream, if the plan with it keeps the limits. Raises UsageError."""
-        plan = {name: tracker.stream for name, tracker in self.trackers.items()}
+        plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
         check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
         if stream.epochs:
             self._finished.pop(stream.name, None)
@@ -164,6 +165,6 @@ class Streams:
     def _remove(self, name: str) -> None:
         tracker = self.trackers.get(name)
         if tracker is not None:
-            self.release(tracker, tracker.retreat(0), behind=False)
+            self.release(tracker, tracker.claims.retreat(0), behind=False)
             del self.trackers[name]
             self._memory.shares_changed()

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from .balance import Balance
+from .markers import MARKER_STRIDE
 from .memory import Memory
 from .room import Room
-from .stream_tracker import MARKER_STRIDE, NextUnit, StreamTracker
+from .stream_tracker import StreamTracker
+from .units_ahead import NextUnit
 from .watches import MARKERS_MAX
 
 URGENT_S = 1.0
@@ -45,7 +47,7 @@ class UrgentTurns:
         """The urgent unit of a stream, if it is its turn."""
         if not self.store_is_slow:
             return None
-        unit = tracker.urgent_unit(URGENT_S)
+        unit = tracker.units.urgent(URGENT_S)
         if unit is None:
             self._urgent_s = self._others_s = 0.0
         elif self._urgent_s > URGENT_START_S + URGENT_WEIGHT * self._others_s:
@@ -73,14 +75,14 @@ def soonest_stream(
     for name, tracker in memory.trackers.items():
         if name in without_room:
             continue
-        frontier = tracker.frontier(share_bytes)
-        if frontier is not None and frontier - tracker.low < ahead_max:
+        frontier = tracker.units.frontier(share_bytes)
+        if frontier is not None and frontier - tracker.reader.low < ahead_max:
             found.append((room.ahead_s(tracker, frontier), tracker, frontier))
     if not found:
         return None
     ahead_s, soonest, frontier = min(found, key=itemgetter(0))
     if may_wait and len(found) > 1 and balance.wait_s(soonest, frontier):
         # A stream that has its share of the memory gets no more while others wait for theirs.
-        found = [each for each in found if each[1] is soonest or each[1].has_share_left()]
+        found = [each for each in found if each[1] is soonest or each[1].units.has_share_left()]
         ahead_s, soonest, _ = min(found, key=lambda each: balance.push_s(each[1], each[2]))
     return soonest, ahead_s

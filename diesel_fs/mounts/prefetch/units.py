@@ -9,6 +9,7 @@ dataset is read before the reader comes to its next batches. Where that takes lo
 makes *urgent* units: large files in the reader's order, out of chunks whose turn comes later.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,30 @@ class Units:
     def positions(self, unit: int) -> Positions:
         """The positions of a unit, ascending."""
         return self.order[self.starts[unit] : self.starts[unit + 1]]
+
+
+@dataclass(slots=True)
+class UnitQueue:
+    """Units of one epoch, which its stream claims one after the other."""
+
+    units: Units
+    share_bytes: int  # the memory that they were cut for
+    next: int = 0  # the first that is not claimed
+    costs: npt.NDArray[np.float64] | None = None  # of all units (`balance.py`); NaN: unknown
+    costs_s: float = -math.inf  # when the first of `costs` was predicted
+
+    def fits(self, share_bytes: int) -> bool:
+        """Whether the units need not be cut anew for this share of the memory."""
+        return 2 * self.share_bytes <= 3 * share_bytes <= 4.5 * self.share_bytes
+
+    def first(self) -> int | None:
+        """The first position of the next unit; None if all are claimed."""
+        return int(self.units.first[self.next]) if self.next < len(self.units) else None
+
+    def following(self, count: int) -> list[Positions]:
+        """The positions of the next `count` units."""
+        units = range(self.next, min(self.next + count, len(self.units)))
+        return [self.units.positions(unit) for unit in units]
 
 
 def cut(

@@ -9,7 +9,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
 from diesel_fs.mounts.prefetch.stream_views import STILL_S
-from diesel_fs.orders.plan import STREAMS_MAX, Epoch
+from diesel_fs.orders.plan import STREAMS_MAX, Epoch, Stream
 from tests.rows import each_row
 
 from .simulated_kernel import (
@@ -186,13 +186,13 @@ def test_positions_may_exceed_2_to_the_31() -> None:
     """They do after some days of a short epoch."""
     machine = Machine(make_planner(N, 0.1), N)
     machine.planner.streams.announce(stream("a", shuffled(1)), machine.now_s)
-    follow = machine.planner.streams.trackers["a"]
-    follow.epoch_states.clear()
-    follow.frontier_index = 0
-    follow.end = follow.floor = follow.low = follow.high = (1 << 31) + 5
-    follow._append((Epoch(1, np.array(shuffled(2))),))
+    tracker = machine.planner.streams.trackers["a"]
+    first = (1 << 31) + 5
+    tracker.order.epochs.clear()
+    tracker.order.end = tracker.claims.floor = tracker.reader.low = tracker.reader.high = first
+    tracker.order.extend(Stream("a", (Epoch(1, np.array(shuffled(2))),)))
     machine.run_until_idle()
-    assert min(at for at, _ in follow.watched) == (1 << 31) + 5
+    assert tracker.claims.watched.first() == first
     machine.open_and_read("a", shuffled(2)[0])
     assert reader_position(machine) == (1, 1)
 
