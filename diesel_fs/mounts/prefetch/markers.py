@@ -57,7 +57,7 @@ class Markers:
             self.opened[self.number(position)] = True
 
     def open_before(self, position: int) -> None:
-        """Count all markers before a position as opened."""
+        """Count the markers before a position as opened, without the epoch's last one."""
         self.opened[: max(-(-position // MARKER_STRIDE), 0)] = True
 
     def move_to(self, position: int) -> None:
