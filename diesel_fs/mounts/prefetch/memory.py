@@ -75,7 +75,7 @@ class Memory:
             if self.ahead_part < 1:
                 ahead = ahead_bytes(shared_bytes)
                 low_bytes = shared_bytes - ahead
-                self.resident_set.low_bytes_max = low_bytes if self.has_substitutes else 0
+                self.resident_set.eviction.low_bytes_max = low_bytes if self.has_substitutes else 0
                 shared_bytes = ahead
             self._share_bytes = max(shared_bytes // max(self.active_count(), 1), 1)
             for tracker in self.trackers.values():

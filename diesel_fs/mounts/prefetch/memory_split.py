@@ -84,7 +84,7 @@ class Importances:
         importance in place of others. Raises UsageError for numbers outside the dataset, and for
         NaN, infinite and negative values.
         """
-        jobs = self._memory.resident_set.set_importances(
+        jobs = self._memory.resident_set.eviction.set_importances(
             self._columns.checked(entries), values, more=more, job=job, benefit=benefit
         )
         self._memory.has_substitutes = substitutes
@@ -96,7 +96,7 @@ class Importances:
     def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
         """By chunk: how many of its entries an epoch is likely to read, without those that this
         mount keeps. None if no importance has changed since the last call."""
-        heap = self._memory.resident_set.heap
+        heap = self._memory.resident_set.eviction.heap
         if heap is None or heap.changes == self._valued:
             return None
         self._valued = heap.changes
@@ -111,7 +111,7 @@ class Importances:
 
     def note_accesses(self, passed: Entries) -> None:
         """Readers have read these entries: divide the memory anew."""
-        heap = self._memory.resident_set.heap
+        heap = self._memory.resident_set.eviction.heap
         if not self._divides or heap is None or not len(passed):
             return
         high = int(np.count_nonzero(heap.is_high(passed)))

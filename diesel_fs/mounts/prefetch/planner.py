@@ -50,11 +50,12 @@ from .decisions import (
     Sample,
     UnitCosts,
 )
+from .eviction import Mask
 from .freed_pages import FreedPages
 from .memory import KNOWN_ENTRY_BYTES, Memory
 from .memory_split import Importances
 from .miss_fill import ChunkEntries, MissFill
-from .resident_set import Clock, Mask, ResidentSet
+from .resident_set import Clock, ResidentSet
 from .room import Room
 from .stream_tracker import StreamTracker
 from .stream_views import StreamViews, is_still
@@ -298,7 +299,7 @@ class PrefetchPlanner:
         call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
-        heap = self.resident_set.heap
+        heap = self.resident_set.eviction.heap
         is_building = heap is not None and heap.build_some()
         self.streams.release_passed(now_s)
         decision = (

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from ...errors import UsageError
 from ...orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
+from .eviction import Mask
 from .memory import Memory
 from .memory_split import Importances
-from .resident_set import Clock, Mask
+from .resident_set import Clock
 from .stream_tracker import StreamTracker
 from .stream_views import TENTATIVE_S
 from .units import Columns

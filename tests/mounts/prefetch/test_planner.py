@@ -322,7 +322,7 @@ def test_important_entries_that_are_still_read_outlive_more_important_ones() -> 
     everything = np.arange(count, dtype=np.uint32)
     columns = Columns(np.zeros(count, np.int32), np.ones(count, np.uint32), 1)
     entries = ResidentSet(columns)
-    entries.set_importances(everything, 1 + everything.astype(np.float32))
+    entries.eviction.set_importances(everything, 1 + everything.astype(np.float32))
     entries.add(everything)
     needed = count * 3 // 4
 
