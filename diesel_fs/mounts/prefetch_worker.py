@@ -227,7 +227,7 @@ class PrefetchWorker:
         self._plan_sender = self._source.plan_sender(snapshot)
         self._push_status = push_status
         self._nodes = nodes
-        self._server.watch(self._page_cache.events)
+        self._server.watch(self._page_cache.opens.descriptor)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Works until the mount with this device number is unmounted, or the server has ended.
@@ -331,7 +331,7 @@ class PrefetchWorker:
             self._content = ContentTarget.open(files.pop(), _int_field(message, "content_node"))
         for descriptor in files:  # all are mapped
             os.close(descriptor)
-        self._server.watch_no_more(old_page_cache.events)
+        self._server.watch_no_more(old_page_cache.opens.descriptor)
         old_page_cache.retire()
         if old_content is not None:
             old_content.close()
@@ -402,7 +402,7 @@ class PrefetchWorker:
         return 0.0
 
     def _read_opens(self, now_s: float) -> None:
-        for entry in self._page_cache.read_opens():
+        for entry in self._page_cache.opens.read():
             self._planner.opened(entry, now_s)
             self._stats_changed = True
 
@@ -412,7 +412,7 @@ class PrefetchWorker:
             case Push() as push:
                 self._push(push)
             case Drop() as drop:
-                self._page_cache.unwatch(drop.markers.tolist())
+                self._page_cache.opens.unwatch(drop.markers.tolist())
                 self._page_cache.drop(drop.entries, self._push_status.count_progress)
                 self._planner.dropped(drop)
             case Sample(entries):
@@ -528,7 +528,7 @@ class PrefetchWorker:
             # slow store each would be read twice then, for the READ and for the push.
             soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
         self._push_status.mark_soon(np.concatenate(soon))
-        self._page_cache.watch(push.markers.tolist())
+        self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:

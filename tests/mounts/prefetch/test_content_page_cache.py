@@ -170,16 +170,16 @@ def test_only_opens_by_readers_are_reported(tmp_path: Path) -> None:
     with content_mount(tmp_path, files(600)) as mounted, page_cache(mounted, 1 << 20) as cache:
         entries = mounted.entries()
         watched = entries[::50].tolist()
-        cache.watch(watched)
+        cache.opens.watch(watched)
         cache.store(mounted.batch(entries))
         settle_all(cache, mounted)
-        assert cache.read_opens() == []
+        assert cache.opens.read() == []
         for entry in entries[:201].tolist():
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
-        assert cache.read_opens() == watched[:5]
-        cache.unwatch(watched)
+        assert cache.opens.read() == watched[:5]
+        cache.opens.unwatch(watched)
         mounted.path(watched[0]).read_bytes()
-        assert cache.read_opens() == []
+        assert cache.opens.read() == []
         assert mounted.server.reads == 0
 
 
