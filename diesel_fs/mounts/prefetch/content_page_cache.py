@@ -136,7 +136,7 @@ class ContentPageCache(PageCache):
         self._content = content
         self._staging_bytes = self._limit_bytes = staging_bytes
         self._planned_bytes = max(staging_bytes, planned_bytes)
-        self._staging = StagingArea(image, snapshot.columns.size)
+        self._staging = StagingArea(image.first_block, snapshot.columns.size)
         self._is_known = np.zeros(len(snapshot), np.bool_)  # by entry: pushed at some time
         self._is_wanted = np.zeros(len(snapshot), np.bool_)  # pushed and not dropped since
         self._read_pages = ReadPages(content.descriptor)

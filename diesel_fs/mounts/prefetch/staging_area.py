@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...format.image import BLOCK_BYTES, Image
+from ...format.image import BLOCK_BYTES
 from .advice_process import PART, Parts, whole_files
 
 CONTENT = 0xFFFFFFFF
@@ -38,9 +38,12 @@ class Staged:
 class StagingArea:
     """The staging area of one version of a mount (see the module)."""
 
-    def __init__(self, image: Image, sizes: npt.NDArray[np.uint64]) -> None:
-        """`sizes` are those of the files, by entry."""
-        self._first_block = image.first_block
+    def __init__(
+        self, first_block: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer]
+    ) -> None:
+        """Both have a value for each entry: the first block of its content in the content file, and
+        its size in bytes."""
+        self._first_block = first_block
         self._sizes = sizes
         self.bytes = 0  # in whole pages
         self.pages = np.zeros(len(sizes), np.uint32)  # of each entry
