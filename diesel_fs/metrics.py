@@ -1,6 +1,6 @@
 """The metrics of a server: a fixed table of them, their counters in shared memory, and their text
 for Prometheus. `metric_lines` writes the text of any metric; those of a mount are in
-`mounts/mount_metrics.py`.
+`mounts/statistics/mount_metrics.py`.
 
 A metric has labels (such as the name of a request), and the values of each label are listed here.
 So the memory has a fixed size: no client can add a label value, and none names a user or a dataset.

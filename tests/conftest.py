@@ -96,8 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before marks deselect tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the tests marked `alone`, for which other processes wait. If /dev/fuse cannot be
-    opened, skip those marked `fuse`, with the reason.
-    """
+    opened, skip those marked `fuse`, with the reason."""
     if commit := config.getoption("--affected"):
         affected.mark(items, affected.folders(affected.changed_files(commit)))
     items.sort(key=lambda item: not _is_alone(item))
@@ -112,8 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude the objects of the collection, which live as long as the process, from all later
-    garbage collections: there are a million of them.
-    """
+    garbage collections: there are a million of them."""
     gc.collect()
     gc.freeze()
 

@@ -85,7 +85,7 @@ class Counts(Counter[str]):
 
 def _mounts(words: Sequence[str]) -> bool:
     is_daemon = any(
-        word.startswith(("diesel_fs.mounts.supervisor", "tests.mounts.")) for word in words
+        word.startswith(("diesel_fs.mounts.daemon.supervisor", "tests.mounts.")) for word in words
     )
     return is_daemon or ("mount" in words and "dlcmd" in words)
 

@@ -40,8 +40,7 @@ def examples(
     count: int, *, steps: int = _DEEP_STEPS, suppress: tuple[HealthCheck, ...] = ()
 ) -> settings:
     """The settings of a test that draws `count` examples in the deep tier; a state machine takes up
-    to `steps` steps in each. `suppress` are further health checks to suppress.
-    """
+    to `steps` steps in each. `suppress` are further health checks to suppress."""
     if settings.get_current_profile_name() != DEEP_PROFILE:
         count, steps = min(count, QUICK_EXAMPLES), min(steps, QUICK_STEPS)
     return settings(

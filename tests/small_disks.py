@@ -11,8 +11,7 @@ import pytest
 @contextmanager
 def small_disk(point: Path, options: str) -> Iterator[Path]:
     """Mount a small file system with these options on a new folder; skips the test if that is not
-    possible.
-    """
+    possible."""
     point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "diesel-test", str(point)]
     if subprocess.run(command, check=False, capture_output=True).returncode:

@@ -57,7 +57,14 @@ def test_programs_are_counted_however_they_start() -> None:
         ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", "import torch"],
         ["redis-server", "--port", "0"],
         [sys.executable, "-I", "-S", "-c", "pass", "/mnt"],
-        [sys.executable, *DETACH, sys.executable, "-m", "diesel_fs.mounts.supervisor", "/mnt"],
+        [
+            sys.executable,
+            *DETACH,
+            sys.executable,
+            "-m",
+            "diesel_fs.mounts.daemon.supervisor",
+            "/mnt",
+        ],
     ):
         counts.hear("subprocess.Popen", (words[0], words, None, None))
     assert counts == {

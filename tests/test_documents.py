@@ -286,8 +286,7 @@ EXTRA = re.compile(r"\.whl\)?\[(\w+)\]|extra `(\w+)`")
 
 def test_pages_install_the_wheel_and_no_release() -> None:
     """No index has a release, so no page and no message may tell users to install DIESEL-FS by its
-    name; and each extra that one names exists.
-    """
+    name; and each extra that one names exists."""
     extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
     named = set[str]()
     for path in [*PAGES, *(each for each in SOURCES if each in PRODUCT)]:

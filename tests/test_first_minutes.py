@@ -47,8 +47,7 @@ def home() -> Iterator[Path]:
 
 def typed(home: Path, tree: Path, *who: str) -> str:
     """Run the commands one after the other, then the program on the repository that they have made;
-    return their output. None may fail.
-    """
+    return their output. None may fail."""
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     output = ""
     for program, text in ((["sh", "-eu"], COMMANDS), ([tree / ".venv/bin/python"], PROGRAM)):
@@ -63,8 +62,7 @@ def typed(home: Path, tree: Path, *who: str) -> str:
 
 def check(home: Path, output: str) -> None:
     """Check that all files came back, that a mount showed them, and that the mount left nothing
-    behind.
-    """
+    behind."""
     there = facts(home / "images")
     assert len(there) > 1000
     assert facts(home / "copy") == there
@@ -78,8 +76,7 @@ def check(home: Path, output: str) -> None:
 
 def tree_of_the_user(home: Path) -> Path:
     """A checkout and an environment that the user owns, since the user may not read this one. Its
-    `make install` is done already: it uses the packages of this environment.
-    """
+    `make install` is done already: it uses the packages of this environment."""
     tree = home / "diesel-fs"
     for path in FILES:
         copy = tree / path.relative_to(TREE)

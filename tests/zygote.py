@@ -230,8 +230,7 @@ def _forkable(words: list[str], environment: Mapping[str, str] | None) -> Comman
 
 def _identity() -> list[object]:
     """The properties that a forked process gets from the zygote, not from the process that starts
-    it.
-    """
+    it."""
     spaces: list[object] = [os.stat(f"/proc/self/ns/{name}").st_ino for name in _NAMESPACES]
     return [*spaces, *os.getresuid(), *os.getresgid(), *sorted(os.getgroups()), os.stat("/").st_ino]
 
@@ -245,8 +244,7 @@ def _fork(
     new_session: bool,
 ) -> tuple[socket.socket, int]:
     """Let a zygote run a command. Returns the connection that will report its end, and its process
-    number. Raises OSError.
-    """
+    number. Raises OSError."""
     ignored = [
         int(number)
         for number in signal.valid_signals()
@@ -324,8 +322,7 @@ _zygotes: list["subprocess.Popen[bytes]"] = []
 @contextmanager
 def installed() -> Iterator[None]:
     """Fork programs that this process starts from now on, if this kernel lets a process set the
-    texts that `/proc` shows of it (CONFIG_CHECKPOINT_RESTORE).
-    """
+    texts that `/proc` shows of it (CONFIG_CHECKPOINT_RESTORE)."""
     if not _can_show():
         yield
         return
@@ -368,8 +365,7 @@ def only_by_fork() -> Iterator[None]:
 
 def main() -> "Job | None":
     """Serve requests until the process that started this one ends. Returns in each forked child,
-    with the job to run.
-    """
+    with the job to run."""
     listening, path, with_torch = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
     _import_all(with_torch == "1")
     _state.is_on, _state.only_detached, _state.folder = True, True, os.path.dirname(path)
@@ -428,8 +424,7 @@ class _Zygote:
 
     def _close(self) -> None:
         """Close everything, in a child: otherwise an object that is collected later would close the
-        descriptor that has its number then.
-        """
+        descriptor that has its number then."""
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for each in (self._listening, self._woken, self._wake, *self._relays.values()):
@@ -570,8 +565,7 @@ def run(job: Job) -> None:
 
 def end(job: Job) -> NoReturn:
     """Run a program to its end, as `Py_FinalizeEx` ends it, except for its modules: destroying them
-    would copy the zygote's memory, page by page.
-    """
+    would copy the zygote's memory, page by page."""
     code, is_interrupted = 0, False
     try:
         run(job)

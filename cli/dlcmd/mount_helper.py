@@ -20,7 +20,7 @@ from typing import NoReturn
 import click
 
 from diesel_fs.errors import DieselError, PermissionDenied, UsageError
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at, real_path
+from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at, real_path
 from diesel_fs.settings import private_bytes
 
 from .args.options import HELP_NAMES, Flags, versioned_dataset

@@ -1,8 +1,8 @@
 """Mounts, unmounts and queries of a mount, for `dlcmd` and the Python API.
 
-`mount` starts the processes of a mount (`supervisor.py`) and waits until they serve it; `umount`
-ends them. This module imports neither numpy, trio nor FUSE, because a user waits for it. Any
-thread.
+`mount` starts the processes of a mount (`daemon/supervisor.py`) and waits until they serve it;
+`umount` ends them. This module imports neither numpy, trio nor FUSE, because a user waits for it.
+Any thread.
 """
 
 import json
@@ -24,7 +24,7 @@ from ..settings import runtime_folder, state_folder
 from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
 from ..system.mountinfo import MountEntry, file_system_of, mounts
-from .mountpoint import (
+from .mountpoints.mountpoint import (
     DatasetMount,
     dataset_mounts,
     end_connection,
@@ -39,9 +39,7 @@ from .mountpoint import (
     unmount,
     unmount_dead,
 )
-from .options import MountRequest
-from .plans.socket_folder import remove_dead_sockets
-from .processes import (
+from .mountpoints.processes import (
     children_of,
     daemon_of,
     descendants_of,
@@ -54,6 +52,8 @@ from .processes import (
     other_mounts_of,
     processor_ticks,
 )
+from .options import MountRequest
+from .plans.socket_folder import remove_dead_sockets
 
 logger = logging.getLogger("diesel.mount")
 
@@ -84,7 +84,7 @@ OWN_PROCESSES_BUSY_S = 10.0
 folders of the mount, and closes them after each piece of work. That takes milliseconds, unless the
 machine is overloaded."""
 
-DAEMON = (sys.executable, "-m", "diesel_fs.mounts.supervisor")
+DAEMON = (sys.executable, "-m", "diesel_fs.mounts.daemon.supervisor")
 FOREGROUND = "--foreground"
 
 _PIDS_SHOWN = 20

@@ -5,9 +5,9 @@ mounted, makes the readers of contents, and divides the mount's memory. Where th
 in a *task* (a training job whose machines share a cache, `peers/`), contents come from that cache;
 this machine's part of it is held by a process called the task's *master*.
 
-"The server" is here the mount's own server process (`server.py`), never a DIESEL-FS server. It and
-the mount's prefetch worker (`prefetch_worker.py`), which *pushes* contents into the kernel's page
-cache before they are read, each have a `MountSource`.
+"The server" is here the mount's own server process (`daemon/server.py`), never a DIESEL-FS server.
+It and the mount's prefetch worker (`daemon/prefetch_worker.py`), which *pushes* contents into the
+kernel's page cache before they are read, each have a `MountSource`.
 """
 
 import logging
@@ -30,7 +30,7 @@ from ..cache.disk.marker import prepare_cache_folder
 from ..cache.order_logs.addresses import LogAddresses, LogEntryReader
 from ..cache.order_logs.layout import SEGMENT_BYTES
 from ..cache.order_logs.logs import STAGED_BYTES, OrderLogs
-from ..cache.reader import EntryReader as ChunkEntryReader
+from ..cache.reader import EntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import (
     ConflictError,
@@ -52,7 +52,7 @@ from ..repository.private_copies import open_snapshot_file
 from ..storage.objects.store import ObjectStore
 from ..system.available_memory import default_memory_bytes
 from .options import MountRequest
-from .vfs import EntryReader
+from .tree.vfs import ContentReader
 
 log = logging.getLogger("diesel.mount")
 
@@ -170,7 +170,7 @@ class MountSource:
 
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
-    ) -> EntryReader:
+    ) -> ContentReader:
         """A reader of contents for the server, which keeps up to `memory_bytes` of chunks.
 
         `pushes`: only files that were not pushed are read, so they are read one by one rather than
@@ -181,7 +181,7 @@ class MountSource:
             objects = self._objects(request, repository, store, snapshot)
             if objects is not store:
                 objects = MarkedStore(objects, WaitCause.PEER)
-            reader = ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
+            reader = EntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
             if not request.log_folder or not pushes:
                 return reader
             if request.task_options.cache_layout == "order":

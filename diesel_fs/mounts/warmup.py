@@ -38,7 +38,7 @@ from ..format.snapshot.layout import kinds
 from ..format.snapshot.reader import Indices, Snapshot
 from ..system.available_memory import default_memory_bytes, memory_limit_bytes
 from . import launcher
-from .mountpoint import DatasetMount, is_alive, locate, mounted_at
+from .mountpoints.mountpoint import DatasetMount, is_alive, locate, mounted_at
 from .plans.control import Control, explicit
 from .prefetch.content_page_cache import STAGING_DIVISOR
 from .prefetch.memory import KNOWN_DIVISOR, KNOWN_ENTRY_BYTES

@@ -1,6 +1,6 @@
 """Writes orders as lists of paths: names of lists, their sizes, and their bytes.
 
-A mount offers such lists as files (`mounts/dot_diesel.py`), and `dlcmd shuffle` prints them. A
+A mount offers such lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them. A
 list's name has the parameters of its order: `seed=1,epoch=2,group=100,rank=0,world=4`. Millions of
 paths are joined without a Python object for each. Pure; safe from any thread.
 """

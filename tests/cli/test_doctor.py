@@ -29,8 +29,8 @@ from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.credentials import Credentials
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.mounts import launcher, stats
-from diesel_fs.mounts.mountpoint import DatasetMount
-from diesel_fs.mounts.processes import children_of
+from diesel_fs.mounts.mountpoints.mountpoint import DatasetMount
+from diesel_fs.mounts.mountpoints.processes import children_of
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.metadata.redis.link import ServerFacts
 from diesel_fs.storage.objects.store import encode_marker

@@ -12,7 +12,7 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from dlcmd.show.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
 from tests.rows import each_row
@@ -281,7 +281,7 @@ def _processes_of(folder: Path) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(folder) in words and b"diesel_fs.mounts.supervisor" in words:
+            if os.fsencode(folder) in words and b"diesel_fs.mounts.daemon.supervisor" in words:
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
                 found += [int(process.name)] * (state != "Z")
     return found

@@ -14,7 +14,7 @@ import pytest
 from diesel_fs.cache.disk.folder import IDLE_S
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from tests.trees import write
 from tests.waiting import wait_until
 

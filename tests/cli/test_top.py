@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 from dlcmd.show.mount_figures import interval, number_at
 from dlcmd.show.mount_stats import stats_lines
 from dlcmd.show.mount_top import screen, short_line

@@ -14,7 +14,7 @@ import pytest
 from diesel_fs.errors import DieselError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import launcher, umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.mounts.warmup import Warmup
 from tests.tiers import fast_first

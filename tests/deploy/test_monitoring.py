@@ -19,7 +19,7 @@ import yaml
 
 from diesel_fs import metrics
 from diesel_fs.client.dataset import connect
-from diesel_fs.mounts import mount_metrics
+from diesel_fs.mounts.statistics import mount_metrics
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.server.program import Server, new_repository

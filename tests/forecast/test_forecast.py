@@ -76,8 +76,7 @@ RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
 
 def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
     """For each epoch the kept files, its seconds, and the files that were on time. Everything is
-    computed file by file, with lists.
-    """
+    computed file by file, with lists."""
     parts = setting.parts
     length = len(parts[0])
     loads: list[Load] = []

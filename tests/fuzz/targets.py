@@ -28,8 +28,8 @@ from diesel_fs.ingest.sources.compression import BufferedStream
 from diesel_fs.ingest.sources.members import MemberTaker
 from diesel_fs.ingest.sources.tar import TarEntries
 from diesel_fs.ingest.sources.zip import ZIP_MAGICS, ZipEntries
+from diesel_fs.mounts.daemon.prefetch_worker import planner_for
 from diesel_fs.mounts.plans.commands import PlanCommands
-from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.protocol import Malformed, Op
 from diesel_fs.net import frames as wire

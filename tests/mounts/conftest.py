@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import MountRequest, mount, stats, umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 

@@ -24,13 +24,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from diesel_fs.mounts import server
-from diesel_fs.mounts.images import open_image
+from diesel_fs.mounts.daemon import server
+from diesel_fs.mounts.daemon.supervisor import main
 from diesel_fs.mounts.sessions import native, native_tree
 from diesel_fs.mounts.sessions.native import NativeSession
 from diesel_fs.mounts.sessions.native_tree import mount_tree
 from diesel_fs.mounts.sessions.protocol import NOTIFY_INVALIDATE, OUT_HEADER
-from diesel_fs.mounts.supervisor import main
+from diesel_fs.mounts.tree.images import open_image
 from diesel_fs.system import loop_devices, syscalls
 from tests.mounts.folder_daemon import FolderMountSource
 from tests.mounts.other_kernels import AT_FDCWD, KERNEL, meet

@@ -17,12 +17,12 @@ import trio
 
 from diesel_fs.errors import NoSuchDataset
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.daemon.server import GRACE_S
+from diesel_fs.mounts.daemon.supervisor import WATCHDOG_S, main
 from diesel_fs.mounts.options import MountRequest
-from diesel_fs.mounts.server import GRACE_S
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.protocol import Op
 from diesel_fs.mounts.source import MountSource, OpenedSnapshot
-from diesel_fs.mounts.supervisor import WATCHDOG_S, main
 from diesel_fs.urls import parse_url
 from tests.mounts import other_kernels
 from tests.mounts.folder_dataset import MANY, FolderBatchSource, FolderReader, many, snapshot_of

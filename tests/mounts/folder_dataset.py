@@ -156,7 +156,7 @@ class FolderBatchSource:
 
 
 class FolderReader:
-    """An `EntryReader` over the source folder; a file that was read once is in memory."""
+    """An `ContentReader` over the source folder; a file that was read once is in memory."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot

@@ -15,10 +15,10 @@ from typing import NamedTuple, Self, cast
 from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import DAEMON, log_path
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import children_of
 from diesel_fs.mounts.plans.control import Control
-from diesel_fs.mounts.processes import children_of
-from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
+from diesel_fs.mounts.tree.vfs import STATS_MAX_AGE_S
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import LiveMount, request_for
 from tests.unprivileged_user import module_path

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from diesel_fs.cache import reader
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.supervisor import main
+from diesel_fs.mounts.daemon.supervisor import main
 from diesel_fs.peers.reader.task_chunks import TaskChunks
 from diesel_fs.storage.objects.folder import FolderReads, FolderStore
 

@@ -20,10 +20,10 @@ from trio.testing import MockClock
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.image import BLOCK_BYTES, Image, Shown, build_image
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts import content_file
-from diesel_fs.mounts.attributes import FuseErrno, Owner
-from diesel_fs.mounts.content_file import ContentFile, ContentVersion
-from diesel_fs.mounts.vfs import Vfs
+from diesel_fs.mounts.tree import content_file
+from diesel_fs.mounts.tree.attributes import FuseErrno, Owner
+from diesel_fs.mounts.tree.content_file import ContentFile, ContentVersion
+from diesel_fs.mounts.tree.vfs import Vfs
 from tests.examples import examples
 from tests.mounts.folder_dataset import snapshot_of
 from tests.waiting import soon
@@ -32,7 +32,7 @@ SIZES = (0, 1, 4095, 4096, 4097, 20_000, 3, 300_000, 70_000, 5)
 
 
 class Reader:
-    """An `EntryReader` over a folder, in which some files fail and some hang."""
+    """An `ContentReader` over a folder, in which some files fail and some hang."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot

@@ -2,8 +2,8 @@
 
 from contextlib import ExitStack
 
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
-from diesel_fs.mounts.processes import daemon_of
+from diesel_fs.mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
+from diesel_fs.mounts.mountpoints.processes import daemon_of
 from diesel_fs.system.mountinfo import parse_mounts
 from tests.mounts.observed import Program
 from tests.rows import each_row
@@ -58,7 +58,7 @@ def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
 
 MARKED = """if True:
     import sys
-    from diesel_fs.mounts.processes import mark_as_daemon
+    from diesel_fs.mounts.mountpoints.processes import mark_as_daemon
     print(mark_as_daemon(sys.argv[1]), flush=True)
     sys.stdin.read()
 """

@@ -10,7 +10,7 @@ import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import stats
-from diesel_fs.mounts.attributes import HIDDEN_ROOT
+from diesel_fs.mounts.tree.attributes import HIDDEN_ROOT
 from tests.mounts.conftest import LiveMount
 from tests.mounts.folder_dataset import snapshot_of
 from tests.mounts.observed import figures, fresh_stats

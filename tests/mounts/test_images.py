@@ -17,7 +17,7 @@ import pytest
 from diesel_fs.errors import FormatError
 from diesel_fs.format.image import Image, ImageTooLarge, Shown
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.images import IMAGES_KEPT, UNUSED_S_MAX, open_image
+from diesel_fs.mounts.tree.images import IMAGES_KEPT, UNUSED_S_MAX, open_image
 from diesel_fs.repository.private_copies import boot_id
 from tests.format.image.trees import file, link, snapshot_of, snapshot_of_large_file
 from tests.small_disks import small_disk
@@ -253,7 +253,7 @@ def test_threads_at_once_build_one_image() -> None:
 BUILDER = """
 import sys, time
 from diesel_fs.format.image import Shown
-from diesel_fs.mounts import images
+from diesel_fs.mounts.tree import images
 from tests.mounts.test_images import FIRST
 from tests.format.image.trees import snapshot_of
 build = images.build_image
@@ -344,7 +344,7 @@ def test_on_a_full_disk_the_image_is_built_elsewhere(
 def test_with_full_disks_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", "size=16k") as disk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
-        monkeypatch.setattr("diesel_fs.mounts.images.UNNAMED_IN", (str(disk), "/missing"))
+        monkeypatch.setattr("diesel_fs.mounts.tree.images.UNNAMED_IN", (str(disk), "/missing"))
         image, descriptor = open_image(snapshot_of(FIRST), ME)
         assert "memfd:" in os.readlink(f"/proc/self/fd/{descriptor}")
         assert image.entry_count == 3

@@ -13,8 +13,8 @@ import pytest
 from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
 from diesel_fs.mounts import mount, stats, umount
 from diesel_fs.mounts.launcher import log_path
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at
-from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at
+from diesel_fs.mounts.mountpoints.processes import children_of, ends_within
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import GRACE
 from tests.mounts.observed import (

@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.mounts import MountRequest, launcher, mount, umount
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.settings import state_folder
@@ -163,7 +163,7 @@ AS_USER = """if True:
     from pathlib import Path
     from diesel_fs.errors import BusyError
     from diesel_fs.mounts import mount, stats, umount
-    from diesel_fs.mounts.processes import ends_within
+    from diesel_fs.mounts.mountpoints.processes import ends_within
     from tests.mounts.conftest import PROGRAM, request_for
     from tests.mounts.observed import figures
     from tests.waiting import wait_until
@@ -256,8 +256,8 @@ PUSHING_AS_USER = """if True:
     from diesel_fs.errors import DeadlineError
     from diesel_fs.mounts import MountRequest, stats, umount
     from diesel_fs.mounts.launcher import Patience
-    from diesel_fs.mounts.mountpoint import mounted_at
-    from diesel_fs.mounts.processes import free_killed, killed_servants_of
+    from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+    from diesel_fs.mounts.mountpoints.processes import free_killed, killed_servants_of
     from diesel_fs.system import syscalls
     from tests.mounts.observed import Processes, figures, is_gone, mounted, noise, put, state_of
     from tests.waiting import PATIENCE_S, wait_until

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DeadlineError, DieselError
-from diesel_fs.mounts import launcher, mount, mountpoint, stats, umount
+from diesel_fs.mounts import launcher, mount, stats, umount
 from diesel_fs.mounts.launcher import log_path
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at
-from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.mountpoints import mountpoint
+from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at
+from diesel_fs.mounts.mountpoints.processes import children_of, ends_within
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_daemon import DIES, MOMENT, STARTS

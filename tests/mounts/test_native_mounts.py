@@ -13,8 +13,8 @@ import pytest
 
 from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.mounts import mount, stats, umount
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import ends_within
 from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.observed import Processes, Program, holding, is_gone, mounts_below

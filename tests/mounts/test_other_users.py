@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts.attributes import HIDDEN_ROOT
-from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
+from diesel_fs.mounts.tree.attributes import HIDDEN_ROOT
+from diesel_fs.mounts.tree.content_file import CONTENT_BYTES, private_name
 from tests.mounts.conftest import mounting
 from tests.mounts.observed import bound, holding
 from tests.unprivileged_user import USER, as_user, needs_root, user_python

@@ -12,9 +12,9 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.mounts import mount, umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import ends_within
 from diesel_fs.mounts.prefetch.resident_set import READ_BYTES_MAX
-from diesel_fs.mounts.processes import ends_within
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG
 from tests.mounts.folder_dataset import PUSHED

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.mounts import mount, umount
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.processes import children_of, daemon_of
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import children_of, daemon_of
 from diesel_fs.settings import runtime_folder
 from tests.mounts.conftest import PROGRAM, request_for
 

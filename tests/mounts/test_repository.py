@@ -15,8 +15,8 @@ import pytest
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import ConflictError
 from diesel_fs.mounts import MountRequest, mount, stats, umount
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.processes import holders_of
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import holders_of
 from diesel_fs.repository.leases import leased_versions
 from diesel_fs.repository.local import LocalRepository
 from tests.mounts.observed import FILE_BYTES, current_stats, figures, holding, mounted, noise, put

@@ -18,9 +18,9 @@ import pytest
 
 from diesel_fs.errors import DeadlineError
 from diesel_fs.mounts import launcher, stats, umount
-from diesel_fs.mounts.mountpoint import mounted_at, unmount
-from diesel_fs.mounts.prefetch_worker import run_prefetch_worker
-from diesel_fs.mounts.processes import children_of, ends_within, processor_ticks
+from diesel_fs.mounts.daemon.prefetch_worker import run_prefetch_worker
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at, unmount
+from diesel_fs.mounts.mountpoints.processes import children_of, ends_within, processor_ticks
 from diesel_fs.mounts.source import MountSource
 from tests.mounts.conftest import mounting, request_for
 from tests.mounts.folder_daemon import WORKS_UNTIL

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.attributes import (
+from diesel_fs.mounts.tree.attributes import (
     ABSENT,
     ABSENT_NOW,
     HIDDEN_ROOT,
@@ -18,8 +18,8 @@ from diesel_fs.mounts.attributes import (
     FuseErrno,
     Owner,
 )
-from diesel_fs.mounts.dot_diesel import HiddenFile
-from diesel_fs.mounts.vfs import MountHooks, Vfs
+from diesel_fs.mounts.tree.dot_diesel import HiddenFile
+from diesel_fs.mounts.tree.vfs import MountHooks, Vfs
 from tests.mounts.folder_dataset import FolderReader, snapshot_of
 from tests.rows import each_row
 

@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import diesel_fs
 from diesel_fs.errors import ConfigError, ConflictError
 from diesel_fs.mounts import MountRequest, mount, umount
-from diesel_fs.mounts.mount_metrics import TABLE
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.statistics.mount_metrics import TABLE
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 from diesel_fs.peers.members.options import TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts import slow_daemon

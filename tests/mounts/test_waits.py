@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.waiting import WaitCause
-from diesel_fs.mounts.reader_groups import ReaderProcesses, reader_group
-from diesel_fs.mounts.waits import CAUSE_NAMES, READERS_MAX, UNSEEN, ReaderGroup, Wait, Waits
+from diesel_fs.mounts.statistics.reader_groups import ReaderProcesses, reader_group
+from diesel_fs.mounts.statistics.waits import (
+    CAUSE_NAMES,
+    READERS_MAX,
+    UNSEEN,
+    ReaderGroup,
+    Wait,
+    Waits,
+)
 from tests.mounts.observed import figures
 from tests.waiting import wait_until
 

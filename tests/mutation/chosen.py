@@ -42,8 +42,7 @@ class Line(TypedDict, total=False):
 
 class Chosen:
     """The plugin: it chooses tests, watches the budget, tells coverage the current test, and
-    reports.
-    """
+    reports."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

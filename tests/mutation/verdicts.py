@@ -147,8 +147,7 @@ def in_order(mutant: Mutant, measured: CoverageMap) -> list[str]:
 
 def _nearness(test_file: str, module: str) -> int:
     """The number of folders that a test file and a module have in common, and whether they share
-    the name.
-    """
+    the name."""
     tests, modules = test_file.split("/")[1:], module.split("/")[1:]
     common = 0
     while common < min(len(tests), len(modules)) - 1 and tests[common] == modules[common]:
@@ -197,8 +196,7 @@ def differences(
     first: dict[Mutant, Verdict], second: dict[Mutant, Verdict]
 ) -> tuple[list[Mutant], list[Mutant], int, int]:
     """For the mutants in both runs: those that only the first killed, those that only the second
-    killed, and the numbers that the first one and both killed.
-    """
+    killed, and the numbers that the first one and both killed."""
     by_first, by_second = (
         [each for each in first if each in second and run[each].status in KILLED]
         for run in (first, second)

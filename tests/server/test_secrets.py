@@ -396,7 +396,7 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
         direct = f"{day.store}?meta=redis://:{canaries['a URL']}@127.0.0.1:1"
         with subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)", canaries["a command line"],
-             "diesel_fs.mounts.supervisor"]
+             "diesel_fs.mounts.daemon.supervisor"]
         ) as other:  # fmt: skip
             for name, secret in canaries.items():
                 search.add(name, secret.encode())

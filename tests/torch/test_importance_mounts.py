@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from diesel_fs.client.dataset import connect
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
 from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.torch import ImportanceSampler

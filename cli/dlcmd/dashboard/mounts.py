@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diesel_fs.errors import DieselError
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 from diesel_fs.peers.members.options import SINGLE_NODE_PREFIX
 from diesel_fs.system.mountinfo import parse_mounts
@@ -86,7 +86,7 @@ class OwnMounts:
         return self._found
 
 
-class MountSource(Source):
+class WatchedMount(Source):
     """A mount on this machine. It is `gone` when it has been unmounted."""
 
     def __init__(self, source_id: str, found: DatasetMount, own_pid: int) -> None:
@@ -189,7 +189,7 @@ class MountSource(Source):
             return self._newest
 
 
-def tasks(sources: Iterable[MountSource]) -> list[Described]:
+def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
     """The tasks that these mounts are in, with their members.
 
     The master of each node knows all members. If several nodes of a task are on this machine, each

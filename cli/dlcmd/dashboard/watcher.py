@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterable, Mapping
 
 import diesel_fs
-from diesel_fs.mounts.reader_groups import reader_group
+from diesel_fs.mounts.statistics.reader_groups import reader_group
 
 from .datasets import DatasetsSource
 from .history import EVERY_S, History
-from .mounts import COLUMNS, MountPlace, MountSource, OwnMounts, tasks
+from .mounts import COLUMNS, MountPlace, OwnMounts, WatchedMount, tasks
 from .servers import ServerSource
 from .source import Described, Source
 
@@ -43,7 +43,7 @@ class Watcher:
     """The sources, and the newest state."""
 
     def __init__(self, servers: list[ServerSource], datasets: DatasetsSource) -> None:
-        self._mounts: dict[MountPlace, MountSource] = {}
+        self._mounts: dict[MountPlace, WatchedMount] = {}
         self._own_mounts = OwnMounts()
         self._all = History(("count", *COLUMNS))  # of all mounts, added up
         self._servers = servers
@@ -148,7 +148,7 @@ class Watcher:
         for each in sources:
             if (point := each.point()) is not None:
                 each.history.add(time_s, point)
-                if isinstance(each, MountSource):
+                if isinstance(each, WatchedMount):
                     of_mounts.append(point)
         if of_mounts:
             self._all.add(time_s, add_up(of_mounts))
@@ -188,7 +188,7 @@ class Watcher:
         room = max(MOUNTS_MAX - len(self._mounts), 0)
         self._left_out = len(new[room:])
         for place in new[:room]:
-            self._mounts[place] = MountSource(
+            self._mounts[place] = WatchedMount(
                 f"mount-{next(self._numbers)}", found[place], self._own_pid
             )
 

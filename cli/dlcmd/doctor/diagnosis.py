@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from diesel_fs.errors import DieselError, NoSpaceError
-from diesel_fs.mounts.mountpoint import DatasetMount
+from diesel_fs.mounts.mountpoints.mountpoint import DatasetMount
 from diesel_fs.repository.interface import Repository
 
 from ..args.options import global_flags

@@ -1,6 +1,7 @@
 """Facts about mounts, about folders that the user names, and about a mount that is tried.
 
-No mount is touched by this process: `mounts/mountpoint.py` asks each in a child with a deadline.
+No mount is touched by this process: `mounts/mountpoints/mountpoint.py` asks each in a child with a
+deadline.
 """
 
 import json
@@ -20,7 +21,7 @@ from diesel_fs.cache.disk.marker import foreign_in, is_cache_folder
 from diesel_fs.errors import BusyError, DeadlineError, DieselError, NoSuchDataset, PermissionDenied
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.mounts import stats, umount
-from diesel_fs.mounts.mountpoint import (
+from diesel_fs.mounts.mountpoints.mountpoint import (
     DatasetMount,
     dataset_mounts,
     is_alive,

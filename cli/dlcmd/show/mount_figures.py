@@ -14,9 +14,9 @@ from pathlib import Path
 
 from diesel_fs.errors import DieselError, NotFoundError
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at, our_mount
+from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at, our_mount
 from diesel_fs.mounts.plans.control import Control
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 
 Stats = Mapping[str, object]
 

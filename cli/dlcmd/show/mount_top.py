@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 
 from .mount_figures import TASK_TIERS, Stats, number_at

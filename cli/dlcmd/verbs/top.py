@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from diesel_fs.mounts.reader_groups import reader_group
+from diesel_fs.mounts.statistics.reader_groups import reader_group
 
 from ..args.options import argument, global_flags, mount_folder, option, verb
 from ..show.mount_figures import MountSamples, Stats, interval

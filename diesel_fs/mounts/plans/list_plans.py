@@ -1,8 +1,8 @@
 """Turns lists that programs read into plans: a program that reads a list will read its files.
 
-A mount offers lists of all files in shuffled orders (`mounts/dot_diesel.py`): `.diesel/filelist`,
-and `.diesel/shuffle/<name>` for named parameters. When a program reads one, this module tells the
-prefetch worker, which announces the order as a stream (`commands.py`).
+A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py`):
+`.diesel/filelist`, and `.diesel/shuffle/<name>` for named parameters. When a program reads one,
+this module tells the prefetch worker, which announces the order as a stream (`commands.py`).
 
 It also decides which epoch `.diesel/filelist` shows: the next one, once a program has read the
 files of the current one to the end. The worker knows that, since it watches the opens of some files
@@ -20,8 +20,8 @@ from xxhash import xxh3_64_hexdigest
 from ...net.messages import Message
 from ...orders.path_lists import ListName
 from ...orders.shuffle import SEED_MAX
-from ..dot_diesel import ListObserver, ListRef
 from ..prefetch.link import WorkerLink
+from ..tree.dot_diesel import ListObserver, ListRef
 
 LOOK_DEADLINE_S = 1.0
 """How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a

@@ -1,8 +1,9 @@
 """Makes the contents of files resident in the kernel's page cache before a reader asks for them.
 
-The package serves the *prefetch worker* (`mounts/prefetch_worker.py`), a process that each mount
-starts beside the kernel session. It promises that contents are pushed in the order that readers
-announce, within a budget of memory, and dropped behind them; and that random misses never thrash.
+The package serves the *prefetch worker* (`mounts/daemon/prefetch_worker.py`), a process that each
+mount starts beside the kernel session. It promises that contents are pushed in the order that
+readers announce, within a budget of memory, and dropped behind them; and that random misses never
+thrash.
 
 Start with `planner.py`, which makes one decision at a time, and `decisions.py`, its decisions as
 values. The planner holds these parts together:

@@ -30,7 +30,7 @@ from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
 from ...system.syscalls import cached_bytes
-from ..content_file import CONTENT_BYTES, private_name
+from ..tree.content_file import CONTENT_BYTES, private_name
 from .advice_process import PART, Advise, Parts, whole_files
 from .mount_files import MountFiles, advise_in_steps, drop_failed
 from .page_cache import PageCache, some_contents, store_heads

@@ -1,7 +1,7 @@
 """What the prefetch planner decides (push, drop, sample, idle), and its statistics: plain values.
 
-`planner.py` makes the decisions; `mounts/prefetch_worker.py` carries them out. An *entry* is a
-file, by its index in the snapshot. A *marker* is a file of an order, one in 256, which the worker
+`planner.py` makes the decisions; `mounts/daemon/prefetch_worker.py` carries them out. An *entry* is
+a file, by its index in the snapshot. A *marker* is a file of an order, one in 256, which the worker
 watches with inotify: when a reader opens it, the planner learns where the reader is.
 """
 

@@ -1,7 +1,7 @@
 """Connects the server of a mount with its prefetch worker: messages over a pair of sockets.
 
 A message is a map in msgpack; file descriptors may come with it. A message with an `id` asks for an
-answer with the same `id`. `WorkerLink` is the server's end (trio), `ServerLink` the worker's
+answer with the same `id`. `WorkerLink` is the server's end (trio), `MountServerLink` the worker's
 (blocking).
 
 The server never waits for the worker, which may itself wait for the lock of a page. So a task of
@@ -190,7 +190,7 @@ class WorkerLink:
         scope.cancel()
 
 
-class ServerLink:
+class MountServerLink:
     """The worker's end: blocking calls in one thread."""
 
     def __init__(self, end: socket.socket) -> None:

@@ -4,11 +4,11 @@ A *push* stores the contents of files in the page cache, so that a reader finds 
 files are then *resident*. A *sample* looks whether they still are. A *miss* is a READ that reached
 the mount because its file was not resident. The *budget* is the memory for resident files.
 
-The prefetch worker (`mounts/prefetch_worker.py`) tells the planner what has happened: misses, opens
-of marker files (`watches.py`), changes of the plan (`streams.py`), files that the kernel has
-forgotten. It asks for the next decision (`next`), carries it out, and reports the result (`pushed`,
-`dropped`, `sampled`) before it asks again. So at most one decision is outstanding. Other reports,
-and changes of the plan, may come while one is.
+The prefetch worker (`mounts/daemon/prefetch_worker.py`) tells the planner what has happened:
+misses, opens of marker files (`watches.py`), changes of the plan (`streams.py`), files that the
+kernel has forgotten. It asks for the next decision (`next`), carries it out, and reports the result
+(`pushed`, `dropped`, `sampled`) before it asks again. So at most one decision is outstanding. Other
+reports, and changes of the plan, may come while one is.
 
 Without a plan, a miss pushes the rest of its chunk while that fits the free part of the budget; the
 policy `oneshot` does that for all chunks from the start (`miss_fill.py`). Nothing is dropped for

@@ -7,5 +7,5 @@ goes through libfuse, and is the fallback. The same tests run over all three. `r
 makes replies to READDIRPLUS; `push_status.py` is memory that the server shares with the prefetch
 worker.
 
-Sessions import the file system (`vfs.py`), but not prefetching, plans or versions.
+Sessions import the file system (`tree/vfs.py`), but not prefetching, plans or versions.
 """

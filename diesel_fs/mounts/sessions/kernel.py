@@ -4,12 +4,12 @@ It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens file
 and keeps their pages, and names that were looked up are valid for ever. So a file whose pages are
 in the kernel's cache is opened, read and closed without any request; another one costs one READ.
 
-`protocol.py` has the bytes of requests and replies, `vfs.py` their meaning.
+`protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
 
 Concurrency: trio. One task reads the device and answers at once every request that need not wait;
 a request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
 touches its own mount, and never does what can wait for a page lock: another process pushes and
-drops pages (`prefetch_worker.py`).
+drops pages (`daemon/prefetch_worker.py`).
 """
 
 import errno
@@ -25,10 +25,10 @@ import trio
 from ...cache.waiting import WaitCause, observer_set, waiting_for
 from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
-from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
-from ..processes import was_killed
-from ..vfs import BLOCK_BYTES, Vfs
-from ..waits import Wait
+from ..mountpoints.processes import was_killed
+from ..statistics.waits import Wait
+from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
+from ..tree.vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
 from .push_status import PushStatusMap

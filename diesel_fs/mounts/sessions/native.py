@@ -2,9 +2,9 @@
 
 Users see a *tree* that the kernel's own EROFS serves from an image of the snapshot
 (`native_tree.py`), so names, attributes, listings, opens and ioctls never reach a process of ours.
-Contents come from one virtual file, the *content file* (`mounts/content_file.py`). It lies on a
-FUSE mount that this session serves as the kernel session does. The root of that FUSE mount is what
-users see as `.diesel`; the content file is not listed there, and closed to all but root.
+Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`). It lies on
+a FUSE mount that this session serves as the kernel session does. The root of that FUSE mount is
+what users see as `.diesel`; the content file is not listed there, and closed to all but root.
 
 The tree holds the content file open. When the kernel closes it (RELEASE), the tree has been
 unmounted and none of its files is open any more; after the last one the session ends.
@@ -38,10 +38,16 @@ from ...format.entries import Bytes
 from ...format.image import Image
 from ...system import syscalls
 from ...system.mountinfo import mounts, topmost_at
-from ..attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
-from ..content_file import CONTENT_BYTES, ContentFile, ContentVersion, added_ranges, private_name
-from ..mountpoint import HIDDEN_FOLDER
-from ..vfs import BLOCK_BYTES, Vfs
+from ..mountpoints.mountpoint import HIDDEN_FOLDER
+from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
+from ..tree.content_file import (
+    CONTENT_BYTES,
+    ContentFile,
+    ContentVersion,
+    added_ranges,
+    private_name,
+)
+from ..tree.vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
 from .native_tree import Tree, mount_tree

@@ -35,8 +35,8 @@ from ...cache.waiting import WaitCause, observer_set
 from ...format.entries import NAME_BYTES_MAX
 from ...system import syscalls
 from ...system.daemons import minimal_environment_set
-from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
-from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
+from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
+from ..tree.vfs import BLOCK_BYTES, ChildColumns, Vfs
 from .session import RequestWait
 
 TASKS_MAX = 10_000

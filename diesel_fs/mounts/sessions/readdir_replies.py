@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.entries import Bytes
-from ..attributes import FOREVER_S, Listing
-from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
+from ..tree.attributes import FOREVER_S, Listing
+from ..tree.vfs import BLOCK_BYTES, ChildColumns, Vfs
 from . import protocol
 
 PART_ENTRIES = 4096

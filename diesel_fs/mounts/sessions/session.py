@@ -17,8 +17,8 @@ from typing import ClassVar, Protocol
 import trio
 
 from ...names import check_dataset_name
-from ..mountpoint import SUBTYPE
-from ..vfs import Vfs
+from ..mountpoints.mountpoint import SUBTYPE
+from ..tree.vfs import Vfs
 
 SLICE_S = 0.002
 """How long requests are answered without a turn of trio's loop, which costs as much as a reply."""

@@ -11,7 +11,7 @@ begun before a switch.
 `fuse_switch.py` makes the switch, `format/snapshot/diff.py` says what is unchanged, and
 `invalidation.py` tells the kernel.
 
-Concurrency: one trio task at a time, as in `vfs.py`. Only `prepare` is for a thread.
+Concurrency: one trio task at a time, as in `tree/vfs.py`. Only `prepare` is for a thread.
 """
 
 import errno
@@ -28,8 +28,8 @@ from ...format.entries import Bytes
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
 from ...settings import READ_DEADLINE_S
-from ..attributes import HIDDEN_NAME, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Owner
-from ..vfs import ChildColumns, EntryReader, MountHooks, Vfs
+from ..tree.attributes import HIDDEN_NAME, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Owner
+from ..tree.vfs import ChildColumns, ContentReader, MountHooks, Vfs
 from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
 Nodes = npt.NDArray[np.uint64]
@@ -101,7 +101,7 @@ class NumberedVersion(VersionVfs):
     """One version, and the nodes of its entries."""
 
     def __init__(
-        self, mount: Vfs, snapshot: Snapshot, reader: EntryReader, numbers: NodeNumbers
+        self, mount: Vfs, snapshot: Snapshot, reader: ContentReader, numbers: NodeNumbers
     ) -> None:
         super().__init__(mount, snapshot, reader)
         self.numbers = numbers
@@ -120,7 +120,7 @@ class Prepared(NamedTuple):
     """A version to which the mount can switch, made by `prepare`."""
 
     diff: SnapshotDiff
-    reader: EntryReader
+    reader: ContentReader
     before: NodeNumbers  # of the version that was current
     numbers: NodeNumbers
     next_node: int  # the first that is in use nowhere
@@ -140,7 +140,7 @@ class FollowingVfs(VersionedVfs):
     def __init__(
         self,
         snapshot: Snapshot,
-        reader: EntryReader,
+        reader: ContentReader,
         owner: Owner,
         hooks: MountHooks = MountHooks(),  # noqa: B008  # it is frozen
         *,
@@ -164,7 +164,7 @@ class FollowingVfs(VersionedVfs):
         self._stale_names: dict[int, set[bytes]] = {}  # see `take_stale_names`
         self._moves: dict[int, tuple[OldIndices, dict[int, tuple[int, int, int]]]] = {}  # by switch
 
-    def _first_version(self, snapshot: Snapshot, reader: EntryReader) -> NumberedVersion:
+    def _first_version(self, snapshot: Snapshot, reader: ContentReader) -> NumberedVersion:
         nodes = np.arange(1, snapshot.entry_count + 1, dtype=np.uint64)
         return NumberedVersion(self, snapshot, reader, NodeNumbers(nodes, as_indices=True))
 
@@ -175,7 +175,7 @@ class FollowingVfs(VersionedVfs):
         """The nodes of the current version."""
         return self.current.numbers
 
-    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> Prepared:
+    def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> Prepared:
         """What `switch_version` needs; `diff.old` is the current version. For a thread: it takes
         a second for a million entries. Raises DieselError where there are no numbers left.
         """
@@ -196,7 +196,7 @@ class FollowingVfs(VersionedVfs):
         folders = dict(zip(nodes[changed].tolist(), children, strict=True))
         return Prepared(diff, reader, self.current.numbers, NodeNumbers(nodes), after, folders)
 
-    def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> EntryReader:
+    def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> ContentReader:
         """Makes names lead to this version from now on (see `begin_version`)."""
         diff = prepared.diff
         assert diff.old is self.snapshot, "the switch was prepared from another version"

@@ -19,7 +19,7 @@ from ..sessions.kernel import KernelSession
 from ..sessions.push_status import NodePushStatusMap
 from ..sessions.session import Session
 from ..source import node_map_file
-from ..vfs import EntryReader
+from ..tree.vfs import ContentReader
 from .following import FollowingVfs, Prepared
 from .invalidation import invalidate_after_switch, invalidate_folders
 from .switching import PreparedSwitch
@@ -38,7 +38,7 @@ class FuseSwitching:
         self._has_worker = False
         self._ending = False
 
-    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> PreparedSwitch:
+    def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
         """See `Switching`."""
         return _FuseSwitch(self, self.vfs.prepare(diff, reader))
 
@@ -107,7 +107,7 @@ class _FuseSwitch:
     def worker_files(self) -> list[int]:
         return [node_map_file(self._prepared.diff, self._prepared.numbers.nodes)]
 
-    async def make(self, reopen: ReaderFactory) -> EntryReader:
+    async def make(self, reopen: ReaderFactory) -> ContentReader:
         self._is_made = True
         return self._switching.vfs.switch_version(self._prepared, reopen)
 

@@ -14,13 +14,13 @@ from ...errors import DieselError
 from ...format.image import Image, Shown
 from ...format.snapshot.diff import SnapshotDiff
 from ...net.messages import Message
-from ..images import open_image
 from ..prefetch.link import WorkerLink
 from ..sessions.native import NativeSession, TreeVersion, reason_of
 from ..sessions.push_status import PushStatusMap
 from ..sessions.session import SessionUnsupported
 from ..source import node_map_file
-from ..vfs import EntryReader
+from ..tree.images import open_image
+from ..tree.vfs import ContentReader
 from .switching import PreparedSwitch
 from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
@@ -47,7 +47,7 @@ class NativeSwitching:
         self._link = link
         self._shown = shown
 
-    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> PreparedSwitch:
+    def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
         """See `Switching`."""
         self.session.check_place()
         image, file = open_image(diff.new, self._shown)
@@ -97,7 +97,7 @@ class _NativeSwitch:
             raise
         return files
 
-    async def make(self, reopen: ReaderFactory) -> EntryReader:
+    async def make(self, reopen: ReaderFactory) -> ContentReader:
         self._is_begun = True  # from now on the session calls `on_end`
         try:
             await self._switching.session.switch_tree(self._tree)

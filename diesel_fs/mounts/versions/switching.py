@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ...format.snapshot.diff import SnapshotDiff
 from ...net.messages import Message
-from ..vfs import EntryReader
+from ..tree.vfs import ContentReader
 from .versioned_vfs import ReaderFactory, VersionedVfs
 
 
@@ -20,7 +20,7 @@ class PreparedSwitch(Protocol):
         """New descriptors for the prefetch worker. Raises OSError."""
         ...
 
-    async def make(self, reopen: ReaderFactory) -> EntryReader:
+    async def make(self, reopen: ReaderFactory) -> ContentReader:
         """Makes names lead to the new version from now on. Returns what
         `VersionedVfs.begin_version` does.
 
@@ -49,7 +49,7 @@ class Switching(Protocol):
         """The file system with all versions."""
         ...
 
-    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> PreparedSwitch:
+    def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
         """Prepares the switch from the current version to another one, which `reader` reads. For a
         thread. Raises DieselError.
         """

@@ -8,7 +8,7 @@ is open in it, until the kernel needs nothing of it any more.
 which asks for contents by version. In a mount whose names are looked up here, all versions share
 one set of nodes (`following.py`).
 
-Concurrency: one trio task at a time, as in `vfs.py`.
+Concurrency: one trio task at a time, as in `tree/vfs.py`.
 """
 
 import threading
@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...format.snapshot.reader import Snapshot
 from ...settings import READ_DEADLINE_S
-from ..attributes import Owner
-from ..vfs import EntryReader, MountHooks, Vfs
+from ..tree.attributes import Owner
+from ..tree.vfs import ContentReader, MountHooks, Vfs
 
-ReaderFactory = Callable[[], EntryReader]
+ReaderFactory = Callable[[], ContentReader]
 
 
 RETIRED_READERS_MAX = 4
@@ -56,12 +56,12 @@ class LazyReader:
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
         self._all = all_readers
-        self._reader: EntryReader | None = None
+        self._reader: ContentReader | None = None
         self._lock = threading.Lock()
         self._reads = 0  # under way
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """See `EntryReader`. Raises DieselError."""
+        """See `ContentReader`. Raises DieselError."""
         with self._lock:
             if self._reader is None:
                 self._reader = self._open()
@@ -75,11 +75,11 @@ class LazyReader:
                 self._reads -= 1
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """See `EntryReader`."""
+        """See `ContentReader`."""
         return None
 
     def stats(self) -> dict[str, int]:
-        """See `EntryReader`."""
+        """See `ContentReader`."""
         reader = self._reader
         return {} if reader is None else reader.stats()
 
@@ -107,7 +107,7 @@ class LazyReader:
 class VersionVfs(Vfs):
     """One version alone, with the counters and the thread limit of the whole mount."""
 
-    def __init__(self, mount: Vfs, snapshot: Snapshot, reader: EntryReader) -> None:
+    def __init__(self, mount: Vfs, snapshot: Snapshot, reader: ContentReader) -> None:
         super().__init__(
             snapshot, reader, mount.owner, read_deadline_s=mount._deadline_s, clock=mount._clock
         )
@@ -124,7 +124,7 @@ class VersionVfs(Vfs):
         """The kernel asks for nothing any more."""
         self._is_needed = False
 
-    def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> EntryReader:
+    def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
         """Reads open another reader from now on, by `reopen`. Returns the present one."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
@@ -136,7 +136,7 @@ class VersionedVfs(Vfs):
     def __init__(
         self,
         snapshot: Snapshot,
-        reader: EntryReader,
+        reader: ContentReader,
         owner: Owner,
         hooks: MountHooks = MountHooks(),  # noqa: B008  # it is frozen
         *,
@@ -154,7 +154,7 @@ class VersionedVfs(Vfs):
         self._since_s = time.time()
         self._switches = 0
 
-    def _first_version(self, snapshot: Snapshot, reader: EntryReader) -> VersionVfs:
+    def _first_version(self, snapshot: Snapshot, reader: ContentReader) -> VersionVfs:
         return VersionVfs(self, snapshot, reader)
 
     @property
@@ -162,7 +162,7 @@ class VersionedVfs(Vfs):
         """The snapshots of the current and all retired versions, the current one first."""
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
-    def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> EntryReader:
+    def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
         """Makes this the current version, and retires the one before.
 
         Reads of the retired version open a reader by `reopen`. Its present reader is returned:

@@ -34,7 +34,7 @@ from ..prefetch.link import WorkerLink
 from ..sessions.push_status import push_status_file, share_logs
 from ..sessions.session import SwitchUnsupported
 from ..source import MountSource
-from ..vfs import EntryReader
+from ..tree.vfs import ContentReader
 from .leases import VersionLeases
 from .switching import PreparedSwitch, Switching
 from .versioned_vfs import RETIRED_READERS_MAX
@@ -260,7 +260,7 @@ class VersionWatcher:
                 raise DieselError(f"no memory for version {new.version}: {error}") from error
         return ready
 
-    async def _switch(self, ready: "_ReadySwitch") -> EntryReader:
+    async def _switch(self, ready: "_ReadySwitch") -> ContentReader:
         """Steps 3 and 4. Returns the reader of the version before, to be closed."""
         old, new = ready.diff.old, ready.diff.new
         self._applied_version = old.version

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...errors import DieselError
 from ...format.snapshot.reader import Snapshot
-from ...mounts.mountpoint import DatasetMount, dataset_mounts
+from ...mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
 from ...system.mountinfo import mounts
 
 Entries = npt.NDArray[np.int64]

@@ -2,8 +2,8 @@
 
 `/proc/self/mountinfo` is the only record: a bind has the device number of the mount that it shows.
 Nothing here touches a file of a mount, which could wait for a daemon that hangs: a child process
-tries whether a mount lives (`mounts/mountpoint.py`), and a thread that may be left behind walks a
-path in it (`show_control`). Any thread.
+tries whether a mount lives (`mounts/mountpoints/mountpoint.py`), and a thread that may be left
+behind walks a path in it (`show_control`). Any thread.
 """
 
 import errno
@@ -18,7 +18,12 @@ from enum import Enum
 from pathlib import Path
 
 from diesel_fs.errors import BusyError, DieselError, UsageError
-from diesel_fs.mounts.mountpoint import HIDDEN_FOLDER, DatasetMount, dataset_mounts, is_alive
+from diesel_fs.mounts.mountpoints.mountpoint import (
+    HIDDEN_FOLDER,
+    DatasetMount,
+    dataset_mounts,
+    is_alive,
+)
 from diesel_fs.mounts.plans.socket_folder import control_sockets
 from diesel_fs.system import syscalls
 from diesel_fs.system.mountinfo import MountEntry, mounts, topmost_at

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from diesel_fs.mounts.processes import descendants_of
+from diesel_fs.mounts.mountpoints.processes import descendants_of
 from tests.cli.conftest import is_running
 from tests.tiers import fast_first
 from tests.waiting import wait_until

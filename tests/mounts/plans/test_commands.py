@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import ConflictError, CorruptError, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.daemon.prefetch_worker import planner_for
 from diesel_fs.mounts.plans.commands import (
     FINISHED_S,
     LIST_STREAMS_MAX,
@@ -20,7 +21,6 @@ from diesel_fs.mounts.plans.commands import (
 from diesel_fs.mounts.plans.control import drawn, explicit
 from diesel_fs.mounts.plans.control_wire import CHECK_ENTRIES_MAX, pack_entries
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample, StreamStats
-from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, parse_error, unpack
 from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
 from tests.orders.datasets import dataset

@@ -16,8 +16,8 @@ import pytest
 from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts.mountpoints.processes import children_of
 from diesel_fs.mounts.plans.control import Control, drawn, explicit
-from diesel_fs.mounts.processes import children_of
 from diesel_fs.settings import runtime_folder
 from tests.mounts import slow_daemon
 from tests.mounts.observed import count_of_reads, figures, mounted, put
@@ -261,7 +261,7 @@ def test_a_mount_that_fails_leaves_no_control_socket(
 
 REMOVES_ITS_PLACE = """if True:
     import os, sys
-    from diesel_fs.mounts import supervisor
+    from diesel_fs.mounts.daemon import supervisor
     from diesel_fs.mounts.plans import control_socket
     listen = control_socket.ControlSocket.listen
     def listened(self):
@@ -282,8 +282,8 @@ def test_the_worker_is_known_when_mount_returns(empty: MountRequest) -> None:
 
 BEGINS_LATE = """if True:
     import sys, time
-    from diesel_fs.mounts import supervisor
-    from diesel_fs.mounts.prefetch_worker import PrefetchWorker
+    from diesel_fs.mounts.daemon import supervisor
+    from diesel_fs.mounts.daemon.prefetch_worker import PrefetchWorker
     switch_version = PrefetchWorker.switch_version
     def switch_late(*given):
         time.sleep(3)

@@ -15,11 +15,11 @@ import trio
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from diesel_fs.mounts.daemon.prefetch_worker import planner_for
 from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.plans.control_socket import CONNECTIONS_MAX, ControlSocket
 from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL, REQUESTS
 from diesel_fs.mounts.prefetch.link import MessageDecoder, WorkerLink
-from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import LENGTH, Message, unpack
 from tests.examples import examples
 from tests.mounts.plans.test_commands import NAMES, SNAPSHOT, VALUES, announce

@@ -16,9 +16,9 @@ import diesel_fs
 from diesel_fs.errors import UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest
-from diesel_fs.mounts.attributes import HIDDEN_ROOT, FuseErrno, Owner
-from diesel_fs.mounts.dot_diesel import FILELIST, HiddenFolder, ListObserver, ListRef
 from diesel_fs.mounts.plans.control import Control
+from diesel_fs.mounts.tree.attributes import HIDDEN_ROOT, FuseErrno, Owner
+from diesel_fs.mounts.tree.dot_diesel import FILELIST, HiddenFolder, ListObserver, ListRef
 from diesel_fs.orders.path_lists import ListName, PathLists
 from diesel_fs.orders.shuffle import SEED_MAX, WORLD_MAX, chunk_shuffle
 from tests.mounts.conftest import LiveMount

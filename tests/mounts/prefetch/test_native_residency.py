@@ -19,11 +19,11 @@ import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, umount
-from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import children_of
 from diesel_fs.mounts.plans.control import Control, explicit
-from diesel_fs.mounts.processes import children_of
 from diesel_fs.mounts.sessions.native import PRIVATE_NODE
+from diesel_fs.mounts.tree.content_file import CONTENT_BYTES, private_name
 from diesel_fs.system.syscalls import cached_bytes
 from tests.bench.control_group import ControlGroup
 from tests.mounts.observed import (

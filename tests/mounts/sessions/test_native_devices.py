@@ -14,7 +14,7 @@ import pytest
 
 from diesel_fs.errors import PermissionDenied
 from diesel_fs.mounts import mount, umount
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.folder_dataset import IDENTITY_PREFIX

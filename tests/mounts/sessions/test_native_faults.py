@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.mounts import mount, umount
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from diesel_fs.mounts.mountpoints.processes import ends_within
 from tests.format.image.kernel import silence
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG

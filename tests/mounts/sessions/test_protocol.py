@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.attributes import HIDDEN_ROOT, Owner
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.kernel import KernelSession
 from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed, Op
 from diesel_fs.mounts.sessions.push_status import HOLD_STEP_S, PushStatusMap, push_status_file
 from diesel_fs.mounts.sessions.session import mount_options
-from diesel_fs.mounts.vfs import Vfs
+from diesel_fs.mounts.tree.attributes import HIDDEN_ROOT, Owner
+from diesel_fs.mounts.tree.vfs import Vfs
 from tests.examples import examples
 from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
 from tests.mounts.observed import figures

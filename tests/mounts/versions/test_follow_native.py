@@ -15,10 +15,10 @@ import pytest
 
 from diesel_fs.errors import BusyError
 from diesel_fs.mounts import umount
-from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.mountpoints.processes import ends_within
 from diesel_fs.mounts.sessions.native import NativeSession
 from diesel_fs.mounts.sessions.session import SessionUnsupported
-from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
+from diesel_fs.mounts.tree.vfs import STATS_MAX_AGE_S
 from diesel_fs.system import syscalls
 from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
 from tests.mounts.observed import (

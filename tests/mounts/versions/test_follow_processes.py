@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import umount
-from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.mountpoints.processes import ends_within
 from tests.mounts.dying_daemon import DIES, MOMENT
 from tests.mounts.observed import Processes, mounted, mounts_below, noise, put
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount

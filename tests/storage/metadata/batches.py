@@ -122,8 +122,7 @@ def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
 
 def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
     """A chunk into which purge has copied these entries, with their stamps. With `known=False` it
-    is an orphan: its writer did not commit it, and the store does not know that purge wrote it.
-    """
+    is an orphan: its writer did not commit it, and the store does not know that purge wrote it."""
     entries = []
     for chunk, place in places:
         entry = chunk.entries[place]

@@ -322,8 +322,7 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are removed after a long time without heartbeats; a rebuild that is still alive
-    fails.
-    """
+    fails."""
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:

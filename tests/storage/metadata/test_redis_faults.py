@@ -405,8 +405,7 @@ def test_C7_a_full_memory_lets_pieces_be_applied(server: RedisServer, own: Redis
 
 def test_C7_a_full_memory_lets_room_be_made(server: RedisServer, own: RedisMetadata) -> None:
     """All steps that lead to deleting and purging work, also in a process that opens the store
-    then.
-    """
+    then."""
     commit(own, MORE)
     store = uuid.uuid4()
     RedisMetadata.open(server.url, store=store).close()

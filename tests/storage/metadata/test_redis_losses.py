@@ -174,8 +174,7 @@ def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
     """Not by the number of extents of the whole file: looking for a million extents takes
-    seconds.
-    """
+    seconds."""
     client = shared.client()
     last = (1 << 20) - 1
     late = [

@@ -10,8 +10,7 @@ from typing import Generic, Self, TypeVar
 @dataclass(slots=True)
 class PlannedFault:
     """A fault of the next `times` operations of this name on objects with `where` in their name, or
-    of all of them if `times` is None. The first `skip` of these operations are left alone.
-    """
+    of all of them if `times` is None. The first `skip` of these operations are left alone."""
 
     operation: str
     where: str = ""

@@ -215,8 +215,7 @@ def test_after_a_failure_a_listing_continues_behind_its_last_name(
 
 class _Flaky(FaultyStore):
     """A store with listings that break off: the first `dead` before any name, later ones after
-    two.
-    """
+    two."""
 
     def __init__(self, inner: FolderStore, dead: int) -> None:
         super().__init__(inner)

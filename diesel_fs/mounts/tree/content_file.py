@@ -27,8 +27,8 @@ from uuid import UUID
 import numpy as np
 import trio
 
-from ..format.entries import Bytes
-from ..format.image import BLOCK_BYTES, Image
+from ...format.entries import Bytes
+from ...format.image import BLOCK_BYTES, Image
 from .attributes import HIDDEN_ROOT, FuseErrno
 from .vfs import Vfs
 

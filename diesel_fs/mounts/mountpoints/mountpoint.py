@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import (
+from ...errors import (
     BusyError,
     DeadlineError,
     DieselError,
@@ -27,10 +27,10 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..names import check_dataset_name
-from ..system import syscalls
-from ..system.daemons import minimal_environment
-from ..system.mountinfo import MountEntry, mounts, topmost_at
+from ...names import check_dataset_name
+from ...system import syscalls
+from ...system.daemons import minimal_environment
+from ...system.mountinfo import MountEntry, mounts, topmost_at
 
 log = logging.getLogger("diesel.mount")
 

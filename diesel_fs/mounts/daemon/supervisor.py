@@ -16,7 +16,8 @@ SIGTERM and SIGINT are passed on to the server, which unmounts; a second one end
 are passed on as SIGUSR1, because a terminal, or a service manager, sends the first two to the
 children as well. SIGHUP does the same in the foreground, and is ignored in the background. When the
 supervisor is killed, the kernel kills the worker and signals the server, which then aborts the
-connection itself. One thread; with `--metrics` another one serves the metrics (`metrics_port.py`).
+connection itself. One thread; with `--metrics` another one serves the metrics
+(`statistics/metrics_port.py`).
 """
 
 import gc
@@ -31,17 +32,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from ..errors import DieselError
-from ..net.messages import error_message
-from ..storage.objects.cloud.direct import open_buckets_directly
-from ..system import daemons, syscalls
-from ..system.log_limit import LogRateLimit
-from .launcher import FOREGROUND
-from .metrics_port import MetricsPort
-from .mountpoint import MountPresence, end_connection, remove_created_folders
-from .options import MountRequest
+from ...errors import DieselError
+from ...net.messages import error_message
+from ...storage.objects.cloud.direct import open_buckets_directly
+from ...system import daemons, syscalls
+from ...system.log_limit import LogRateLimit
+from ..launcher import FOREGROUND
+from ..mountpoints.mountpoint import MountPresence, end_connection, remove_created_folders
+from ..mountpoints.processes import free_killed, is_killed_but_waits, mark_as_daemon
+from ..options import MountRequest
+from ..source import MountSource
+from ..statistics.metrics_port import MetricsPort
 from .prefetch_worker import run_prefetch_worker
-from .processes import free_killed, is_killed_but_waits, mark_as_daemon
 from .server import (
     CONNECTED,
     GRACE_S,
@@ -51,7 +53,6 @@ from .server import (
     Report,
     serve_mount,
 )
-from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..cache.waiting import WaitCause
+from ...cache.waiting import WaitCause
 
 log = logging.getLogger("diesel.mount")
 

@@ -30,33 +30,33 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalescing_reader import Batch, BatchSource
-from ..cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
-from ..cache.order_logs.streams import LogPlan
-from ..errors import DieselError
-from ..format.entries import Kind
-from ..format.image import Image
-from ..format.snapshot.diff import SnapshotDiff
-from ..format.snapshot.layout import MANY_EXTENTS, kinds
-from ..format.snapshot.reader import Snapshot
-from ..net.messages import Message, Value
-from ..orders.plan import NO_ENTRIES, Entries
-from ..peers.node.sealed_memory import raise_descriptor_limit
-from ..peers.plan.sender import PlanSender, StreamProgress
-from ..system.syscalls import keep_large_allocations
-from .mountpoint import MountPresence
-from .options import MountRequest
-from .plans.commands import PlanCommands
-from .plans.control_wire import REQUESTS
-from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
-from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
-from .prefetch.link import ServerLink
-from .prefetch.page_cache import FusePageCache, PageCache, some_contents
-from .prefetch.planner import PrefetchPlanner
-from .sessions.protocol import invalidate_node
-from .sessions.push_status import PushStatusMap
-from .source import LOGS_DIVISOR, MemorySplit, MountSource, map_snapshot, read_node_map
-from .versions.invalidation import (
+from ...cache.coalescing_reader import Batch, BatchSource
+from ...cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
+from ...cache.order_logs.streams import LogPlan
+from ...errors import DieselError
+from ...format.entries import Kind
+from ...format.image import Image
+from ...format.snapshot.diff import SnapshotDiff
+from ...format.snapshot.layout import MANY_EXTENTS, kinds
+from ...format.snapshot.reader import Snapshot
+from ...net.messages import Message, Value
+from ...orders.plan import NO_ENTRIES, Entries
+from ...peers.node.sealed_memory import raise_descriptor_limit
+from ...peers.plan.sender import PlanSender, StreamProgress
+from ...system.syscalls import keep_large_allocations
+from ..mountpoints.mountpoint import MountPresence
+from ..options import MountRequest
+from ..plans.commands import PlanCommands
+from ..plans.control_wire import REQUESTS
+from ..prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
+from ..prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
+from ..prefetch.link import MountServerLink
+from ..prefetch.page_cache import FusePageCache, PageCache, some_contents
+from ..prefetch.planner import PrefetchPlanner
+from ..sessions.protocol import invalidate_node
+from ..sessions.push_status import PushStatusMap
+from ..source import LOGS_DIVISOR, MemorySplit, MountSource, map_snapshot, read_node_map
+from ..versions.invalidation import (
     UNMOUNTED_ERRNOS,
     Nodes,
     invalidate_after_switch,
@@ -100,7 +100,7 @@ BEGIN_DEADLINE_S = 10.0
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
     """Runs until the mount, or the server at the other end of `link`, has ended. The exit code."""
-    server = ServerLink(link)
+    server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
         descriptors = server.receive_descriptors()
@@ -161,7 +161,7 @@ class PrefetchWorker:
 
     def __init__(
         self,
-        server: ServerLink,
+        server: MountServerLink,
         request: MountRequest,
         source: MountSource,
         device: int,

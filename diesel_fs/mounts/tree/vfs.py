@@ -1,7 +1,7 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
 A `Vfs` answers the questions of a file system (lookup, attributes, listing, read) from a snapshot,
-which is the index of all entries of a version, and from an `EntryReader`, which gives checked
+which is the index of all entries of a version, and from an `ContentReader`, which gives checked
 bytes. It knows no FUSE: a session (`sessions/`) calls it for each request, and so do tests without
 a mount. `.diesel` itself is in `dot_diesel.py`.
 
@@ -30,12 +30,13 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..errors import CorruptError, DeadlineError, DieselError, ObjectMissing
-from ..format.chunk_id import chunk_id_text
-from ..format.entries import NAME_BYTES_MAX, Bytes, Kind
-from ..format.snapshot.reader import Snapshot
-from ..names import shown
-from ..settings import READ_DEADLINE_S
+from ...errors import CorruptError, DeadlineError, DieselError, ObjectMissing
+from ...format.chunk_id import chunk_id_text
+from ...format.entries import NAME_BYTES_MAX, Bytes, Kind
+from ...format.snapshot.reader import Snapshot
+from ...names import shown
+from ...settings import READ_DEADLINE_S
+from ..statistics.waits import Waits
 from .attributes import (
     ABSENT,
     FOREVER_S,
@@ -48,7 +49,6 @@ from .attributes import (
     Owner,
 )
 from .dot_diesel import HiddenFile, HiddenFolder, ListObserver
-from .waits import Waits
 
 log = logging.getLogger("diesel.mount")
 
@@ -72,7 +72,7 @@ BLOCK_BYTES = 4096
 _TYPE_BITS = np.array([stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR, 0], np.uint32)  # by Kind
 
 
-class EntryReader(Protocol):
+class ContentReader(Protocol):
     """Checked bytes of entries, by index in the snapshot. Any thread may call every method."""
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
@@ -142,7 +142,7 @@ class Vfs:
     def __init__(
         self,
         snapshot: Snapshot,
-        reader: EntryReader,
+        reader: ContentReader,
         owner: Owner,
         hooks: MountHooks = MountHooks(),  # it is frozen
         *,

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 import trio
 from xxhash import xxh3_64_intdigest
 
-from ..errors import UsageError
-from ..format.entries import Bytes
-from ..format.snapshot.reader import Snapshot
-from ..orders.path_lists import ListName, PathLists
-from ..orders.shuffle import GROUP_SIZE_DEFAULT
+from ...errors import UsageError
+from ...format.entries import Bytes
+from ...format.snapshot.reader import Snapshot
+from ...orders.path_lists import ListName, PathLists
+from ...orders.shuffle import GROUP_SIZE_DEFAULT
 from .attributes import (
     ABSENT_NOW,
     FOREVER_S,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ..system import syscalls
-from ..system.mountinfo import MountEntry, mounts
+from ...system import syscalls
+from ...system.mountinfo import MountEntry, mounts
 from .mountpoint import DatasetMount, dataset_mounts
 
 _MARK = "diesel-mount-"

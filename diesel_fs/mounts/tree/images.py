@@ -31,14 +31,14 @@ from uuid import UUID, uuid4
 
 from xxhash import xxh3_64_hexdigest
 
-from ..errors import BusyError, DieselError, FormatError
-from ..format.entries import Bytes
-from ..format.image import FORMAT_VERSION, Image, ImageTooLarge, Shown, build_image
-from ..format.snapshot.layout import content_mark
-from ..format.snapshot.reader import Snapshot
-from ..repository.private_copies import boot_id
-from ..settings import cache_folder, private_folder
-from ..system.atomic_file import atomic_file, write_error
+from ...errors import BusyError, DieselError, FormatError
+from ...format.entries import Bytes
+from ...format.image import FORMAT_VERSION, Image, ImageTooLarge, Shown, build_image
+from ...format.snapshot.layout import content_mark
+from ...format.snapshot.reader import Snapshot
+from ...repository.private_copies import boot_id
+from ...settings import cache_folder, private_folder
+from ...system.atomic_file import atomic_file, write_error
 
 log = logging.getLogger("diesel.mounts")
 

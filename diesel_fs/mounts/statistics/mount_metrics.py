@@ -7,7 +7,7 @@ page cache with pyfuse3) have no line. Pure functions.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..metrics import Sample, metric_lines
+from ...metrics import Sample, metric_lines
 
 Stats = Mapping[str, object]
 

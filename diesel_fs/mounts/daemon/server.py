@@ -21,40 +21,40 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
-from ..errors import DieselError, FormatError, PermissionDenied, UsageError
-from ..format.image import ImageTooLarge, Shown
-from ..format.snapshot.reader import Snapshot
-from ..net.messages import Message, error_message
-from ..orders.shuffle import GROUP_SIZE_DEFAULT
-from ..repository.private_copies import snapshot_descriptor
-from ..settings import runtime_folder
-from ..system import syscalls
-from .attributes import Owner
-from .dot_diesel import HiddenFile
-from .images import open_image
-from .metrics_port import MetricsSource
-from .mount_metrics import metrics_text
-from .mountpoint import end_connection, mounted_at, place_of, unmount
-from .options import MountRequest
-from .plans.control_socket import ControlSocket
-from .plans.list_plans import ListPlans
-from .prefetch.link import WorkerLink
-from .processes import free_killed, killed_servants_of
-from .reader_groups import ReaderProcesses
-from .sessions.kernel import KernelSession
-from .sessions.native import NativeSession, TreeVersion
-from .sessions.push_status import PushStatusMap, push_status_file, share_logs
-from .sessions.session import Session, SessionUnsupported, mount_options
-from .source import MemorySplit, MountSource
-from .versions.following import FollowingVfs
-from .versions.fuse_switch import FuseSwitching
-from .versions.leases import VersionLeases
-from .versions.native_switch import NativeSwitching, tree_version
-from .versions.switching import Switching
-from .versions.versioned_vfs import VersionedVfs
-from .versions.watcher import VersionWatcher
-from .vfs import MountHooks, Vfs
-from .waits import Waits
+from ...errors import DieselError, FormatError, PermissionDenied, UsageError
+from ...format.image import ImageTooLarge, Shown
+from ...format.snapshot.reader import Snapshot
+from ...net.messages import Message, error_message
+from ...orders.shuffle import GROUP_SIZE_DEFAULT
+from ...repository.private_copies import snapshot_descriptor
+from ...settings import runtime_folder
+from ...system import syscalls
+from ..mountpoints.mountpoint import end_connection, mounted_at, place_of, unmount
+from ..mountpoints.processes import free_killed, killed_servants_of
+from ..options import MountRequest
+from ..plans.control_socket import ControlSocket
+from ..plans.list_plans import ListPlans
+from ..prefetch.link import WorkerLink
+from ..sessions.kernel import KernelSession
+from ..sessions.native import NativeSession, TreeVersion
+from ..sessions.push_status import PushStatusMap, push_status_file, share_logs
+from ..sessions.session import Session, SessionUnsupported, mount_options
+from ..source import MemorySplit, MountSource
+from ..statistics.metrics_port import MetricsSource
+from ..statistics.mount_metrics import metrics_text
+from ..statistics.reader_groups import ReaderProcesses
+from ..statistics.waits import Waits
+from ..tree.attributes import Owner
+from ..tree.dot_diesel import HiddenFile
+from ..tree.images import open_image
+from ..tree.vfs import MountHooks, Vfs
+from ..versions.following import FollowingVfs
+from ..versions.fuse_switch import FuseSwitching
+from ..versions.leases import VersionLeases
+from ..versions.native_switch import NativeSwitching, tree_version
+from ..versions.switching import Switching
+from ..versions.versioned_vfs import VersionedVfs
+from ..versions.watcher import VersionWatcher
 
 log = logging.getLogger("diesel.mount")
 
@@ -137,7 +137,7 @@ def serve_mount(
 def _pyfuse3_session() -> type[Session]:
     """The class of the session. Raises SessionUnsupported where its package is not installed."""
     try:
-        from .sessions.pyfuse3 import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
+        from ..sessions.pyfuse3 import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
     except ImportError as error:
         raise SessionUnsupported(
             f"it needs the package pyfuse3 ({error}), which pip compiles: `apt-get install gcc"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from ..net.endpoints import listen
-from ..net.metrics_endpoint import MetricsEndpoint
-from ..urls import HostPort
+from ...net.endpoints import listen
+from ...net.metrics_endpoint import MetricsEndpoint
+from ...urls import HostPort
 
 log = logging.getLogger("diesel.mount")
 
