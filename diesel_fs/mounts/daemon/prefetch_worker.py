@@ -30,9 +30,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.coalescing_reader import Batch, BatchSource
-from ...cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
-from ...cache.order_logs.streams import LogPlan
+from ...cache.coalescing_reader import Batch
 from ...errors import DieselError
 from ...format.entries import Kind
 from ...format.image import Image
@@ -43,7 +41,6 @@ from ...net.messages import Message, Value
 from ...orders.plan import NO_ENTRIES, Entries
 from ...peers.node.sealed_memory import raise_descriptor_limit
 from ...peers.plan.sender import PlanSender, StreamProgress
-from ...system.syscalls import keep_large_allocations
 from ..mountpoints.mountpoint import MountPresence
 from ..options import MountRequest
 from ..plans.commands import PlanCommands
@@ -55,13 +52,15 @@ from ..prefetch.page_cache import FusePageCache, PageCache, some_contents
 from ..prefetch.planner import PrefetchPlanner
 from ..sessions.protocol import invalidate_node
 from ..sessions.push_status import PushStatusMap
-from ..source import LOGS_DIVISOR, MemorySplit, MountSource, map_snapshot, read_node_map
+from ..source import MountSource, map_snapshot, read_node_map
 from ..versions.invalidation import (
     UNMOUNTED_ERRNOS,
     Nodes,
     invalidate_after_switch,
     invalidate_folders,
 )
+from .order_log_feed import OrderLogFeed
+from .taken_over_pages import TakenOverPages
 
 log = logging.getLogger("diesel.mount")
 
@@ -80,13 +79,6 @@ stream of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
 """Of each stream, the next pushes for which the server holds READs."""
-
-LATE_MAX, LATE_ENTRIES = 4096, 256
-"""So many lists of files are remembered that the order logs lack, until the worker has time for
-them; and the length of a list."""
-
-LOGS_LOOK_S = 0.05
-"""How often the order logs are told what readers read."""
 
 ANSWER_S = 0.2
 """While a push waits for its contents, requests are answered so often."""
@@ -152,7 +144,7 @@ class PrefetchWorker:
     """The prefetch worker of one mount (see the module)."""
 
     _snapshot: Snapshot
-    _batches: BatchSource
+    _feed: OrderLogFeed
     _page_cache: PageCache
     _planner: PrefetchPlanner
     _plan_commands: PlanCommands
@@ -178,8 +170,7 @@ class PrefetchWorker:
         self._content = content
         self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
-        self._retired: PageCache | None = None  # of the version before, while that is taken over
-        self._left_to_take: Iterator[None] = iter(())  # from it
+        self._taken_over: TakenOverPages | None = None  # of the version before
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # tells the task's master of plans
@@ -200,12 +191,7 @@ class PrefetchWorker:
         + 1. A native mount has an image of it. Raises DieselError.
         """
         self._snapshot = snapshot
-        self._batches = self._source.batch_source(self._request, snapshot)
-        self._logs: OrderLogs | None = None
-        self._has_logs = bool(self._request.log_folder)  # or may have some later
-        self._logs_looked_s = 0.0
-        self._log_plans: dict[str, LogPlan] = {}  # by stream
-        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # brought by READs, for the logs
+        self._feed = OrderLogFeed(self._request, self._source, snapshot, self._push_bytes)
         at, budget_bytes = self._request.mountpoint, self._push_bytes
         if image is None or self._content is None:
             self._page_cache = FusePageCache(at, snapshot, self._device, nodes)
@@ -220,7 +206,7 @@ class PrefetchWorker:
             keeps_important=self._request.task_options.evict == "importance",
         )  # fmt: skip
         self._plan_commands = PlanCommands(
-            snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
+            snapshot, self._planner, self._are_whole, predicts_early=self._feed.is_possible
         )
         if self._plan_sender is not None:
             self._plan_sender.close()
@@ -255,14 +241,18 @@ class PrefetchWorker:
                 return
             self._mounts_changed = False
             self._page_cache.set_planned(is_planned=self._planner.views.has_streams)
-            if self._has_logs and self._planner.views.has_streams:
-                self._follow_plan(now_s)
+            if self._feed.is_possible and self._planner.views.has_streams:
+                self._feed.follow(self._planner, self._push_status.log_addresses, now_s)
             if self._invalidations:
                 wait_s = self._invalidate_some()
-            elif self._retired is not None:
+            elif self._taken_over is not None:
                 if self._planner.views.has_streams:
                     self._act(now_s)  # readers of a plan do not wait
-                wait_s = self._take_over_some()
+                wait_s = 0.0
+                if self._taken_over.some():
+                    self._stats_changed = True
+                else:
+                    self._end_take_over()
             else:
                 wait_s = self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
@@ -273,7 +263,7 @@ class PrefetchWorker:
         """Closes everything that keeps the mount busy."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
-        self._batches.close()
+        self._feed.close()
         if self._plan_sender is not None:
             self._plan_sender.close()
         self._end_take_over()
@@ -287,8 +277,8 @@ class PrefetchWorker:
             self._page_cache.note_reads()
             # Those of the version before, if any, may still come.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
-            if self._has_logs:
-                self._note_late(np.unique(missed).astype(np.uint32))
+            if self._feed.is_possible:
+                self._feed.note_late(np.unique(missed).astype(np.uint32))
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
@@ -335,7 +325,7 @@ class PrefetchWorker:
         old_page_cache.retire()
         if old_content is not None:
             old_content.close()
-        self._batches.close()
+        self._feed.close()
         self.switch_version(snapshot, nodes, push_status, image)
         self._source.keep_only(snapshot)
         diff = SnapshotDiff(old, snapshot, same_path, unchanged)
@@ -344,9 +334,10 @@ class PrefetchWorker:
         self._end_take_over()  # of the version before the last one
         is_left = (diff.unchanged >= 0) & (was < 0)
         is_left[is_left] = old_planner.resident_set.resident[diff.unchanged[is_left]]
-        self._retired = old_page_cache
         left = np.flatnonzero(is_left)
-        self._left_to_take = self._take_over(old_page_cache, left, diff.unchanged)
+        self._taken_over = TakenOverPages(
+            old_page_cache, left, diff.unchanged, self._page_cache, self._planner
+        )
         if nodes is not None:
             if before is None:
                 before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
@@ -360,36 +351,10 @@ class PrefetchWorker:
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
         yield
 
-    def _take_over(
-        self, old: PageCache, entries: npt.NDArray[np.int64], was: npt.NDArray[np.int32]
-    ) -> Iterator[None]:
-        """Pushes what is in the page cache of the version before, of these entries, whose indices
-        there are in `was`. So nothing is read from the store again."""
-        order = np.argsort(was[entries])
-        entries = entries[order]
-        before = was[entries].astype(np.uint32)
-        for batch in old.take_contents(before):
-            some = entries[np.searchsorted(before, batch.entries)]
-            if not self._planner.take_over(np.unique(some).astype(np.uint32), time.monotonic()):
-                return
-            self._page_cache.store(Batch(some, batch.starts, batch.contents))
-            self._planner.memory.set_known_entries(self._page_cache.known_entries)
-            self._stats_changed = True
-            yield
-
-    def _take_over_some(self) -> float:
-        """Takes the next piece over. Returns how long to wait after it, in seconds."""
-        try:
-            next(self._left_to_take)
-        except StopIteration:
-            self._end_take_over()
-        return 0.0
-
     def _end_take_over(self) -> None:
-        """Lets go of the version before."""
-        retired, self._retired, self._left_to_take = self._retired, None, iter(())
-        if retired is not None:
-            retired.close()
+        taken_over, self._taken_over = self._taken_over, None
+        if taken_over is not None:
+            taken_over.close()
 
     def _invalidate_some(self) -> float:
         """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
@@ -419,7 +384,7 @@ class PrefetchWorker:
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
                 self._push_status.clear_soon()
-                if self._page_cache.tidy() or self._read_late():
+                if self._page_cache.tidy() or self._feed.read_late():
                     return 0.0
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
                 return min(
@@ -428,79 +393,8 @@ class PrefetchWorker:
         self._stats_changed = True
         return 0.0
 
-    def _follow_plan(self, now_s: float) -> None:
-        """Tells the order logs what readers read; makes them where they pay."""
-        if now_s < self._logs_looked_s + LOGS_LOOK_S:
-            return
-        self._logs_looked_s = now_s
-        reading = self._planner.views.reading()
-        if self._logs is None:
-            is_wanted = self._request.task_options.cache_layout == "order" or is_log_worthwhile(
-                self._snapshot,
-                MemorySplit.of(self._request).total_bytes,
-                is_next_known=any(each.following is not None for each in reading),
-            )
-            if not is_wanted:
-                return
-            self._logs = self._source.order_logs(
-                self._request, self._snapshot, self._push_bytes, self._push_status.log_addresses
-            )
-            self._has_logs = self._logs is not None
-            if self._logs is None:
-                return
-            keep_large_allocations(self._push_bytes // LOGS_DIVISOR)
-            self._batches = LoggedReader(self._batches, self._logs)
-            self._planner.streams.set_logged(self._logs.holds)
-            self._planner.memory.set_budget(
-                self._planner.stats()["budget_bytes"] - self._push_bytes // LOGS_DIVISOR
-            )
-        plans = {
-            each.name: LogPlan(
-                each.name,
-                each.current.entries,
-                None if each.following is None else each.following.entries,
-            )
-            for each in reading
-            if each.current is not None
-        }
-        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
-            streams = {each.name for each in reading}
-            kept = {name: plan for name, plan in self._log_plans.items() if name in streams}
-            before, self._log_plans = self._log_plans, kept | plans
-            self._logs.set_plan([*self._log_plans.values()])
-            for name, plan in plans.items():
-                if before.get(name) != plan:  # what was pushed before belongs to the next log, too
-                    self._note_late(self._planner.views.pushed_early(name))
-        for skipped in self._planner.streams.take_skipped():
-            self._note_late(skipped)
-        for each in reading:
-            self._logs.passed(each.name, each.read_up_to)
-
-    def _note_late(self, entries: Entries) -> None:
-        """Remember files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
-        outruns the pushes is noted file by file."""
-        if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
-            entries = np.concatenate((self._late.pop(), entries))
-        self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
-
-    def _read_late(self) -> bool:
-        """Reads some files again that READs have brought, so that the order logs get them. Whether
-        there were any."""
-        if self._logs is None:
-            return False
-        if not self._late:
-            self._logs.flush()
-            return False
-        wanted = self._logs.lacking(np.unique(self._late.popleft()))
-        try:
-            for _ in self._batches.batches(wanted):
-                pass
-        except DieselError as error:
-            log.warning("the order log gets fewer files: %s", error)
-        return True
-
     def _read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
-        return self._batches.read_costs(units)
+        return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
         found = []
@@ -521,9 +415,9 @@ class PrefetchWorker:
 
     def _push(self, push: Push) -> None:
         if not push.is_urgent:  # else what is under way goes on
-            self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
+            self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
-        if self._content is not None and self._logs is None and not self._batches.is_slow:
+        if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
             # slow store each would be read twice then, for the READ and for the push.
             soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
@@ -550,13 +444,13 @@ class PrefetchWorker:
         if absent or part_count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
-        self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
+        self._planner.set_store_is_slow(is_slow=self._feed.batches.is_slow)
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[Batch]:
         """The contents of files. Raises DieselError."""
-        batches = self._batches.batches(entries)
-        if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
+        batches = self._feed.batches.batches(entries)
+        if self._has_pushed and not (self._feed.batches.is_slow or self._request.task_options):
             yield from batches
             return
         while True:
@@ -589,7 +483,7 @@ class PrefetchWorker:
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()
-        store: dict[str, Value] = {**self._batches.stats(), **self._source.cache_reads()}
+        store: dict[str, Value] = {**self._feed.batches.stats(), **self._source.cache_reads()}
         return {"pid": os.getpid(), **plans, "failed_pushes": self._failed, "store": store}
 
     def _send_stats(self, now_s: float) -> None:

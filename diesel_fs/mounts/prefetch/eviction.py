@@ -165,8 +165,8 @@ class Eviction:
             return self._least_important(heap, next_use, [False])
         if heap.low_size * PAGE_BYTES <= self.low_bytes_max:
             return self._least_important(heap, next_use, [True, False])
-        piece = self._first_low_passed(heap, next_use)
-        return self._least_important(heap, next_use, [False, True]) if piece is None else piece
+        low = self._first_low_passed(heap, next_use)
+        return self._least_important(heap, next_use, [False, True]) if low is None else low
 
     def _rank(self, next_use: NextUse) -> Entries:
         """All evictable entries of the importance 0, the first to be dropped first."""

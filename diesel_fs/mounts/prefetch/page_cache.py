@@ -52,9 +52,9 @@ _PACKED_STORE = np.dtype((np.void, STORE.size))
 
 
 def store_heads(
-    nodes: npt.NDArray[np.integer] | int,
-    offsets: npt.NDArray[np.integer],
-    sizes: npt.NDArray[np.integer],
+    nodes: npt.NDArray[np.int64] | npt.NDArray[np.uint64] | int,
+    offsets: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64] | npt.NDArray[np.uint32],
 ) -> list[bytes]:
     """The heads of NOTIFY_STORE messages, each for `size` bytes at an offset of a node."""
     heads = np.zeros(len(sizes), _STORES)

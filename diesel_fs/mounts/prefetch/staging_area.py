@@ -38,9 +38,7 @@ class Staged:
 class StagingArea:
     """The staging area of one version of a mount (see the module)."""
 
-    def __init__(
-        self, first_block: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer]
-    ) -> None:
+    def __init__(self, first_block: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> None:
         """Both have a value for each entry: the first block of its content in the content file, and
         its size in bytes."""
         self._first_block = first_block

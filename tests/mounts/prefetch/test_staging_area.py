@@ -13,11 +13,11 @@ from diesel_fs.mounts.prefetch.staging_area import (
 )
 
 SIZE = 10_000  # three blocks
-FIRST_BLOCK = np.array([3, 0, 9, 12, 6])  # by entry; there is a gap nowhere
+FIRST_BLOCK = np.array([3, 0, 9, 12, 6], np.uint32)  # by entry; there is a gap nowhere
 
 
 def empty() -> StagingArea:
-    return StagingArea(FIRST_BLOCK, np.full(len(FIRST_BLOCK), SIZE))
+    return StagingArea(FIRST_BLOCK, np.full(len(FIRST_BLOCK), SIZE, np.uint64))
 
 
 def staged(area: StagingArea, *entries: int) -> Staged:

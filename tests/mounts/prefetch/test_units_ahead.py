@@ -84,7 +84,7 @@ def test_urgent_units_are_parts_of_later_ones() -> None:
     """The next files in the reader's order, if they are large."""
     pages = URGENT_BYTES_MIN // PAGE_BYTES
     columns = Columns(np.arange(2_048, dtype=np.int32) % 32, np.full(2_048, pages, np.uint32), 32)
-    epoch = Epoch(0, np.arange(2_048))
+    epoch = Epoch(0, np.arange(2_048, dtype=np.uint32))
     tracker = StreamTracker.of(columns, Stream("a", (epoch,)), 0.0)
     share_bytes = 4_096 * URGENT_BYTES_MIN
     tracker.give_share(share_bytes)
