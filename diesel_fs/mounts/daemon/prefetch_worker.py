@@ -1,18 +1,31 @@
-"""The prefetch worker, a process of a mount: it puts file contents into the kernel's page cache.
+"""Runs the prefetch worker, the process of a mount that puts contents into the page cache.
 
-It *pushes* contents before they are read, and drops those that readers have passed. The mount's
-server sends it messages over a socket (`prefetch/link.py`): misses, which are READs that reached
-the mount, files that the kernel has forgotten, and changes of plans. It also notices opens of the
-files that it watches. Its loop reports all this to the planner (`prefetch/planner.py`), asks for
-the next decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is
-pushed.
+The supervisor calls `run_prefetch_worker` in a new process. The mount's server sends messages
+(`prefetch/link.py`): misses (READs that reached the mount), files that the kernel has forgotten,
+changes of plans, switches to another version. The loop reports them, and opens of watched files,
+to the planner (`prefetch/planner.py`), asks it for a decision and carries the decision out
+(`prefetch/page_cache.py`). Every byte is checked before it is pushed.
 
-It is a process of its own because its work can wait for the server, for the store, or for a page
-lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
-When the mount switches to another version of its dataset, the worker tells the kernel
-(`versions/invalidation.py`), piece by piece before all other work; unchanged files stay resident.
-One thread; others read the store ahead. Where contents are slow to come, one of those waits for
-them, and this one answers requests meanwhile.
+The worker is a process of its own because each of its steps may wait: for the store, for the
+server, or for the lock of a page that a READ in progress holds. If it is killed or fails, the mount
+goes on without pushing.
+
+Rules of concurrency:
+
+- One thread runs the loop. It alone uses the planner, the page cache and the link. It handles a
+  message as a whole, and carries a decision out and reports it before it asks for the next one.
+- In one turn it reads all messages and opens, then does one piece of work. After a switch it first
+  tells the kernel, piece by piece, which names and contents have changed
+  (`versions/invalidation.py`), and nothing is pushed meanwhile. Then it takes over pages of the
+  version before, with one decision between two pieces if readers follow a plan. Otherwise the piece
+  is one decision.
+- A push from a slow store waits for its contents in the thread "contents". The loop's thread
+  answers requests of the control socket meanwhile. So changes of plans, and opens, may come between
+  a decision and its report. Everything else waits for the end of the push (`_later`): a switch
+  never happens during a decision. Requests overtake misses and forgotten files only.
+- Other threads read the store ahead (`cache/coalescing_reader.py`), write order logs and send plans
+  to the task's master. A process of its own drops pages, in the order of the calls
+  (`prefetch/advice_process.py`). None of them uses the planner.
 """
 
 import gc
@@ -71,17 +84,17 @@ IDLE_S_MAX = 5.0
 """How long the loop waits at most for a message or an open, although nothing is due."""
 
 UNITS_AHEAD = 16
-"""Pushes that are fetched ahead where the store is slow: 4 MiB each, as far as memory allows."""
+"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Misses of one message that are used; of more, an even sample is. Each is looked up in every
-stream of the planner, and a flood of them must not delay planned pushes."""
+"""Misses of one message that are used; if there are more, an even sample. Each is looked up in
+every stream of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""Of each stream, the next pushes for which the server holds READs."""
+"""The number of next pushes of each stream for which the server holds READs."""
 
 ANSWER_S = 0.2
-"""While a push waits for its contents, requests are answered so often."""
+"""Time between two looks for requests while a push waits for its contents."""
 
 REPORTS = frozenset(("missed", "forgotten"))
 """Messages of the server that requests of the control socket may overtake."""
@@ -91,7 +104,8 @@ BEGIN_DEADLINE_S = 10.0
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs until the mount, or the server at the other end of `link`, has ended. The exit code."""
+    """Runs until the mount, or the server at the other end of `link`, has ended. Returns the exit
+    code."""
     server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -120,7 +134,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     except OSError as error:
-        # The connection was ended, by `umount --force` for example. Who ends it says why.
+        # The connection was ended, by `umount --force` for example, which reports it.
         if error.errno not in UNMOUNTED_ERRNOS:
             raise
     return 0
@@ -173,12 +187,12 @@ class PrefetchWorker:
         self._taken_over: TakenOverPages | None = None  # of the version before
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
-        self._plan_sender: PlanSender | None = None  # tells the task's master of plans
+        self._plan_sender: PlanSender | None = None  # to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         self._mounts_changed = False
         self._waiting = ThreadPoolExecutor(1, "contents")
         self._later: list[Message] = []  # came during a push, and wait for its end
-        self._has_pushed = False  # so it is known whether the store is slow
+        self._has_pushed = False  # and so knows whether the store is slow
 
     def switch_version(
         self,
@@ -188,8 +202,7 @@ class PrefetchWorker:
         image: Image | None,
     ) -> None:
         """Makes this the version to push from now on. `nodes` are those of its entries; None: index
-        + 1. A native mount has an image of it. Raises DieselError.
-        """
+        + 1. `image` is None unless the mount is native. Raises DieselError."""
         self._snapshot = snapshot
         self._feed = OrderLogFeed(self._request, self._source, snapshot, self._push_bytes)
         at, budget_bytes = self._request.mountpoint, self._push_bytes
@@ -260,7 +273,7 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Closes everything that keeps the mount busy."""
+        """Releases the mount."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._feed.close()
@@ -275,7 +288,7 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            # Those of the version before, if any, may still come.
+            # Some may be of the version before.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._feed.is_possible:
                 self._feed.note_late(np.unique(missed).astype(np.uint32))
@@ -308,7 +321,7 @@ class PrefetchWorker:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """Switches to another version, in which all entries have other indices."""
+        """Switch to another version, in which all entries have other indices."""
         is_native = self._content is not None
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
@@ -345,7 +358,7 @@ class PrefetchWorker:
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
-        """Answers the server, after all invalidations of the switch."""
+        """Answer the server, after all invalidations of the switch."""
         self._server.send({"id": message_id})
         self._stats_changed = True
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
@@ -357,7 +370,7 @@ class PrefetchWorker:
             taken_over.close()
 
     def _invalidate_some(self) -> float:
-        """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
+        """Send the next piece to the kernel. Returns how long to wait after it, in seconds."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -372,7 +385,7 @@ class PrefetchWorker:
             self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
-        """Carries out the planner's next decision. Returns the seconds to wait after it."""
+        """Carry out the planner's next decision. Returns the seconds to wait after it."""
         match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)
@@ -414,13 +427,13 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        if not push.is_urgent:  # else what is under way goes on
+        if not push.is_urgent:  # reads under way go on during an urgent one
             self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
         if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
             # slow store each would be read twice then, for the READ and for the push.
-            soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
+            soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
         self._push_status.mark_soon(np.concatenate(soon))
         self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
@@ -448,7 +461,8 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[Batch]:
-        """The contents of files. Raises DieselError."""
+        """The contents of files. If they may take long, answers requests meanwhile. Raises
+        DieselError."""
         batches = self._feed.batches.batches(entries)
         if self._has_pushed and not (self._feed.batches.is_slow or self._request.task_options):
             yield from batches
@@ -463,7 +477,7 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answers requests of the control socket during a push; all else waits for its end."""
+        """Answer requests of the control socket during a push; all other messages wait."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:
@@ -471,10 +485,6 @@ class PrefetchWorker:
             else:
                 self._later.append(message)
         self._mounts_changed |= self._mountinfo in self._server.ready
-
-    def _is_of_one_chunk(self, entries: Entries) -> bool:
-        chunks = self._snapshot.columns.chunk[entries]
-        return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
     def _without_held_reads(self, batch: Batch) -> Batch:
         """The batch without files whose READs the server holds: those bring the pages, too."""
@@ -498,6 +508,11 @@ class PrefetchWorker:
                     },
                     self._planner.importances.take_chunk_values(),
                 )
+
+
+def _is_of_one_chunk(snapshot: Snapshot, entries: Entries) -> bool:
+    chunks = snapshot.columns.chunk[entries]
+    return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:
