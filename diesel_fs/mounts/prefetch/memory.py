@@ -42,7 +42,7 @@ class Memory:
     _share_bytes: int = 0  # of each stream; 0: to be computed
 
     def set_known_entries(self, count: int) -> None:
-        """Report how many names the worker has made known to the kernel."""
+        """Report how many names the worker has made known to the kernel, in all."""
         self.known_entries = count
         self._share_bytes = 0
 
@@ -52,7 +52,7 @@ class Memory:
         self._share_bytes = 0
 
     def shares_changed(self) -> None:
-        """Have the shares of streams computed again when they are needed."""
+        """Have the shares of streams computed again."""
         self._share_bytes = 0
 
     def contents_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Memory:
         return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:
-        """Each stream's share of the budget. Streams learn of a new share here."""
+        """Each stream's share of the budget. If it has changed, the streams get the new one."""
         if not self._share_bytes:
             shared_bytes = int(self.contents_bytes() * self.ahead_part)
             if self.ahead_part < 1:

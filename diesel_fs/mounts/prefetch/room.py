@@ -2,10 +2,10 @@
 
 Room is made in this order:
 
-1. entries that readers have passed;
-2. other entries that no stream claims, first those of least importance, then those read last;
-3. the farthest claims of a stream whose reader has stood still while others went on, or that is
-   more than twice as far ahead of its reader as the stream that needs room.
+1. entries that no stream claims (`eviction.py`);
+2. all claims of a stream that has stood still while others went on;
+3. the farther half of the claims of the stream that is farthest ahead of its reader, if that is
+   more than twice as far as the stream that needs room.
 
 Files that were only read, and not pushed, do not count: the kernel frees their pages first.
 
@@ -45,7 +45,7 @@ class Room:
         return None
 
     def unwatch(self, least: int) -> Drop | None:
-        """Stop watching entries that no stream needs watched, if there are at least so many."""
+        """Stop watching the entries that no stream needs watched, if they are at least `least`."""
         enough = len(self.watches.unneeded) >= least
         return Drop(NO_ENTRIES, self.watches.take_unneeded()) if enough else None
 
@@ -89,7 +89,7 @@ class Room:
         return tracker.order.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
-        """End the claims on the farther half of what a stream has claimed ahead of its reader."""
+        """End the farther half of the claims ahead of a reader, or all. Returns whether any ended."""
         high = tracker.reader.high
         middle = high + max(self._frontier(tracker) - high, 0) // 2
         take_back = self.streams.take_back

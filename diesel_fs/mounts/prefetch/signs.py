@@ -1,8 +1,7 @@
 """Finds the stream to which an open or a READ of a file belongs.
 
 Neither names its reader, and a file may be in several orders. The reader that is nearest to the
-file, in its order, has probably asked for it. Functions over the streams, without a state of their
-own.
+file, in its order, has probably asked for it. Functions without a state of their own.
 """
 
 import math
@@ -14,11 +13,10 @@ from .watches import Watches
 
 
 def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> None:
-    """A watched entry was opened: tell the streams whose readers may have opened it."""
+    """A watched entry was opened: note a sign in the streams that are near it."""
     users = tuple(watches.users.get(entry, ()))
     if not users:
         return
-    # The file may be in several orders: the reader that is nearest to it has opened it.
     least = min(_nearest(each, entry)[1] for each in streams.trackers.values())
     for name in {name for name, _ in users}:
         tracker = streams.trackers[name]
@@ -37,8 +35,8 @@ def _nearest(tracker: StreamTracker, entry: int) -> tuple[int, int]:
 
 
 def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, int]:
-    """The stream whose reader is nearest to an entry, and the position; None and -1 if no stream
-    has the entry."""
+    """The stream with the reader nearest to an entry, and the position; None and -1 if no stream has
+    the entry."""
     nearest: tuple[StreamTracker | None, int] = None, -1
     least = math.inf
     for tracker in streams.trackers.values():
@@ -52,7 +50,7 @@ def stream_of_read(
     streams: Streams, entry: int, now_s: float, *, is_sure: bool
 ) -> tuple[StreamTracker | None, int]:
     """The stream to which a READ probably belongs, and the position; None and -1 if there is none.
-    The stream learns where its reader is."""
+    The READ counts as a sign of the stream's reader."""
     tracker, position = nearest_stream(streams, entry)
     if tracker is None:
         return None, -1

@@ -1,4 +1,4 @@
-"""Chooses the stream whose next unit is pushed, and whether an urgent unit goes before it.
+"""Chooses the stream that gets the next push, and whether an urgent unit goes first.
 
 The unit that a reader needs soonest, over all streams, is pushed first, unless its contents have
 not arrived yet (`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as
@@ -20,12 +20,11 @@ from .units_ahead import NextUnit
 from .watches import MARKERS_MAX
 
 URGENT_S = 1.0
-"""The files that a reader comes to within so many seconds are pushed first from a slow store
-(`units.py`)."""
+"""The files that a reader comes to within this time are pushed first from a slow store."""
 URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
-"""Urgent pushes take at most so many times as long as others do together, and at first so long.
-So a store that gives single files far more slowly than chunks, as a disk that has to seek, still
-gives chunks for a third of the time."""
+"""Urgent pushes together take at most `URGENT_START_S` and `URGENT_WEIGHT` times as long as others.
+So a store that gives single files far more slowly than chunks, such as a disk that has to seek,
+still gives chunks for a third of the time."""
 
 
 @dataclass(slots=True)
@@ -37,7 +36,6 @@ class UrgentTurns:
     _others_s: float = 0.0
 
     def note_pushed(self, took_s: float, *, was_urgent: bool) -> None:
-        """A push has ended."""
         if was_urgent:
             self._urgent_s += took_s
         else:
@@ -63,11 +61,11 @@ def soonest_stream(
     *,
     may_wait: bool,
 ) -> tuple[StreamTracker, float] | None:
-    """The stream whose reader needs its next unit soonest, and in how many seconds; None if each
-    is claimed to its end, or as far as watches allow.
+    """The stream that needs its next unit soonest, and in how many seconds; None if all are claimed
+    to their ends, or as far as watches allow.
 
-    `without_room`: these streams get nothing. `may_wait`: streams whose contents have not arrived
-    let others go first.
+    `without_room`: streams that get nothing. `may_wait`: a stream lets others go first until its
+    contents have arrived.
     """
     share_bytes = memory.share_bytes()
     ahead_max = max(MARKERS_MAX // max(memory.active_count(), 1), 16) * MARKER_STRIDE
