@@ -1,11 +1,9 @@
-"""Holds the claims of one stream: which files are kept in memory for its reader.
+"""Holds the claims of one stream: the files that are kept in memory for its reader.
 
 A *claim* of a position begins when its unit is chosen for a push, and ends when the *floor* passes
 it. A claimed file is not dropped. The floor stays `slack` positions behind the reader's `low`, in
-case `low` is wrong. Claims also end if the stream gives them up (`retreat`): its units are then cut
-and claimed again.
-
-Pure; used by one thread.
+case `low` is wrong. Claims also end when the stream gives them up (`retreat`): these positions are
+then cut into units again. Pure; used by one thread.
 """
 
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ class Claims:
 
     def widen_slack(self, behind: int) -> None:
         """Keep claims longer: a worker reads `behind` positions behind `low`."""
-        # Most of its memory stays for what lies ahead: a few late READs cost less.
+        # Most of its memory stays for files ahead: a few late READs cost less.
         most = min(LAG_ENTRIES_MAX, self.order.capacity // SLACK_DIVISOR)
         self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
 
@@ -57,7 +55,7 @@ class Claims:
         self.watched.add(markers)
 
     def entries(self, position: int, count: int) -> Entries:
-        """The claimed ones of the entries at `count` positions from this one on."""
+        """The claimed entries among `count` positions from this one on."""
         claimed = [NO_ENTRIES]
         for state in self.order.epochs:
             start, end = max(position - state.base, 0), position + count - state.base
@@ -81,8 +79,8 @@ class Claims:
     # Ending claims
 
     def pass_floor(self, low: int) -> Entries:
-        """Move the floor up towards `low`. Returns the entries whose claims end, once for each
-        claim. Epochs that are passed are removed."""
+        """Move the floor up towards `low`, and remove epochs before it. Returns the entries of the
+        claims that end, once for each claim."""
         order = self.order
         is_finished = low >= order.end
         target = low if is_finished else max(self.floor, low - max(self.slack, 0))
@@ -119,8 +117,7 @@ class Claims:
         return np.concatenate(released)
 
     def lower_floor(self, position: int) -> None:
-        """The reader has gone back below the floor: units are cut again from there; claims ahead
-        stay."""
+        """The reader has gone back: units are cut again from there; claims ahead stay."""
         epochs = self.order.epochs
         self.floor = max(position, epochs[0].base if epochs else position)
         for number, state in enumerate(epochs):
@@ -130,12 +127,10 @@ class Claims:
     # Entries without claims
 
     def note_skipped(self, entries: Entries) -> None:
-        """The reader has passed these entries, which are not claimed."""
         if self.skipped is not None:
             self.skipped.append(entries)
 
     def take_skipped(self) -> list[Entries]:
-        """What `skipped` has; it is empty then."""
         if not self.skipped:
             return []
         skipped, self.skipped = self.skipped, []

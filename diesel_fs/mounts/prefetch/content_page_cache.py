@@ -196,7 +196,7 @@ class ContentPageCache(PageCache):
             yield _batch_of(taken)
 
     def _taken_from(self, entry: int) -> Iterator[tuple[int, bytes]]:
-        """The parts of one file, and where each begins."""
+        """The parts of one file, each with its begin."""
         size = self._snapshot.size(entry)
         try:
             file = self._files.open(entry)
@@ -320,7 +320,7 @@ class ContentPageCache(PageCache):
         """READs have brought pages of the content file."""
         self._read_pages.note_reads()
 
-    # What is resident
+    # Residency
 
     def is_lost(self, entry: int) -> bool:
         """Looks at its neighbours: the kernel may have read ahead in the content file, beyond files
@@ -350,7 +350,7 @@ class ContentPageCache(PageCache):
         return super().drop_failed(entry) or in_content
 
     def _range(self, entry: int) -> tuple[int, int]:
-        """Where a file begins in the content file, and its size."""
+        """The begin of a file in the content file, and its size."""
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
         return start, self._snapshot.stat(entry).size
 

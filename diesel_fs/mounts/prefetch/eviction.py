@@ -3,7 +3,7 @@
 Entries of the importance 0 come first: those that readers have passed, oldest first, then those
 that will be read last. If programs have reported importances, entries of low importance follow as
 long as they take more than `low_bytes_max`, and then the least of high importance
-(`memory_split.py`). An entry that this epoch still reads goes last: it is surely read.
+(`memory_split.py`). Entries that this epoch still reads go last: they are surely read.
 
 `resident_set.py` reports which entries get and lose claims. Pure; used by one thread.
 """
@@ -28,13 +28,13 @@ PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
-"""In so many pieces of the least important entries, the search looks for some that no reader comes
-to. When an epoch has gone on for a while, it comes to all of these; then four times as many are
-looked at, up to a limit that takes some 30 ms."""
+"""The pieces of least important entries that are searched for some that no reader comes to. When an
+epoch has gone on for a while, it comes to all of these; then four times as many are searched, up to
+a limit that takes some 30 ms."""
 
 LEAST_KEPT_FROM = 200_000
-"""From this many entries on, those that were looked at are dropped one piece after the other: to
-find them takes a millisecond."""
+"""From this many entries on, all that a search has found are dropped before the next search, which
+takes a millisecond."""
 
 
 class Eviction:
@@ -53,9 +53,10 @@ class Eviction:
         self._passed_count = 0  # of entries in it
         self.low_bytes_max = 0
         """For entries of low importance, before those of high importance must make room."""
-        # Of low importance, the first that were passed. Those that fall out are found by the heap.
+        # Entries of low importance, the first that were passed first. The heap finds those that
+        # fall out.
         self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
-        # The next ones of any importance, and of high importance, as far as they are known.
+        # The next entries of any importance, and of high importance, as far as they are known.
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._ranked = NO_ENTRIES  # the next ones when there are none in `_passed`
 
@@ -100,7 +101,7 @@ class Eviction:
             self.heap.insert(np.flatnonzero(free).astype(np.uint32))
         return self.heap
 
-    # What changes
+    # Changes
 
     def add(self, entries: Entries) -> None:
         """These resident entries have no claims (any more)."""

@@ -1,9 +1,9 @@
-"""Finds pushed files whose pages the kernel has freed, and has them pushed again.
+"""Finds pushed files that the kernel has freed, and has them pushed again.
 
 The kernel does not report that it frees pages of the page cache. There are two ways to notice: a
 READ of a pushed file reaches the mount, or a *sample* shows that a file is not resident any more. A
 sample looks at a few files that a reader will come to next. Files near a freed one are assumed to
-be gone as well, because the kernel frees pages in about the order in which they were used.
+be gone as well, because the kernel frees pages in about the order of their use.
 
 Pure: the time is an argument (`now_s`). Used by one thread.
 """
@@ -24,8 +24,8 @@ from .units import Columns
 from .watches import Watches
 
 LATE_READ_S = 1.0
-"""A miss that is reported later than this after its file was pushed means that the kernel has freed
-the pages. An earlier one may be of a READ that began before the push."""
+"""A miss that comes later than this after the push of its file means that the kernel has freed the
+pages. An earlier one may be of a READ that began before the push."""
 SAMPLE_ENTRIES = 32
 """How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
@@ -44,7 +44,6 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
 
     def push_again(self, entries: Entries) -> None:
-        """Have entries pushed again, whose pages were freed or whose push has failed."""
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
@@ -71,8 +70,8 @@ class FreedPages:
         position: int,
         counters: PrefetchCounters,
     ) -> None:
-        """Pages that were pushed are gone: assume that those around are gone as well, and push them
-        again."""
+        """Note that an entry's pages are gone: those around are assumed to be gone as well, and all
+        are pushed again."""
         neighbours = np.array([entry], np.uint32)
         chunk = int(self.columns.chunk[entry])
         if self.chunk_entries.may_push(chunk, self.clock.now_s):

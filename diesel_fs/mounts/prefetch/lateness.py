@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 LATE_WEIGHT = 0.3
-"""How much a push that took longer than predicted counts: three such pushes make most of the
-lateness."""
+"""The weight of a push that took longer than predicted: three make most of the lateness."""
 LATE_DECAY = 0.95
-"""A push whose contents were there in time lessens the lateness by this factor: nobody knows how
-early they were."""
+"""A push with contents in time lessens the lateness by this factor: nobody knows how early they
+were."""
 
 
 @dataclass(slots=True)

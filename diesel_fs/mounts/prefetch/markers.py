@@ -1,10 +1,8 @@
 """Counts the markers of an order: every 256th position of an epoch, and its last one.
 
-The prefetch worker watches the files at markers with inotify. When a reader opens one, its stream
-learns where the reader is. `Markers` notes which of an epoch's markers have been opened.
-`WatchedMarkers` holds those of a stream that the worker watches; `watches.py` merges the streams.
-
-Pure; used by one thread.
+The prefetch worker watches the files at markers with inotify: an open is a sign of the reader.
+`Markers` notes which of an epoch's markers have been opened. `WatchedMarkers` holds those of a
+stream that the worker watches; `watches.py` merges the streams. Pure; used by one thread.
 """
 
 import heapq
@@ -26,7 +24,7 @@ class Markers:
 
     length: int  # of the epoch
     opened: npt.NDArray[np.bool_] = field(init=False)
-    """By number; also True if no open is expected."""
+    """The marker of each number was opened, or no open is expected."""
     done: int = 0  # all markers before this number are opened, or no longer waited for
 
     def __post_init__(self) -> None:
@@ -34,7 +32,6 @@ class Markers:
         self.opened = np.zeros(count, np.bool_)
 
     def position(self, number: int) -> int:
-        """The position of the marker of a number."""
         return min(number * MARKER_STRIDE, self.length - 1)
 
     def number(self, position: int) -> int:
@@ -42,7 +39,6 @@ class Markers:
         return position // MARKER_STRIDE if position % MARKER_STRIDE == 0 else len(self.opened) - 1
 
     def has(self, position: int) -> bool:
-        """Whether a position has a marker."""
         return position % MARKER_STRIDE == 0 or position == self.length - 1
 
     def are_at(self, positions: Positions) -> npt.NDArray[np.bool_]:
@@ -94,18 +90,16 @@ class WatchedMarkers:
     _given_up_from: int | None = None  # since the last `take_unneeded`
 
     def add(self, markers: Sequence[tuple[int, int]]) -> None:
-        """Note that these markers need a watch."""
         for marker in markers:
             heapq.heappush(self._heap, marker)
 
     def give_up(self, position: int) -> None:
-        """Note that the claims from a position on have ended."""
+        """The claims from a position on have ended."""
         if self._given_up_from is None or position < self._given_up_from:
             self._given_up_from = position
 
     def take_unneeded(self, low: int) -> list[tuple[int, int]]:
-        """Remove and return the markers that need no watch any more: those before `low`, and those
-        whose claims have ended."""
+        """Take the markers that need no watch any more: before `low`, or without a claim."""
         unneeded = []
         if (start := self._given_up_from) is not None:
             unneeded = [marker for marker in self._heap if marker[0] >= start]
@@ -117,5 +111,4 @@ class WatchedMarkers:
         return unneeded
 
     def first(self) -> int | None:
-        """The first position that has a watched marker."""
         return self._heap[0][0] if self._heap else None

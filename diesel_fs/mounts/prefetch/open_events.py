@@ -29,7 +29,7 @@ class OpenEvents:
         self.descriptor = syscalls.inotify_init()
         """Readable when a watched file has been opened."""
         self.files: dict[int, int] = {}
-        """By entry: the descriptors that are kept open."""
+        """The descriptors that are kept open, by entry."""
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
 
@@ -50,7 +50,6 @@ class OpenEvents:
                 self._watch_of[entry], self._entry_of[watch] = watch, entry
 
     def unwatch(self, entries: Iterable[int]) -> None:
-        """Stop watching these files."""
         for entry in entries:
             watch = self._watch_of.pop(entry, None)
             if watch is not None:

@@ -156,7 +156,7 @@ class PageCache(ABC):
 class FusePageCache(PageCache):
     """The page cache of a FUSE tree.
 
-    The kernel takes contents only of files whose names it knows, so names are looked up first.
+    The kernel takes the contents of a file only if it knows the name, so names are looked up first.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class FusePageCache(PageCache):
         super().__init__(mountpoint, snapshot)
         self._device = device
         self._nodes = nodes
-        self._known_folders: set[int] = set()  # folders whose names the kernel knows, by entry
+        self._known_folders: set[int] = set()  # the kernel knows the names in these
 
     def inherit(self, old: PageCache, diff: SnapshotDiff) -> OldIndices:
         """Takes all pages over: an unchanged file keeps its node."""

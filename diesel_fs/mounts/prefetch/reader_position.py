@@ -1,12 +1,11 @@
-"""Infers where the reader of one stream is, from opens and READs of the stream's files.
+"""Infers the position of a stream's reader from opens and READs of the stream's files.
 
 A reader may have several workers (processes of a DataLoader), which read at different positions.
 All positions before `low` have been read, and `high` is behind the farthest one that was read.
 
-A reader does not report where it is. Each open of a marker file and each READ of one of the
-stream's files is a *sign*. Another program may have made it, so a sign far from the reader is
-believed only together with others. A program may also report its position (`move_to`,
-`note_loop`).
+Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
+of a marker file and each READ of one of the stream's files is a *sign*. Another program may have
+made it, so a sign far from the reader is believed only together with others.
 
 Pure: the time is an argument (`now_s`). Used by one thread.
 """
@@ -24,16 +23,16 @@ LAG_ENTRIES = 4_096
 workers with 4 batches of 64."""
 
 LAG_ENTRIES_MAX = 65_536
-"""A reader whose workers seem further apart than this does not follow the order."""
+"""A reader with workers that seem further apart than this does not follow the order."""
 
 BATCHES_IN_FLIGHT = 32
 """Batches that the workers of a DataLoader read at once: 16 workers, 2 prefetched by each."""
 
 SIGNS_MIN = 3
 """How many signs near each other make a jump of the reader believable. One sign may be another
-program's open of the file. Three mean that the reader is there (it resumed, or events were lost),
-if they are also most of the signs that were not believed so far: many workers leave stray signs all
-over an epoch."""
+program's open. Three mean that the reader is there (it resumed, or events were lost), if they are
+also most of the signs that are not believed yet: many workers leave stray signs all over an
+epoch."""
 
 CHANCE_MAX = 0.001
 """The kernel also reads ahead of files, by their places in chunks. Signs that may come from that
@@ -101,11 +100,9 @@ class ReaderPosition:
             self.note_read(position, now_s)
 
     def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
-        """Note a READ for a position. `is_sure`: it is surely a reader's; otherwise the kernel may
-        have read ahead. Returns whether the stream's reader is believed to be there.
-
-        A marker there then counts as opened: its watch was not made yet, or its event is late.
-        """
+        """Note a READ for a position. `is_sure`: a reader wanted it; otherwise the kernel may have
+        read ahead. Returns whether the stream's reader is believed to be there. A marker there then
+        counts as opened: its watch was not made yet, or its event is late."""
         if not self._note_sign(position, now_s, is_sure=is_sure):
             return False
         if (marker := self.order.marker_at(position)) is not None:
@@ -114,11 +111,8 @@ class ReaderPosition:
         return True
 
     def _note_sign(self, position: int, now_s: float, *, is_sure: bool) -> bool:
-        """Returns whether the sign is believed.
-
-        A sign near the reader, or in what is claimed, is believed at once: a reader that is served
-        does not get far beyond. Others are believed when there are enough near each other.
-        """
+        """Returns whether the sign is believed: at once if it is near the reader or claimed, as a
+        reader does not get far beyond; others if there are enough near each other."""
         near = max(min(self.reach(), self.order.claimed_end() - self.high), 2 * MARKER_STRIDE)
         if self.tentative or position + 1 - self.high > near:
             nearby = self._confirmed_by(position, is_sure=is_sure)
@@ -161,14 +155,14 @@ class ReaderPosition:
         return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
 
     def late_reads_near(self, position: int) -> list[int]:
-        """Note a READ for a position whose claims have ended. Returns it and the late READs near
-        it if they show that the reader, or one of its workers, is there."""
+        """Note a READ for a position before all claims. Returns it and the late READs near it if
+        they show that the reader, or one of its workers, is there."""
         self.late_reads.append(position)
         nearby = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
         is_enough = len(nearby) >= SIGNS_MIN and 2 * len(nearby) >= len(self.late_reads)
         return nearby if is_enough else []
 
-    # Where the reader is
+    # Position
 
     def reach(self) -> int:
         """How many positions from `high` a sign is believed at once, and how many behind it a
@@ -215,7 +209,7 @@ class ReaderPosition:
         self.last_sign_s, self.tentative = now_s, False
 
     def note_replaced(self, start: int, floor: int) -> None:
-        """The order has changed from `start` on: what was read behind it belongs to the old one."""
+        """The order has changed from `start` on: nothing behind it has been read."""
         if self.high > start:
             self.high = max(start, floor)
         self.low = min(self.low, self.high)

@@ -1,9 +1,9 @@
 """Keeps account of which entries are resident (in the page cache), and which are claimed.
 
-The kernel does not report which pages its page cache holds, so this is what the planner believes.
-An entry is *claimed* by a stream (a reader with a known order) from the moment its push is decided
-until the reader has passed it; a claimed entry is not dropped. `stream_tracker.py` decides what is
-claimed, `room.py` when something must be dropped, and `eviction.py` which entries.
+The kernel does not report which pages it holds: this is the planner's belief. An entry is *claimed*
+by a stream (a reader with a known order) from the decision to push it until the reader has passed
+it; a claimed entry is not dropped. `stream_tracker.py` decides which entries are claimed, `room.py`
+when something must be dropped, and `eviction.py` which entries.
 
 Pure; used by one thread.
 """
@@ -70,8 +70,8 @@ class ResidentSet:
         self.eviction = Eviction(columns, self.resident, self.claims)
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """Take over what the set of another version believes; `was` gives the index that each entry
-        had there (-1: none)."""
+        """Take over the belief of another version; `was` gives the index that each entry had there
+        (-1: none)."""
         entries = np.flatnonzero(was >= 0)
         before = was[entries]
         self.resident[entries] = old.resident[before]
@@ -90,7 +90,7 @@ class ResidentSet:
         """The entries among these that have content and are not resident."""
         return entries[~self.resident[entries] & (self._columns.pages[entries] > 0)]
 
-    # What is resident
+    # Residency
 
     def add(self, entries: Entries) -> None:
         """Note that these entries are resident now. None may be named twice."""
@@ -121,7 +121,7 @@ class ResidentSet:
         self.bytes -= self.bytes_of(removed)
         self._take(removed[self.claims[removed] == 0])
 
-    # What is claimed
+    # Claims
 
     def claim(self, entries: Entries) -> None:
         """Add a claim for each time that an entry is named."""
@@ -150,7 +150,7 @@ class ResidentSet:
         self.unclaimed_bytes -= self.bytes_of(entries)
         self.eviction.remove(entries)
 
-    # What is dropped
+    # Drops
 
     def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
         """Unclaimed entries to drop, of at least `need_bytes` if there are as many. The caller then
@@ -165,6 +165,5 @@ class ResidentSet:
         return np.concatenate(victims)
 
     def victims_dropped(self, victims: Entries) -> None:
-        """Note that the victims have been dropped."""
         self.eviction.note_dropped(victims)
         self.remove(victims)

@@ -89,7 +89,7 @@ class Room:
         return tracker.order.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
-        """End the farther half of the claims ahead of a reader, or all. Returns whether any ended."""
+        """End the farther half of the claims ahead of a reader, or all. Whether any ended."""
         high = tracker.reader.high
         middle = high + max(self._frontier(tracker) - high, 0) // 2
         take_back = self.streams.take_back

@@ -35,8 +35,8 @@ def _nearest(tracker: StreamTracker, entry: int) -> tuple[int, int]:
 
 
 def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, int]:
-    """The stream with the reader nearest to an entry, and the position; None and -1 if no stream has
-    the entry."""
+    """The stream with the reader nearest to an entry, and the position; None and -1 if no stream
+    has the entry."""
     nearest: tuple[StreamTracker | None, int] = None, -1
     least = math.inf
     for tracker in streams.trackers.values():

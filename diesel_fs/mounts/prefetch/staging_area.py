@@ -50,14 +50,13 @@ class StagingArea:
         self._settling: deque[tuple[int, Staged]] = deque()  # by the process's last piece for it
 
     def add(self, staged: Staged) -> None:
-        """Note that a batch was pushed."""
         self.queue.append(staged)
         pages = staged.pages
         np.add.at(self.pages, staged.parts["entry"], pages)
         self.bytes += int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
 
     def skip_dropped(self) -> None:
-        """Forget the oldest batches whose files have all been dropped."""
+        """Forget the oldest batches if all their files have been dropped."""
         while self.queue and not self.pages[self.queue[0].parts["entry"]].any():
             self.queue.popleft()
 
@@ -76,14 +75,14 @@ class StagingArea:
         return entries[self.pages[entries] > 0]
 
     def drop(self, entries: npt.NDArray[np.uint32]) -> Staged:
-        """Take files out of the staging area. Returns what has to be dropped with them."""
+        """Take files out of the staging area. Returns the parts and ranges to drop."""
         self._remove(entries, self.pages[entries])
         return Staged(whole_files(entries), self.ranges_of(entries))
 
-    # What the process settles
+    # Settling
 
     def settle(self, staged: Staged, piece: int) -> None:
-        """Note that this is settled when the process has done so many pieces of its work."""
+        """Note that this is settled when the process has done its first `piece` pieces."""
         self._settling.append((piece, staged))
 
     def note_settled(self, done: int) -> None:
@@ -94,7 +93,7 @@ class StagingArea:
         for _, staged in self._settling:  # an entry may have parts in several of them
             self.is_settling[staged.parts["entry"]] = True
 
-    # Where it is in the content file
+    # Ranges
 
     def ranges_of(self, entries: npt.NDArray[np.uint32]) -> Parts:
         """The ranges of the content file that have these entries, as few as possible."""
@@ -107,7 +106,7 @@ class StagingArea:
         return content_ranges(begins, ends)
 
     def ranges(self) -> Iterator[Parts]:
-        """All ranges of the content file whose pages are staged or being settled."""
+        """All ranges of the content file with pages that are staged or being settled."""
         yield self.ranges_of(np.flatnonzero(self.pages).astype(np.uint32))
         for _, staged in self._settling:
             yield staged.ranges
@@ -116,21 +115,20 @@ class StagingArea:
 def joined(
     begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Join ranges of which each begins where the one before ends. Returns the begins and ends of
-    the joined ones, and the index of the first range in each. There must be some."""
+    """Join adjacent ranges. Returns the begins and ends of the joined ones, and the index of the
+    first range in each. There must be some."""
     firsts = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
     return begins[firsts], ends[np.append(firsts[1:], len(ends)) - 1], firsts
 
 
 def content_ranges(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Parts:
-    """Ranges of the content file as parts of it."""
     ranges = np.empty(len(begins), PART)
     ranges["entry"], ranges["start"], ranges["size"] = CONTENT, begins, ends - begins
     return ranges
 
 
 def pages_of(parts: Parts) -> npt.NDArray[np.uint32]:
-    """How many pages each of these parts fills."""
+    """The number of pages that each part fills."""
     pages: npt.NDArray[np.uint32] = (
         (parts["size"] + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES)
     ).astype(np.uint32)

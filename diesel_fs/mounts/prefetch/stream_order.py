@@ -1,4 +1,4 @@
-"""Lays the epochs of a stream one behind the other, and knows up to where they are claimed.
+"""Lays the epochs of a stream one behind the other, with the frontier of its claims.
 
 A *position* of a stream counts the files over all its epochs. Epochs that were read are removed,
 and positions go on, so they may exceed 2**31. The *frontier* is the next position to claim, except
@@ -28,8 +28,7 @@ class StreamEpoch:
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
     markers: Markers = field(init=False)  # changed by `reader_position.py`
     queue: UnitQueue | None = None
-    """Units of the positions that were not claimed when it was made (`units_ahead.py`). None: it
-    has to be made."""
+    """Units of the positions that were not claimed then (`units_ahead.py`). None: to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     _total_bytes: int = -1  # made by `total_bytes`
 
@@ -56,7 +55,6 @@ class StreamEpoch:
         return positions[start:end]
 
     def total_bytes(self, columns: Columns) -> int:
-        """The bytes that all entries take."""
         if self._total_bytes < 0:
             self._total_bytes = columns.bytes_of(self.epoch.entries)
         return self._total_bytes
@@ -91,14 +89,13 @@ class StreamOrder:
             total_bytes = state.total_bytes(self.columns)
             self.capacity = max(1, share_bytes * len(state.epoch) // max(total_bytes, 1))
 
-    # Where things are
+    # Positions
 
     def epoch_at(self, position: int) -> StreamEpoch | None:
         """The first epoch that ends behind a position."""
         return next((state for state in self.epochs if position < state.end), None)
 
     def numbered(self, number: int) -> StreamEpoch | None:
-        """The epoch of a number."""
         return next((each for each in self.epochs if each.epoch.number == number), None)
 
     def marker_at(self, position: int) -> tuple[Markers, int] | None:
@@ -127,8 +124,8 @@ class StreamOrder:
         return nearest
 
     def next_use(self, entries: Entries, high: int) -> npt.NDArray[np.float64]:
-        """How far ahead of a reader at `high` these entries come next, in the epoch of the frontier
-        and the one behind it; infinite for others."""
+        """How far ahead of a reader at `high` these entries come, in the epoch of the frontier and
+        the next one; infinite for others."""
         use = np.full(len(entries), np.inf)
         for state in self.epochs[self.frontier_index :][:2]:
             known, positions = state.sorted()
@@ -159,8 +156,8 @@ class StreamOrder:
         return state.end if first is None else state.base + first
 
     def fetched_up_to(self, high: int) -> tuple[int, int]:
-        """Up to where files have been claimed, or read by a reader at `high`: the number of the
-        epoch, and the position in it. Urgent units beyond that do not count."""
+        """The end of the files that are claimed, or read by a reader at `high`: the number of the
+        epoch, and the position in it. Urgent units beyond it do not count."""
         position = max(high, self.claimed_end())
         if (state := self.epoch_at(position)) is not None:
             return state.epoch.number, max(position - state.base, 0)
@@ -205,7 +202,7 @@ class StreamOrder:
             each.base, self.end = self.end, self.end + len(each.epoch)
 
     def remove_first(self) -> None:
-        """Remove the first epoch, which was read. Positions stay."""
+        """Remove the first epoch, which was read. Positions stay as they are."""
         del self.epochs[0]
         self.stream = replace(self.stream, epochs=self.stream.epochs[1:])
         self.frontier_index = max(self.frontier_index - 1, 0)

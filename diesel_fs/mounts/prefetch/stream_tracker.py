@@ -1,4 +1,4 @@
-"""Tracks one stream: where its reader is, and which files are claimed for it.
+"""Tracks one stream: the position of its reader, and the files that are claimed for it.
 
 A *stream* is a reader with a known order of files, in epochs (`orders/plan.py`). Five positions
 describe it, counted over its epochs, one after the other:
@@ -14,14 +14,14 @@ describe it, counted over its epochs, one after the other:
 Workers of one reader read at different positions between `low` and `high`. The frontier may lie
 there, too. Each part of a `StreamTracker` has a module:
 
-- `stream_order.py`: the epochs, and up to where they are claimed (`frontier`, `end`);
-- `reader_position.py`: what opens and READs show about the reader (`low`, `high`);
-- `claims.py`: which positions are claimed (`floor`), and `markers.py`: which are watched;
+- `stream_order.py`: the epochs, and the frontier of the claims (`frontier`, `end`);
+- `reader_position.py`: the reader, as opens and READs show it (`low`, `high`);
+- `claims.py`: the claimed positions (`floor`), and `markers.py`: the watched ones;
 - `units_ahead.py`: the units to claim next;
 - `lateness.py`: how much longer than predicted its pushes take.
 
 `StreamTracker` makes the changes that concern several parts; callers use the parts for all else.
-`planner.py` chooses between streams and gives each a share of the memory. Pure; used by one thread.
+Pure; used by one thread.
 """
 
 from dataclasses import dataclass, field
@@ -37,8 +37,8 @@ from .units import Columns
 from .units_ahead import UnitsAhead
 
 RESTART_S = 5.0
-"""A reader that has not advanced for this time may have begun again, if signs far behind it show
-that: its program was stopped and started again."""
+"""A reader that has not advanced for this time may have been started again, if READs far behind it
+show that."""
 
 
 @dataclass(slots=True)
@@ -61,24 +61,21 @@ class StreamTracker:
 
     @property
     def name(self) -> str:
-        """The name of the stream."""
         return self.order.stream.name
 
     def give_share(self, share_bytes: int) -> None:
-        """Set this stream's share of the memory."""
         self.order.give_share(share_bytes)
         if self.order.epochs:
             self.claims.fit_slack(self.reader.lag)
 
-    # What the reader does
+    # The reader
 
     def has_workers_ahead(self, position: int) -> bool:
         """Whether a reader at a position may have workers that have read up to `high`."""
         return self.reader.has_workers_ahead(position, self.claims.floor)
 
     def progress(self, position: int, now_s: float) -> None:
-        """Note that the reader has reported this position as the next one that it reads; its
-        workers may be ahead."""
+        """Note the position that the reader has reported as its next; its workers may be ahead."""
         if self.has_workers_ahead(position):
             self.reader.note_loop(position, now_s)
             return
@@ -87,8 +84,8 @@ class StreamTracker:
             self.claims.lower_floor(position)
 
     def note_late_read(self, position: int, now_s: float) -> Entries:
-        """Note a READ for a position below the floor. Returns the entries whose claims end, once
-        for each claim.
+        """Note a READ for a position below the floor. Returns the entries of the claims that end,
+        once for each claim.
 
         A single one is another program's. Several near each other mean that the workers of this
         reader are further apart than assumed; or, if it has not advanced for a while, that it has
@@ -111,8 +108,7 @@ class StreamTracker:
         return NO_ENTRIES
 
     def pass_floor(self) -> Entries:
-        """Move the floor up towards `low`. Returns the entries whose claims end, once for each
-        claim. Epochs that are passed are removed."""
+        """See `Claims.pass_floor`."""
         return self.claims.pass_floor(self.reader.low)
 
     def take_unwatched(self) -> list[tuple[int, int]]:
@@ -123,7 +119,7 @@ class StreamTracker:
 
     def replace(self, stream: Stream, number: int, position: int) -> Entries:
         """Take over a stream with another order of the epoch `number` from `position` on. Returns
-        the entries whose claims end."""
+        the entries of the claims that end."""
         state = self.order.numbered(number)
         assert state is not None
         start = state.base + position
@@ -133,10 +129,9 @@ class StreamTracker:
         self.claims.floor = min(self.claims.floor, start)
         return released
 
-    # What is known
+    # Questions
 
     def reading(self) -> StreamReading:
-        """The epochs that the stream is about to read."""
         order = self.order
         first, second = (*order.epochs[order.frontier_index :][:2], None, None)[:2]
         return StreamReading(
@@ -147,7 +142,6 @@ class StreamTracker:
         )
 
     def stats(self) -> StreamStats:
-        """Where the reader is."""
         reader = self.reader
         state = self.order.epoch_at(reader.high)
         base = state.base if state else self.order.end

@@ -1,9 +1,8 @@
 """Holds the announced streams, and carries out changes of the plan.
 
-A *stream* is a reader with a known order. Programs announce, extend, replace and withdraw streams,
-and may report their progress; the planner ends claims on entries that readers have passed. Each
-stream has a `StreamTracker`. A stream that gives claims up also gives up the watches that belong to
-them (`watches.py`).
+Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
+their progress; the planner ends claims on entries that readers have passed. Each stream has a
+`StreamTracker`. With the claims end the watches of their markers (`watches.py`).
 
 Pure: the time is an argument (`now_s`). Used by one thread.
 """
@@ -35,8 +34,8 @@ class Streams:
         watches: Watches,
         clock: Clock,
     ) -> None:
-        """`memory.trackers` is the registry of streams: only this class changes it."""
-        self.trackers = memory.trackers  # of each stream, by its name
+        """Only this class changes `memory.trackers`, the registry of streams."""
+        self.trackers = memory.trackers  # by name
         self._columns = columns
         self._is_file = is_file
         self._memory = memory
@@ -53,8 +52,8 @@ class Streams:
         """Announce a stream; one of the same name is replaced. Raises UsageError, as the next three
         methods do, and then nothing has changed.
 
-        If there are as many streams as allowed, the first that was read to its end makes room,
-        so programs that use a new name for each epoch need not withdraw any.
+        If there are as many streams as allowed, the first that was read to its end is removed, so
+        programs that use a new name for each epoch need not withdraw any.
         """
         self._clock.tick(now_s)
         is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
@@ -74,7 +73,7 @@ class Streams:
         self._memory.shares_changed()
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
-        """Replace an epoch of a stream, whole or from a position on."""
+        """Replace the entries of an epoch from a position on."""
         tracker = self._tracker(name)
         stream = self._check(tracker.order.stream.replaced(epoch, position), [epoch])
         self.release(tracker, tracker.replace(stream, epoch.number, position), behind=False)
@@ -87,9 +86,8 @@ class Streams:
         self._finished.pop(name, None)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
-        """The reader of a stream reports which position it reads next, in the current epoch unless
-        another is named. This overrides what opens of marker files show. Raises UsageError.
-        """
+        """The reader reports the position that it reads next, in the current epoch unless another
+        is named. This overrides its signs. Raises UsageError."""
         self._clock.tick(now_s)
         tracker = self._tracker(name)
         order = tracker.order
@@ -105,16 +103,15 @@ class Streams:
     # Order logs
 
     def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
-        """Order logs are in use: `is_logged` reports whether one has an order, which then is not
+        """Order logs are in use. `is_logged` returns whether one has an order, which then is not
         cut by chunks."""
         self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self.trackers.values():
             tracker.units.is_logged, tracker.claims.skipped = is_logged, []
 
     def take_skipped(self) -> list[Entries]:
-        """The entries that readers have passed before their pushes, since the last call, some of
-        them twice: so READs have brought them, perhaps those of other files. Only after
-        `set_logged`."""
+        """The entries that readers have passed without a push since the last call, some of them
+        twice. READs have brought them, perhaps READs of other files. Empty before `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
             skipped += tracker.claims.take_skipped()
@@ -123,7 +120,7 @@ class Streams:
     # Ending claims
 
     def release_passed(self, now_s: float) -> None:
-        """End the claims on what readers have passed, and tentative streams that nobody follows."""
+        """End the claims that readers have passed, and tentative streams that nobody follows."""
         for name, tracker in tuple(self.trackers.items()):
             if tracker.reader.tentative and now_s - tracker.reader.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
@@ -138,15 +135,15 @@ class Streams:
                     self._finished[name] = None
 
     def take_back(self, tracker: StreamTracker, position: int) -> bool:
-        """End a stream's claims from a position on; the farthest entries are dropped first.
-        Returns whether there were any."""
+        """End a stream's claims from a position on; the farthest entries are dropped first. Returns
+        whether there were any."""
         released = tracker.claims.retreat(position)
         self.release(tracker, released[::-1], behind=True)
         return len(released) > 0
 
     def release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
-        """Take note of claims that a stream has given up, and of watches that it needs no more.
-        `behind`: these entries are the first to be dropped."""
+        """Note claims of a stream that have ended, and the watches that it needs no more.
+        `behind`: these entries are dropped first."""
         self._memory.resident_set.unclaim(entries, passed=behind)
         self._watches.remove(tracker.name, tracker.take_unwatched())
 
@@ -156,7 +153,7 @@ class Streams:
         return self.trackers[name]
 
     def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
-        """A new or changed stream, if the plan with it keeps the limits. Raises UsageError."""
+        """Check that the plan with a new or changed stream keeps the limits. Raises UsageError."""
         plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
         check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
         if stream.epochs:

@@ -1,9 +1,9 @@
 """Chooses the next files to claim for one stream, unit by unit.
 
-The order of an epoch is cut into units (`units.py`) when the stream first asks for one, and again
-if its share of the memory changes much or claims have been given up. Units that the reader has
-passed are skipped: READs have brought their files. From a slow store an *urgent* unit may go first:
-the next files in the reader's order, out of units whose turn comes later.
+The order of an epoch is cut into units (`units.py`) when the stream first needs one, and again if
+its share of the memory changes much or claims have been given up. Units that the reader has passed
+are skipped: READs have brought their files. From a slow store an *urgent* unit may go first: the
+next files in the reader's order, out of later units.
 
 `UnitsAhead.frontier` changes the state, so callers call it before they look at the units.
 Pure; used by one thread.
@@ -38,7 +38,7 @@ class NextUnit:
 
 
 def never_logged(_: Entries) -> bool:
-    """Whether an order log has an order, if there are no logs."""
+    """Whether an order log has an order: there are no logs."""
     return False
 
 
@@ -52,8 +52,8 @@ class UnitsAhead:
     is_logged: Callable[[Entries], bool] = never_logged
 
     def frontier(self, share_bytes: int) -> int | None:
-        """The first position to claim next; None at the end. Cuts units if need be, and skips
-        those that the reader has passed."""
+        """The next position to claim; None at the end. Cuts units if need be, and skips those that
+        the reader has passed."""
         order, read_up_to = self.order, self._read_up_to()
         while (state := order.frontier_epoch()) is not None:
             if (queue := state.queue) is None:
@@ -99,12 +99,9 @@ class UnitsAhead:
         return _unit(state, positions, once=queue.units.once)
 
     def urgent(self, ahead_s: float) -> NextUnit | None:
-        """The next files that are not claimed, at most 256, in the reader's order, if it comes to
-        them within `ahead_s` seconds; None if there are none, or if they are small.
-
-        A reader without a measured rate, or with a low one, comes to 512 files in that time. Call
-        this after `frontier` has returned a position.
-        """
+        """The next unclaimed files in the reader's order, at most 256, to which it comes within
+        `ahead_s` seconds (512 files at least); None if there are none, or if they are small. Call
+        this after `frontier` has returned a position."""
         state = self.order.epochs[self.order.frontier_index]
         ahead = max(int(self.reader.rate * ahead_s), 2 * MIXED_ENTRIES)
         ahead = min(ahead, self.order.capacity // URGENT_DIVISOR)
@@ -126,7 +123,7 @@ class UnitsAhead:
             unit.state.queue.next += 1
 
     def has_share_left(self) -> bool:
-        """Whether the unit at the frontier fits this stream's share of the memory. Call this after
+        """Whether the unit at the frontier fits the stream's share of the memory. Call this after
         `frontier` has returned a position."""
         _, queue = self._at_frontier()
         start, end = queue.units.starts[queue.next : queue.next + 2].tolist()
@@ -141,8 +138,8 @@ class UnitsAhead:
         return [state.epoch.entries[positions] for positions in state.queue.following(count)]
 
     def starts(self, count: int) -> npt.NDArray[np.int64]:
-        """The first positions of the units that `entries` returns. They tell the units of a stream
-        apart as long as its order does not change."""
+        """The first positions of the units that `entries` returns: their names, as long as the
+        order does not change."""
         state = self.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty(0, np.int64)
