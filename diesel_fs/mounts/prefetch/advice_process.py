@@ -77,7 +77,6 @@ class AdviceProcess:
             self.sent += 1
 
     def wait_for(self, count: int) -> None:
-        """Wait until the first `count` pieces are done."""
         while self.done < count:
             self._take_answers()
 

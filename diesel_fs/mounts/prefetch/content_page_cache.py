@@ -79,7 +79,6 @@ class ContentTarget:
             os.close(folder)
 
     def close(self) -> None:
-        """Close it."""
         os.close(self.descriptor)
 
 
@@ -94,7 +93,6 @@ class ReadPages:
     _look_s: float = 0.0  # of the next look
 
     def note_reads(self) -> None:
-        """READs have brought pages."""
         self.has_reads, self._read_s = True, time.monotonic()
 
     def sweep(self, staging: StagingArea, bytes_max: int) -> None:
@@ -196,7 +194,6 @@ class ContentPageCache(PageCache):
             yield _batch_of(taken)
 
     def _taken_from(self, entry: int) -> Iterator[tuple[int, bytes]]:
-        """The parts of one file, each with its begin."""
         size = self._snapshot.size(entry)
         try:
             file = self._files.open(entry)
@@ -317,7 +314,6 @@ class ContentPageCache(PageCache):
         return False
 
     def note_reads(self) -> None:
-        """READs have brought pages of the content file."""
         self._read_pages.note_reads()
 
     # Residency
@@ -345,7 +341,6 @@ class ContentPageCache(PageCache):
         return in_file >= size or cached_bytes(self._content.descriptor, start, size) >= size
 
     def drop_failed(self, entry: int) -> bool:
-        """Drops those of the file, and of its range in the content file."""
         in_content = drop_failed(self._content.descriptor, *self._range(entry))
         return super().drop_failed(entry) or in_content
 
@@ -370,7 +365,6 @@ def _gaps(ranges: Sequence[Parts]) -> Iterator[tuple[int, int]]:
 
 
 def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> Batch:
-    """A batch of parts of files, each with its entry and its begin."""
     entries, starts, contents = zip(*taken, strict=True)
     return Batch(np.array(entries, np.int64), np.array(starts, np.int64), list(contents))
 

@@ -52,7 +52,6 @@ class Memory:
         self._share_bytes = 0
 
     def shares_changed(self) -> None:
-        """Have the shares of streams computed again."""
         self._share_bytes = 0
 
     def contents_bytes(self) -> int:
@@ -65,7 +64,6 @@ class Memory:
         return self.contents_bytes() - self.resident_set.bytes
 
     def active_count(self) -> int:
-        """How many streams have epochs left to read."""
         return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:

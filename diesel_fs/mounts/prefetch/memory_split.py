@@ -50,7 +50,6 @@ class AccessCounts:
             self.low /= 2
 
     def low_part(self) -> float:
-        """The part of the memory that is not for entries of high importance."""
         return max(self.low / (self.high + self.low), AHEAD_PART_MIN)
 
 

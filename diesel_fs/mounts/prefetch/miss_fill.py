@@ -41,7 +41,6 @@ class ChunkEntries:
         return place
 
     def of(self, chunk: int) -> Entries:
-        """The entries of a chunk, in the order of their contents."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:
@@ -106,7 +105,6 @@ class MissFill:
 
     @property
     def done_count(self) -> int:
-        """How many chunks of `in_turn_count` have had their turn."""
         return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:

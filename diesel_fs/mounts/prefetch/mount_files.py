@@ -91,7 +91,6 @@ class MountFiles:
             os.close(file)
 
     def advise(self, advice: int, parts: Parts) -> None:
-        """Give the kernel an advice of posix_fadvise(2) on parts of files."""
         entries = parts["entry"]
         parents = self._snapshot.columns.parent[entries].tolist()
         rows = zip(
@@ -125,7 +124,6 @@ class MountFiles:
             self._close_all()
 
     def close(self) -> None:
-        """Close all folders."""
         self._close_all()
         if self._clone >= 0:
             os.close(self._clone)

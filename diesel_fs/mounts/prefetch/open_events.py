@@ -77,7 +77,6 @@ class OpenEvents:
                     found.append(entry)
 
     def close(self) -> None:
-        """Stop watching all files."""
         if self.descriptor >= 0:
             self.unwatch(tuple(self.files))
             os.close(self.descriptor)

@@ -148,7 +148,6 @@ class PageCache(ABC):
         self.opens.close()
 
     def close(self) -> None:
-        """Release the mount."""
         self.retire()
         self._files.close()
 
@@ -229,16 +228,13 @@ class FusePageCache(PageCache):
                 return unknown
 
     def _make_folder_known(self, folder: int) -> None:
-        """Make the names in a folder known to the kernel, by listing it through the mount."""
         with os.scandir(self._files.folder(folder)) as listed:
             self.known_entries += sum(1 for _ in listed)
 
     def _make_entry_known(self, entry: int) -> None:
-        """Make one name known to the kernel, by stat(2) through the mount. Raises OSError."""
         inside = self._files.folder(self._snapshot.parent(entry))
         os.stat(self._snapshot.name(entry), dir_fd=inside, follow_symlinks=False)
 
 
 def some_contents(batch: Batch, places: list[int]) -> Batch:
-    """The contents at these places of a batch."""
     return Batch(batch.entries[places], batch.starts[places], [batch.contents[at] for at in places])

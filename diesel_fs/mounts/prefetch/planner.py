@@ -264,7 +264,6 @@ class PrefetchPlanner:
         return checked[is_free]
 
     def stats(self) -> PrefetchStats:
-        """Counters, the state now, and where every stream is."""
         return PrefetchStats(
             **self._counters,
             resident_entries=int(np.count_nonzero(self.resident_set.resident)),

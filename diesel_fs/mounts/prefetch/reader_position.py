@@ -94,7 +94,6 @@ class ReaderPosition:
     # Signs
 
     def note_open(self, position: int, now_s: float) -> None:
-        """Note that a program opened the file of the marker at a position."""
         marker = self.order.marker_at(position)
         if marker is None or not marker[0].opened[marker[1]]:
             self.note_read(position, now_s)

@@ -36,7 +36,6 @@ class Clock:
     now_s: float = 0.0
 
     def tick(self, now_s: float) -> None:
-        """A report or a question has come."""
         if math.isnan(self.start_s):
             self.start_s = now_s
         self.now_s = now_s
@@ -46,7 +45,6 @@ class Clock:
         return now_s - self.start_s
 
     def inherit(self, old: "Clock") -> None:
-        """Continue with the times of another version's planner."""
         self.start_s, self.now_s = old.start_s, old.now_s
 
 

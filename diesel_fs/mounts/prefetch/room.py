@@ -96,6 +96,5 @@ class Room:
         return take_back(tracker, middle) or take_back(tracker, tracker.claims.floor)
 
     def _drop(self, need_bytes: int) -> Drop | None:
-        """Drop unclaimed entries of at least `need_bytes`, or all if there are fewer."""
         victims = self.memory.resident_set.victims(need_bytes, self.views.next_use)
         return Drop(victims, self.watches.take_unneeded()) if len(victims) else None

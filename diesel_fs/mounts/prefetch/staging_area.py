@@ -31,7 +31,6 @@ class Staged:
 
     @property
     def pages(self) -> npt.NDArray[np.uint32]:
-        """How many pages each of the parts fills."""
         return pages_of(self.parts)
 
 
@@ -128,7 +127,6 @@ def content_ranges(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -
 
 
 def pages_of(parts: Parts) -> npt.NDArray[np.uint32]:
-    """The number of pages that each part fills."""
     pages: npt.NDArray[np.uint32] = (
         (parts["size"] + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES)
     ).astype(np.uint32)

@@ -48,7 +48,6 @@ class StreamEpoch:
         return self._index
 
     def positions_of(self, entry: int) -> npt.NDArray[np.int64]:
-        """The positions of an entry, ascending."""
         entries, positions = self.sorted()
         wanted = np.uint32(entry)  # of the type of `entries`; numpy would convert all of them
         start, end = entries.searchsorted(wanted), entries.searchsorted(wanted, "right")

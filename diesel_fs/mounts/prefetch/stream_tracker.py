@@ -54,7 +54,6 @@ class StreamTracker:
 
     @classmethod
     def of(cls, columns: Columns, stream: Stream, now_s: float) -> "StreamTracker":
-        """The tracker of a stream that is announced now."""
         order = StreamOrder(columns, stream)
         reader, claims = ReaderPosition(order, now_s), Claims(order)
         return cls(order, reader, claims, UnitsAhead(order, reader, claims), sampled_s=now_s)
@@ -71,7 +70,6 @@ class StreamTracker:
     # The reader
 
     def has_workers_ahead(self, position: int) -> bool:
-        """Whether a reader at a position may have workers that have read up to `high`."""
         return self.reader.has_workers_ahead(position, self.claims.floor)
 
     def progress(self, position: int, now_s: float) -> None:
@@ -108,7 +106,6 @@ class StreamTracker:
         return NO_ENTRIES
 
     def pass_floor(self) -> Entries:
-        """See `Claims.pass_floor`."""
         return self.claims.pass_floor(self.reader.low)
 
     def take_unwatched(self) -> list[tuple[int, int]]:

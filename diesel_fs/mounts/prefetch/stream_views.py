@@ -62,7 +62,6 @@ class StreamViews:
         return self.trackers[name].claims.at_frontier()
 
     def running(self, now_s: float) -> list[str]:
-        """The names of streams that are probably being read."""
         return [name for name, tracker in self.trackers.items() if tracker.reader.is_running(now_s)]
 
     def planned(self, count: int) -> list[Entries]:
@@ -73,7 +72,6 @@ class StreamViews:
         return [tracker.stats() for tracker in self.trackers.values()]
 
     def stream_stats(self, name: str) -> StreamStats | None:
-        """None if there is no stream of that name."""
         tracker = self.trackers.get(name)
         return None if tracker is None else tracker.stats()
 
@@ -91,7 +89,6 @@ class StreamViews:
         }
 
     def rate(self, tracker: StreamTracker) -> float:
-        """See the function `rate`."""
         return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:

@@ -42,7 +42,6 @@ class UrgentTurns:
             self._others_s += took_s
 
     def unit(self, tracker: StreamTracker) -> NextUnit | None:
-        """The urgent unit of a stream, if it is its turn."""
         if not self.store_is_slow:
             return None
         unit = tracker.units.urgent(URGENT_S)

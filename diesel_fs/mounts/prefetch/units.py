@@ -104,7 +104,6 @@ class UnitQueue:
         return int(self.units.first[self.next]) if self.next < len(self.units) else None
 
     def following(self, count: int) -> list[Positions]:
-        """The positions of the next `count` units."""
         units = range(self.next, min(self.next + count, len(self.units)))
         return [self.units.positions(unit) for unit in units]
 
