@@ -1,4 +1,4 @@
-"""`Claims` of a stream: when they end, and what is left of them."""
+"""`Claims` of a stream: their ends, and the claims that are left."""
 
 from diesel_fs.mounts.prefetch.claims import Claims
 from tests.rows import each_row

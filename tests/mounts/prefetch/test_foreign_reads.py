@@ -119,7 +119,7 @@ def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
         assert isinstance(decision, Idle)
         assert decision.until_s is not None
         machine.now_s = max(decision.until_s, machine.now_s + 0.001)
-    assert 2 <= failures <= 4  # it is not asked for all that is planned
+    assert 2 <= failures <= 4  # not one for each planned push
     machine.now_s += PAUSE_S_MAX
     machine.run_until_idle()
     machine.run({"a": Reader(order, 10_000, start_s=machine.now_s - 100)})
@@ -127,8 +127,8 @@ def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
 
 
 @each_row("failed", [True, False])
-def test_what_a_push_left_out_is_pushed_again_only_if_the_push_failed(failed: bool) -> None:
-    """Else it is damaged, would be found damaged again, and is left to reads."""
+def test_files_missing_from_a_push_are_pushed_again_only_if_it_failed(failed: bool) -> None:
+    """Otherwise they are damaged, would be found damaged again, and are left to READs."""
     planner = make_planner(N, 1.2, "oneshot")
     push = next_push(planner, 100.0)
     planner.pushed(push, push.entries[:10], [], 100.0, failed=failed)
@@ -176,7 +176,7 @@ def test_a_new_stream_name_for_each_epoch_is_never_refused() -> None:
             machine.open_and_read("x", entry)
         machine.run_until_idle()
     assert len(machine.planner.stats()["streams"]) <= STREAMS_MAX
-    for number in range(STREAMS_MAX):  # but of those that are under way there are only so many
+    for number in range(STREAMS_MAX):  # streams under way are not removed
         machine.planner.streams.announce(stream(f"new-{number}", order), machine.now_s)
     with pytest.raises(UsageError):
         machine.planner.streams.announce(stream("more", order), machine.now_s)

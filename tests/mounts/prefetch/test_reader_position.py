@@ -120,7 +120,7 @@ def test_three_late_reads_near_each_other_show_a_worker() -> None:
     assert reader.late_reads_near(1_100) == [900, 1_000, 1_100]
 
 
-def test_a_changed_order_takes_back_what_was_read_of_the_old_one() -> None:
+def test_a_changed_order_is_unread_behind_the_change() -> None:
     reader = reader_of()
     reader.move_to(5_000, 1.0)
     reader.note_replaced(6_000, floor=4_000)

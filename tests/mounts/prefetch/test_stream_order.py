@@ -81,7 +81,7 @@ def test_files_are_fetched_up_to_the_frontier_or_the_reader() -> None:
     assert order_of().fetched_up_to(0) == (0, 0)
 
 
-def test_no_marker_is_found_where_no_epoch_is() -> None:
+def test_no_marker_is_found_outside_the_epochs() -> None:
     order = order_of([1, 2], [3])
     order.remove_first()
     assert order.marker_at(0) is None
