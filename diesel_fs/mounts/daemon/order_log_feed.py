@@ -62,8 +62,8 @@ class OrderLogFeed:
         return self._logs is not None
 
     def follow(self, planner: PrefetchPlanner, addresses: LogAddresses, now_s: float) -> None:
-        """Report to the logs what the planner's streams read; make the logs if they pay. The server
-        of the mount finds entries in the logs by `addresses`. Raises DieselError."""
+        """Report the planner's streams to the logs; make the logs if they pay. The mount's server
+        finds entries in the logs by `addresses`. Raises DieselError."""
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s

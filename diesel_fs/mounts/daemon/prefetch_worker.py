@@ -134,7 +134,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     except OSError as error:
-        # The connection was ended, by `umount --force` for example, which reports it.
+        # The connection was ended, for example by `umount --force`, which reports the reason.
         if error.errno not in UNMOUNTED_ERRNOS:
             raise
     return 0
@@ -487,7 +487,7 @@ class PrefetchWorker:
         self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _without_held_reads(self, batch: Batch) -> Batch:
-        """The batch without files whose READs the server holds: those bring the pages, too."""
+        """The batch without the files that READs will bring: the server holds these READs."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 

@@ -206,7 +206,8 @@ def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0)
 
 
 def pushed_ahead(part: float, *streams: Stream) -> Machine:
-    """A machine that has pushed all it can for these streams; the budget is `part` of the dataset."""
+    """A machine that has pushed all it can for these streams, with a budget of `part` of the
+    dataset."""
     machine = Machine(make_planner(N, part), N)
     for each in streams:
         machine.planner.streams.announce(each, machine.now_s)
