@@ -14,6 +14,6 @@ Start with `planner.py`, which makes one decision at a time, and `decisions.py`.
 - memory: `memory.py` (budget and shares), `resident_set.py` (the resident and the claimed files).
 
 One rule: these parts are pure. They do no I/O, get the time as an argument, and are used by one
-thread. The system calls are in the page caches: `page_cache.py`, for a native mount
-`content_page_cache.py`. `link.py` connects the worker with the mount's server.
+thread. So is `staging_area.py`, the account of a native mount's page cache. The system calls are in
+`page_cache.py` and `content_page_cache.py`. `link.py` connects the worker with the mount's server.
 """

@@ -17,7 +17,7 @@ After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the p
   when the contents arrive (`turns.py`). A stream with late contents lets others go first only until
   they are as far ahead as it still has to wait, and only within their shares of the memory.
 
-With one stream there is nothing to balance, and no cost is predicted. Pure; used by one thread.
+With one stream there is nothing to balance, and no cost is predicted.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,6 @@ class PlannedPush:
 
 @dataclass(slots=True)
 class Balance:
-    """The predictions for one planner (see the module)."""
-
     costs: UnitCosts | None
     columns: Columns
     resident_set: ResidentSet

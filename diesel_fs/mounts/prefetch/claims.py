@@ -3,7 +3,7 @@
 A *claim* of a position begins when its unit is chosen for a push, and ends when the *floor* passes
 it. A claimed file is not dropped. The floor stays `slack` positions behind the reader's `low`, in
 case `low` is wrong. Claims also end when the stream gives them up (`retreat`): these positions are
-then cut into units again. Pure; used by one thread.
+then cut into units again.
 """
 
 from collections.abc import Sequence

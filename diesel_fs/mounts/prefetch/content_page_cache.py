@@ -113,8 +113,6 @@ class ReadPages:
 
 
 class ContentPageCache(PageCache):
-    """The page cache of a native mount (see the module)."""
-
     def __init__(
         self,
         mountpoint: str,

@@ -5,7 +5,7 @@ that will be read last. If programs have reported importances, entries of low im
 long as they take more than `low_bytes_max`, and then the least of high importance
 (`memory_split.py`). Entries that this epoch still reads go last: they are surely read.
 
-`resident_set.py` reports which entries get and lose claims. Pure; used by one thread.
+`resident_set.py` reports which entries get and lose claims.
 """
 
 from collections import deque
@@ -38,8 +38,6 @@ takes a millisecond."""
 
 
 class Eviction:
-    """The order of eviction from one `ResidentSet` (see the module)."""
-
     def __init__(self, columns: Columns, resident: Mask, claims: npt.NDArray[np.int32]) -> None:
         """`resident` and `claims` are the columns of the `ResidentSet`; they are only read."""
         self._columns = columns

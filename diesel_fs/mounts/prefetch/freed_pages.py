@@ -4,8 +4,6 @@ The kernel does not report that it frees pages of the page cache. There are two 
 READ of a pushed file reaches the mount, or a *sample* shows that a file is not resident any more. A
 sample looks at a few files that a reader will come to next. Files near a freed one are assumed to
 be gone as well, because the kernel frees pages in about the order of their use.
-
-Pure: the time is an argument (`now_s`). Used by one thread.
 """
 
 from collections import deque
@@ -33,8 +31,6 @@ SAMPLE_AHEAD_ENTRIES = 8_192
 
 @dataclass(slots=True)
 class FreedPages:
-    """The freed files of one planner (see the module)."""
-
     columns: Columns
     resident_set: ResidentSet
     chunk_entries: ChunkEntries

@@ -2,7 +2,7 @@
 
 The prefetch worker watches the files at markers with inotify: an open is a sign of the reader.
 `Markers` notes which of an epoch's markers have been opened. `WatchedMarkers` holds those of a
-stream that the worker watches; `watches.py` merges the streams. Pure; used by one thread.
+stream that the worker watches; `watches.py` merges the streams.
 """
 
 import heapq

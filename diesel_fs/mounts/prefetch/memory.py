@@ -3,8 +3,6 @@
 The kernel's memory for the names of files counts for a part of the budget; the rest is for
 contents. Streams with epochs left to read get equal shares of the contents' part, or of a part of
 it if important entries are kept (`memory_split.py`).
-
-Pure; used by one thread.
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ importance (section III-A, the sizes of H-cache and L-cache):
   would have to be loaded. Otherwise the rest belongs to the first part.
 
 iCache's packages of entries of low importance are chunks here (`orders/importance.py`).
-
-Pure; used by one thread.
 """
 
 from dataclasses import dataclass

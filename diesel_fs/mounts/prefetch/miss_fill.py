@@ -2,7 +2,7 @@
 
 `MissFill` queues the chunks of missed files; with the policy `oneshot` it then offers all chunks of
 the dataset, in the order of their numbers. `ChunkEntries` knows the entries of each chunk, and
-limits how often the misses of one chunk lead to a push. Pure; used by one thread.
+limits how often the misses of one chunk lead to a push.
 """
 
 import math

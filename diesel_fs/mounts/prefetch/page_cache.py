@@ -64,8 +64,6 @@ def store_heads(
 
 
 class PageCache(ABC):
-    """The page cache of one version of a mount (see the module)."""
-
     def __init__(self, mountpoint: str, snapshot: Snapshot, content_file: int = -1) -> None:
         """`content_file` is that of a native mount. It is open in the process that advises the
         kernel, too."""

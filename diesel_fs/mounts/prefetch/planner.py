@@ -18,8 +18,6 @@ With plans, each *stream* (a reader with a known order) gets an equal share of t
 is cut into units (`units.py`). A stream *claims* the entries of a unit from the decision to push it
 until its reader has passed them, and claimed entries are not dropped. The package's page names the
 module of each policy.
-
-Pure; used by one thread.
 """
 
 import math
@@ -73,8 +71,6 @@ UNITS_SKIPPED_MAX = 64
 
 
 class PrefetchPlanner:
-    """The decisions for one version of the dataset of a mount (see the module)."""
-
     def __init__(
         self,
         chunk: npt.NDArray[np.int64],

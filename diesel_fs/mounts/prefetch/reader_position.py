@@ -6,8 +6,6 @@ All positions before `low` have been read, and `high` is behind the farthest one
 Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
 of a marker file and each READ of one of the stream's files is a *sign*. Another program may have
 made it, so a sign far from the reader is believed only together with others.
-
-Pure: the time is an argument (`now_s`). Used by one thread.
 """
 
 import math

@@ -4,8 +4,6 @@ The kernel does not report which pages it holds: this is the planner's belief. A
 by a stream (a reader with a known order) from the decision to push it until the reader has passed
 it; a claimed entry is not dropped. `stream_tracker.py` decides which entries are claimed, `room.py`
 when something must be dropped, and `eviction.py` which entries.
-
-Pure; used by one thread.
 """
 
 import math

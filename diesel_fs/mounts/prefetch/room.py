@@ -8,8 +8,6 @@ Room is made in this order:
    more than twice as far as the stream that needs room.
 
 Files that were only read, and not pushed, do not count: the kernel frees their pages first.
-
-Pure: the time is an argument (`now_s`). Used by one thread.
 """
 
 from dataclasses import dataclass
@@ -26,8 +24,6 @@ from .watches import Watches
 
 @dataclass(slots=True)
 class Room:
-    """Makes room in the memory of one planner (see the module)."""
-
     streams: Streams
     views: StreamViews
     memory: Memory

@@ -4,8 +4,6 @@ These pages are a *staging area*: a queue of batches, oldest first. A batch is *
 kernel has copied its files, and its pages of the content file have been dropped. Until the advice
 process (`advice_process.py`) has done that, the batch is being settled, and its files must not be
 pushed again.
-
-Pure; used by one thread.
 """
 
 from collections import deque
@@ -35,8 +33,6 @@ class Staged:
 
 
 class StagingArea:
-    """The staging area of one version of a mount (see the module)."""
-
     def __init__(self, first_block: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> None:
         """Both have a value for each entry: the first block of its content in the content file, and
         its size in bytes."""

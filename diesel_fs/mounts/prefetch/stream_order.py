@@ -5,7 +5,7 @@ and positions go on, so they may exceed 2**31. The *frontier* is the next positi
 for urgent units (`units_ahead.py`).
 
 The parts of a `StreamTracker` share one `StreamOrder`. Each column of a `StreamEpoch` has one part
-that changes it. Pure; used by one thread.
+that changes it.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,6 @@ there, too. Each part of a `StreamTracker` has a module:
 - `lateness.py`: how much longer than predicted its pushes take.
 
 `StreamTracker` makes the changes that concern several parts; callers use the parts for all else.
-Pure; used by one thread.
 """
 
 from dataclasses import dataclass, field

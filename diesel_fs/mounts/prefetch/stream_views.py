@@ -1,7 +1,7 @@
 """Answers questions about all streams of a planner, and changes none of them.
 
 The policies (`balance.py`, `room.py`, `turns.py`), the worker and the commands for plans use it.
-`streams.py` makes the changes. Pure; used by one thread.
+`streams.py` makes the changes.
 """
 
 from collections.abc import Iterable
@@ -41,8 +41,6 @@ def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
 
 @dataclass(slots=True)
 class StreamViews:
-    """The questions (see the module)."""
-
     trackers: dict[str, StreamTracker]  # by name
 
     @property

@@ -3,8 +3,6 @@
 Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
 their progress; the planner ends claims on entries that readers have passed. Each stream has a
 `StreamTracker`. With the claims end the watches of their markers (`watches.py`).
-
-Pure: the time is an argument (`now_s`). Used by one thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +21,6 @@ from .watches import Watches
 
 
 class Streams:
-    """The streams of one planner (see the module)."""
-
     def __init__(
         self,
         columns: Columns,

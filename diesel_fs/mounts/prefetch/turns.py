@@ -3,8 +3,6 @@
 The unit that a reader needs soonest, over all streams, is pushed first, unless its contents have
 not arrived yet (`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as
 the reader comes within a second to large files that are not pushed yet.
-
-Pure; used by one thread.
 """
 
 from collections.abc import Collection

@@ -6,7 +6,6 @@ are skipped: READs have brought their files. From a slow store an *urgent* unit 
 next files in the reader's order, out of later units.
 
 `UnitsAhead.frontier` changes the state, so callers call it before they look at the units.
-Pure; used by one thread.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Records which files the worker watches for opens (inotify), and for which streams.
 
 When a reader opens a marker file (`markers.py`), the planner learns its position. Several streams
-may need the watch of one file. Pure; used by one thread.
+may need the watch of one file.
 """
 
 from dataclasses import dataclass, field
