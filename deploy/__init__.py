@@ -1,7 +1,6 @@
-"""Files for running DIESEL-FS for others (README.md), and for the Makefile: system packages, the
-demo.
+"""Deployment of DIESEL-FS (README.md), and modules for the Makefile.
 
-`demo` is what `make demo` runs; `images` draws its images; `docs` builds the documentation site;
-`torchvision_operators` makes torchvision importable. They use the project as a user does: by the
+`demo` is for `make demo`; `docs` builds the documentation site; `packages` builds packages;
+`torchvision_operators` makes torchvision importable. They use the project as a user does, by the
 program `dlcmd`.
 """

@@ -1,9 +1,8 @@
 """`make demo`: packs a folder of images, mounts the dataset, and trains on the mount; no server.
 
-The training (`demo_training.py`) uses torchvision's own `ImageFolder` and torch's own `DataLoader`,
-and does not know that it reads from DIESEL-FS; it runs under `dlcmd run`. The demo fails if the
-held-out accuracy stays under 0.8. It leaves one page with what it did (`REPORT`). However it ends,
-it leaves no mount, no process and no other file behind.
+The training (`demo_training.py`) knows nothing of DIESEL-FS; it runs under `dlcmd run`. The demo
+fails if the held-out accuracy stays under 0.8. It leaves one page (`REPORT`), and never a mount, a
+process or another file.
 """
 
 import json
@@ -31,14 +30,14 @@ REPORT = ROOT / "build/demo/report.html"
 
 
 class DlcmdFailed(Exception):
-    """A command failed, with this exit code; dlcmd has printed the reason."""
+    """dlcmd has printed the reason."""
 
     def __init__(self, arguments: list[str], exit_code: int) -> None:
         super().__init__(f"dlcmd {' '.join(arguments)}: exit code {exit_code}")
 
 
 class Dlcmd:
-    """The command line, with a repository, logs and caches of its own."""
+    """The command line, with its own repository, logs and caches."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("DIESEL_")}
@@ -54,7 +53,7 @@ class Dlcmd:
         with subprocess.Popen([DLCMD, *command], env=self.environment, cwd=ROOT) as process:
             try:
                 exit_code = process.wait()
-            except BaseException:  # we are to end: `dlcmd run` passes this on to the training
+            except BaseException:  # `dlcmd run` passes the signal on to the training
                 process.terminate()
                 raise
         if exit_code != 0:
@@ -62,7 +61,7 @@ class Dlcmd:
 
 
 def is_mounted(folder: Path) -> bool:
-    """Whether the kernel has a mount here, also one whose daemon died (`os.path.ismount` fails)."""
+    """Whether the kernel has a mount here, even of a dead daemon (`os.path.ismount` fails then)."""
     return f" {folder} " in Path("/proc/self/mounts").read_text(encoding="utf-8")
 
 
@@ -77,19 +76,19 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
         if is_mounted(folder):
             try:
                 dlcmd("umount", str(folder))
-            except DlcmdFailed:  # a process has a file open: the mount ends when that is closed
+            except DlcmdFailed:  # a process has a file open: the mount ends when it closes it
                 dlcmd("umount", "--lazy", str(folder))
 
 
 def _listen_to_interrupts() -> None:
-    """In a child: a shell has jobs in the background ignore ^C."""
+    """Run in a child, since shells let background jobs ignore ^C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
-    """Run the dashboard, which watches from its start on; gives the address of its page, or an
-    empty text if it could not start, which is then on stderr."""
+    """Run the dashboard, and yield the address of its page; empty if it could not start (the reason
+    is on stderr)."""
     command = [str(DLCMD), "dashboard", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -99,11 +98,11 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
         try:
             yield process.stdout.readline().strip().rpartition(" ")[2]
         finally:
-            process.send_signal(signal.SIGINT)  # as ^C ends it
+            process.send_signal(signal.SIGINT)  # as ^C
 
 
 def screenshot(address: str, folder: Path) -> bytes:
-    """A PNG of a page, by a browser of this machine; empty where there is none, or it fails."""
+    """A PNG of a page, by a browser of this machine; empty if there is none, or it fails."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or not address:
         return b""
@@ -117,7 +116,7 @@ def screenshot(address: str, folder: Path) -> bytes:
 
 
 def demonstrate(folder: Path) -> Demo:
-    """Run the demo inside a temporary folder. Raises DlcmdFailed, also where training fails."""
+    """Run the demo inside a temporary folder. Raises DlcmdFailed, also if training fails."""
     dlcmd = Dlcmd(folder)
     images = folder / "images"
     file_count = write_images(images)
@@ -128,7 +127,7 @@ def demonstrate(folder: Path) -> Demo:
     dlcmd("put", str(images), DATASET)
     rate = file_count / (time.perf_counter() - start_s)
     print(f"put: {rate:,.0f} files/s, start-up and sync included", flush=True)
-    shutil.rmtree(images)  # from here on the files are in the repository only
+    shutil.rmtree(images)  # from now on the files are in the repository only
 
     with mounted(dlcmd, folder / "mount") as mount:
         waiting, figures = folder / "waiting.html", folder / "figures.json"
@@ -152,7 +151,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Run the demo, clean up, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # an exception, so that `with` cleans up
         signal.signal(number, _terminate)
     try:
@@ -166,7 +164,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("demo: interrupted; cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
-    print(f"demo: unmounted and cleaned up; what it did is in {REPORT}")
+    print(f"demo: unmounted and cleaned up; the report is {REPORT}")
     return 0
 
 

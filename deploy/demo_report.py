@@ -1,4 +1,4 @@
-"""The page that `make demo` leaves: what it did, how fast, and whether the training waited."""
+"""The page that `make demo` leaves: commands, rates, and whether the training waited."""
 
 import base64
 import re
@@ -24,31 +24,27 @@ img { max-width: 100%; border: 1px solid var(--soft) } code { background: var(--
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One epoch of the demo's training."""
-
     files_per_s: float
     loss: float
     accuracy: float
-    """The share of held-out files whose class the model names."""
+    """The share of held-out files that the model classifies correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What a demo did."""
-
     commands: Sequence[str]
     files: int
     size_bytes: int
     put_files_per_s: float
     epochs: Sequence[Epoch]
     waiting_page: str
-    """The page of `dlcmd run --report`; empty: there is none."""
+    """The page of `dlcmd run --report`; empty if there is none."""
     screenshot: bytes
-    """A PNG of the page of `dlcmd dashboard`; empty: there is no browser."""
+    """A PNG of the page of `dlcmd dashboard`; empty without a browser."""
 
 
 def demo_page(demo: Demo) -> str:
-    """The page as HTML, which needs no other file."""
+    """The page as self-contained HTML."""
     rates = [each.files_per_s for each in demo.epochs]
     accuracies = [each.accuracy for each in demo.epochs]
     rows = "".join(
@@ -86,7 +82,6 @@ def demo_page(demo: Demo) -> str:
 
 
 def _plot(title: str, values: Sequence[float], top: float) -> str:
-    """A line over epochs, from 0 to `top`."""
     step = (_WIDTH - 2 * _MARGIN) / max(len(values) - 1, 1)
     points = [
         (_MARGIN + number * step, _HEIGHT - 20 - (_HEIGHT - 40) * value / top)

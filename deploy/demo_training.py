@@ -1,8 +1,7 @@
 """The training of `make demo`: a small CNN on the images of a folder, as in any training script.
 
-`python -m deploy.demo_training FOLDER [FIGURES]` trains on FOLDER/train, and ends with 1 if the
-accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a file, as a list of
-JSON. It knows nothing of DIESEL-FS.
+`python -m deploy.demo_training FOLDER [FIGURES]` trains on FOLDER/train, and exits with 1 if the
+accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a JSON file.
 """
 
 import json
@@ -30,7 +29,7 @@ TORCH_THREADS = 1  # with two, on two busy cores, an epoch takes up to four time
 
 
 def network() -> nn.Module:
-    """A small network: three convolutions and a linear layer, 25,000 weights."""
+    """25,000 weights."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 64)):
         convolution = nn.Conv2d(into, out, kernel_size=3, padding=1, bias=False)
@@ -40,7 +39,6 @@ def network() -> nn.Module:
 
 
 def loader(folder: Path, *, shuffle: bool) -> DataLoader[tuple[torch.Tensor, int]]:
-    """The batches of a folder, loaded as any training script does."""
     images = ImageFolder(str(folder), transforms.ToTensor())
     return DataLoader(images, batch_size=BATCH_FILES, shuffle=shuffle, num_workers=WORKERS)
 
@@ -50,7 +48,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[torch.Tensor, int]],
 ) -> float:
-    """One pass over the training files; returns the mean loss."""
+    """Returns the mean loss."""
     model.train()
     losses = []
     for images, labels in batches:
@@ -63,7 +61,7 @@ def train_epoch(
 
 
 def held_out_accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, int]]) -> float:
-    """The share of held-out files whose class the model names."""
+    """The share of held-out files that the model classifies correctly."""
     model.eval()
     right = total = 0
     with torch.no_grad():
@@ -74,7 +72,7 @@ def held_out_accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, 
 
 
 def train(folder: Path) -> list[dict[str, float]]:
-    """Trains on `folder/train`, prints each epoch, returns its figures; the accuracy is that on
+    """Train on `folder/train`, print each epoch, and return its figures; the accuracy is that on
     `folder/val`."""
     torch.manual_seed(1)
     torch.set_num_threads(TORCH_THREADS)
@@ -103,7 +101,6 @@ def train(folder: Path) -> list[dict[str, float]]:
 
 
 def main() -> int:
-    """Train, print the accuracy, and return the exit code."""
     folder = Path(sys.argv[1])
     print(f"training a small CNN with ImageFolder({str(folder / 'train')!r})", flush=True)
     epochs = train(folder)

@@ -1,8 +1,7 @@
 """Draws the demo's images: 12 kinds of shape, as PNG and JPEG files in one folder for each class.
 
-Colour, size, position, rotation and background are random in every class, and noise is added, so
-that a network has to learn the shape; the mean colour says nothing. The same seed gives the same
-images.
+Everything but the shape is random (colour, size, position, rotation, background, noise), so that a
+network has to learn the shape. The same seed gives the same images.
 """
 
 import math
@@ -37,7 +36,6 @@ class Pose:
         return self.x_px + x * cos - y * sin, self.y_px + x * sin + y * cos
 
     def disc(self, x: float, y: float, radius: float) -> tuple[float, float, float, float]:
-        """The bounding box of a circle, in pixels."""
         (x_px, y_px), r_px = self(x, y), radius * self.radius_px
         return x_px - r_px, y_px - r_px, x_px + r_px, y_px + r_px
 

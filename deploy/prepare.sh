@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
-# sudo; where that is not possible, it prints what to install.
+# sudo; if it cannot, it prints the names of the packages.
 #
 #   deploy/prepare.sh install|test|s3|kubernetes|image|packages|browser|bench...
 #   (PYTHON=... chooses the interpreter)
@@ -8,7 +8,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 missing="" # Debian packages
-wished=""  # optional packages, which not every distribution has; tests that need them are skipped
+wished=""  # optional packages, which some distributions lack; tests that need them are skipped
 say() { printf '%s\n' "$*" >&2; }
 have() { PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null 2>&1; }
 need() { have "$1" || missing="$missing $2"; }
@@ -175,7 +175,7 @@ install_missing() {
     say "installing system packages:$missing"
     log="$(mktemp)"
     # The lists of a fresh machine may be empty or old, so they are fetched when the first try fails.
-    # shellcheck disable=SC2086 # words are meant
+    # shellcheck disable=SC2086 # split into words
     if ! $get $missing >"$log" 2>&1; then
         $as_root apt-get -qq update >"$log" 2>&1 || true
         if ! $get $missing >>"$log" 2>&1; then

@@ -1,9 +1,9 @@
 """Makes a torchvision that was built for CUDA importable beside a torch that was not.
 
-Such a torchvision cannot load its compiled operators. Its import then fails with "operator
+Such a torchvision cannot load its compiled operators, and its import fails with "operator
 torchvision::nms does not exist", because it registers two of them by name. Import this module
-before torchvision: it declares the two operators, without a kernel, so calling them still fails.
-Where the operators load, it does nothing. Torchvision itself stays unmodified.
+before torchvision: if the operators do not load, it declares these two, without a kernel, so calls
+still fail.
 """
 
 from importlib.util import find_spec

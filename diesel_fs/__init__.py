@@ -1,14 +1,13 @@
 """DIESEL-FS: packs datasets of many small files into chunks, and serves them to training jobs.
 
-The names in `__all__` are the public interface. All but the errors are imported when they are
-first used, so a program that needs few of them starts fast.
+The names in `__all__` are the public interface. All but the errors are imported at their first use,
+so a program that needs few of them starts fast.
 
-The packages, from the bottom up (each imports only those before it): `system` and `format` (what
-the machine offers; every byte at rest), `orders` (which file is read next), `net` (the transport of
-all connections), `storage` (where bytes and rows lie), `cache`, `repository` (what all operations
-on datasets mean) and `remote` (the same behind a server), `peers` (the cache that the nodes of a
-training task share), `ingest` (from files to chunks), `client` (the Python API), `mounts` (FUSE)
-and `torch`. The errors that all of them raise are in `errors`.
+The packages, from the bottom up (each imports only those before it): `system` and `format` (the
+machine; every byte at rest), `orders` (which file is read next), `net` (the transport), `storage`
+(objects and metadata), `cache`, `repository` (the meaning of all operations on datasets) and
+`remote` (the same behind a server), `peers` (the cache that the nodes of a training task share),
+`ingest` (from files to chunks), `client` (the Python API), `mounts` (FUSE), `forecast` and `torch`.
 """
 
 from importlib import import_module
@@ -63,7 +62,7 @@ _MODULE_OF = {
     "umount": "mounts",
     "mount": "mounts.mounted",
 }
-"""Where the names are that are imported when they are first used."""
+"""The modules of the names that are imported at their first use."""
 
 __all__ = [  # noqa: PLE0604  # all of it is text
     "__version__",

@@ -1,9 +1,9 @@
-"""Checks the arguments of the Python API, and puts its errors into the words of that API.
+"""Checks the arguments of the Python API, and words errors for that API.
 
-Each check returns the value, or raises UsageError, which names the argument and says what it is;
-it never repeats a value of a wrong type, which may be a secret or very long. Messages of the
-library name options as `dlcmd` has them (`--listen`); `keyword_errors` gives them the names of the
-keyword arguments. Pure but for `local_path`, which asks objects for their paths.
+Each check returns the value, or raises UsageError, which names the argument and describes it; the
+error never repeats a value of a wrong type, which may be a secret or very long. Messages of the
+library name options as `dlcmd` does (`--listen`); `keyword_errors` replaces them by keyword
+arguments. Pure, except that `local_path` calls `__fspath__` of objects.
 """
 
 import difflib
@@ -41,8 +41,7 @@ _OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
 
 
 def in_keywords(text: str) -> str:
-    """A message with the names of keyword arguments in place of the options of `dlcmd`; the
-    options in a command line of `dlcmd` stay."""
+    """A message with keyword arguments instead of options of `dlcmd`, except in command lines."""
     parts = re.split("(`[^`]*`)", text)  # every second one is in backticks
     parts[::2] = [_OPTION.sub(_keyword, part) for part in parts[::2]]
     return "".join(parts)
@@ -59,7 +58,7 @@ def _keyword(option: "re.Match[str]") -> str:
 
 @contextmanager
 def keyword_errors() -> Iterator[None]:
-    """Around a call from Python, or as its decorator: its errors name keyword arguments."""
+    """Context or decorator of a call from Python: its errors name keyword arguments."""
     try:
         yield
     except DieselError as error:
@@ -68,13 +67,13 @@ def keyword_errors() -> Iterator[None]:
 
 
 def words_of(signature: inspect.Signature) -> list[str]:
-    """The names of the arguments of a call, but of those that it passes on."""
+    """The names of a call's arguments, without those that it passes on."""
     parameters = signature.parameters.values()
     return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def near_word(word: str, known: Sequence[str]) -> str:
-    """The known word that is probably meant by another one; empty if none is near."""
+    """The known word that was probably meant, or "" if none is near."""
     option = _KEYWORDS.get(f"--{word.replace('_', '-')}")  # as `dlcmd` calls it
     if option is not None and option in known:
         return option
@@ -84,7 +83,7 @@ def near_word(word: str, known: Sequence[str]) -> str:
 
 
 def check_words(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raises UsageError for a keyword that a call does not take."""
+    """Raise UsageError for a keyword that a call does not take."""
     for word in given:
         if word not in known:
             near = near_word(word, known)
@@ -95,21 +94,19 @@ def check_words(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def text(word: str, value: object) -> str:
-    """A value that must be text."""
     if not isinstance(value, str):
         raise wrong_type(word, "text", value)
     return value
 
 
 def flag(word: str, value: object) -> bool:
-    """A value that must be True or False."""
     if not isinstance(value, bool):
         raise wrong_type(word, "True or False", value)
     return value
 
 
 def whole_number(word: str, value: object, low: int = 0, high: int | None = None) -> int:
-    """A value that must be a whole number from `low` to `high` (None: without end)."""
+    """A whole number from `low` to `high` (None: without end)."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise wrong_type(word, "a whole number", value)
     try:
@@ -123,7 +120,7 @@ def whole_number(word: str, value: object, low: int = 0, high: int | None = None
 
 
 def local_path(word: str, value: object) -> Path:
-    """A value that must be the path of a file or folder of this machine."""
+    """The path of a file or folder of this machine."""
     if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
         raise wrong_type(word, "a path of this machine (str or os.PathLike)", value)
     path = os.fspath(value)
@@ -139,7 +136,6 @@ def local_path(word: str, value: object) -> Path:
 
 
 def wrong_type(word: str, meant: str, value: object) -> UsageError:
-    """The error for a value of another type than is meant."""
     return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
 
 

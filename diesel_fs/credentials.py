@@ -1,8 +1,8 @@
-"""The credentials of a user of a server: the user's name, and the key that proves it.
+"""The credentials of a server's user: the name, and the key that proves it.
 
 A key is the seed of an Ed25519 key (RFC 8032): 32 bytes, written as `diesel-key-1:` and base64. No
-`repr` or `str` shows a key. `net/client.py` signs with it; a server knows the public keys of its
-users (`storage/accounts/`). Pure.
+`repr` or `str` shows a key. A server has only the public keys of its users (`storage/accounts/`).
+Pure.
 """
 
 import binascii
@@ -18,26 +18,25 @@ KEY_PREFIX = "diesel-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user's name and the seed of the user's key (its 32 bytes)."""
+    """`seed` has the 32 bytes of the user's key."""
 
     user: str
     seed: bytes = field(repr=False)
 
     @property
     def key_text(self) -> str:
-        """`key_text` of the seed. It is secret."""
+        """The seed as text. It is secret."""
         return key_text(self.seed)
 
 
 def key_text(seed: bytes) -> str:
-    """The text of a key, as a key file and the environment hold it."""
     return KEY_PREFIX + b64encode(seed).decode()
 
 
 def parse_key(text: str) -> bytes:
     """The seed in the text of a key; white space around it is ignored.
 
-    Raises ConfigError, whose message repeats nothing of the text.
+    Raises ConfigError with a message that repeats nothing of the text.
     """
     stripped = text.strip()
     try:
@@ -50,8 +49,7 @@ def parse_key(text: str) -> bytes:
 
 
 def no_user_named(url: object) -> ConfigError:
-    """The error to raise, before a connection is opened, where `url` is a server's and the user has
-    not been named."""
+    """The error for the URL of a server without a user, to be raised before connecting."""
     return ConfigError(
         f"{url} is the address of a server, and no user is named",
         advice="name a user by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"

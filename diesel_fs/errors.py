@@ -27,8 +27,8 @@
     ├── NoSpaceError                      16  ENOSPC
     └── DeadlineError                     14  ETIMEDOUT
 
-Each class has the exit code of `dlcmd`, the errno that a mount answers, and `retry`: whether the
-same call may succeed later although nobody changes anything. `advice` says what the user can do.
+Each class has the exit code of `dlcmd`, the errno that a mount returns, and `retry`: whether the
+same call may succeed later although nobody changes anything. `advice` tells the user what to do.
 """
 
 import errno
@@ -40,14 +40,14 @@ DETAIL = "  | "
 
 
 class DieselError(Exception):
-    """An error: the message says what failed and on what, `advice` what the user can do."""
+    """An error: the message names the failure and its object, `advice` a remedy."""
 
     exit_code = 1
     errno = errno.EIO
     retry = False
 
     details = ""
-    """More lines that explain the error, such as the end of a log. They follow the message."""
+    """More lines after the message, such as the end of a log."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class DieselError(Exception):
 
 
 class UsageError(DieselError):
-    """The caller asked for something that has no meaning: a bad name, number or combination."""
+    """The request has no meaning: a bad name, number or combination."""
 
     exit_code = 2
     errno = errno.EINVAL
@@ -71,7 +71,7 @@ class ConfigError(UsageError):
 
 
 class IsAFolder(UsageError, IsADirectoryError):
-    """The path names a folder, and the call is about files. It is an IsADirectoryError, too."""
+    """The path names a folder, and the call is about files. Also an IsADirectoryError."""
 
     errno = errno.EISDIR
 
@@ -81,7 +81,7 @@ class IsAFolder(UsageError, IsADirectoryError):
 
 
 class PartialError(DieselError):
-    """The work was done except for some files, each of which has been named to the user."""
+    """The work was done except for some files, each of which was named to the user."""
 
     exit_code = 3
 
@@ -93,7 +93,7 @@ class PartialError(DieselError):
 
 
 class NotFoundError(DieselError):
-    """What the user named does not exist. (It is not merely unreachable.)"""
+    """The named thing does not exist. (It is not merely unreachable.)"""
 
     exit_code = 10
     errno = errno.ENOENT
@@ -104,10 +104,8 @@ class NoSuchDataset(NotFoundError):
 
 
 class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """The dataset holds no entry with this path.
-
-    It is a FileNotFoundError, too, so that code written for files works unchanged.
-    """
+    """The dataset holds no entry with this path. Also a FileNotFoundError, so code for files works
+    unchanged."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)
@@ -115,13 +113,13 @@ class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # err
 
 
 class NotAFolder(NoSuchPath, NotADirectoryError):
-    """The path goes on below a file or a link. It is a NotADirectoryError, too."""
+    """The path continues below a file or a link. Also a NotADirectoryError."""
 
     errno = errno.ENOTDIR
 
 
 class NoSuchFile(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """A file of this machine that the caller named is not there. It is a FileNotFoundError, too."""
+    """A local file is missing. Also a FileNotFoundError."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)
@@ -129,7 +127,7 @@ class NoSuchFile(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # err
 
 
 class BusyError(DieselError):
-    """Another process holds what is needed: an open file, a lock or a lease."""
+    """Another process holds an open file, a lock or a lease that is needed."""
 
     exit_code = 11
     errno = errno.EBUSY
@@ -158,13 +156,13 @@ class ObjectStoreError(DieselError):
 
 
 class ObjectMissing(ObjectStoreError):
-    """The object store is there, and holds no object of this name."""
+    """The object store works, but holds no object of this name."""
 
     retry = False
 
 
 class ObjectExists(ObjectStoreError):
-    """An object of that name exists already; nothing has been written."""
+    """An object of that name exists; nothing has been written."""
 
     errno = errno.EEXIST
     retry = False
@@ -184,7 +182,7 @@ class MetadataError(DieselError):
 
 
 class MetadataBehind(MetadataError):
-    """The metadata store does not know all chunks, so it cannot tell whether something exists."""
+    """The metadata store lacks some chunks, so it cannot tell whether something exists."""
 
     retry = False
 
@@ -200,7 +198,7 @@ class FormatError(DieselError):
 
 
 class TruncatedError(FormatError):
-    """The object is shorter than its own lengths say."""
+    """The object is shorter than its own lengths require."""
 
 
 class CorruptError(FormatError):
@@ -234,8 +232,8 @@ class DeadlineError(DieselError):
 def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
     """The error that another process reported by the name of its class.
 
-    If that class's constructor takes other arguments than a message and an advice, the nearest
-    ancestor whose constructor takes these is used; for an unknown name, a plain DieselError.
+    If its constructor needs other arguments, the nearest ancestor that does not is used; for an
+    unknown name, DieselError.
     """
     known = [DieselError]
     for kind in known:  # the list grows while it is read

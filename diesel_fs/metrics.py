@@ -1,14 +1,14 @@
-"""The metrics of a server: a fixed table of them, their counters in shared memory, and their text
-for Prometheus. `metric_lines` writes the text of any metric; those of a mount are in
+"""The metrics of a server: a fixed table, counters in shared memory, and text for Prometheus.
+
+`metric_lines` writes the text of any metric; those of a mount are in
 `mounts/statistics/mount_metrics.py`.
 
-A metric has labels (such as the name of a request), and the values of each label are listed here.
-So the memory has a fixed size: no client can add a label value, and none names a user or a dataset.
-Each process counts in *cells* (one number for each combination of label values) that only it
-writes; the text shows the sums over all processes. A restarted process goes on counting in the
-cells of the one before, since a counter of Prometheus must not go back. The text format (0.0.4) is
-written here, in 40 lines: the library `prometheus-client` would replace only these, and importing
-it would slow the server's start.
+The table lists the values of each label, so the memory has a fixed size: no client can add a label
+value, and none names a user or a dataset. Each process counts in *cells* (one number for each
+combination of label values) that only it writes; the text shows the sums over all processes. A
+restarted process continues the cells of the one before, since a counter of Prometheus must not go
+back. The text format (0.0.4) takes 40 lines here, and importing `prometheus-client` for it would
+slow the server's start.
 
 Callable from any thread.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 CELL_BYTES = 8
 
 OTHER = "other"
-"""Counts all values that a label does not list."""
+"""The label value of all unlisted values."""
 
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
@@ -33,17 +33,16 @@ REQUESTS = (
 """The requests of a client (`net/WIRE.md`), by the text in their field `do`."""
 
 OUTCOMES = ("ok", "refused", "error", "busy", "bug", "gone")
-"""How a request ends: done; the user may not; another DieselError; the server has too much to do;
-an exception that is a bug; the client has gone before the answer."""
+"""How a request ends: done; not permitted; another DieselError; the server is overloaded; a bug;
+the client has gone before the answer."""
 
 REFUSALS = (
     *("greeting", "version", "login", "permission", "frame"),
     *("connections", "address", "user", "memory", "requests", "threads", "going", OTHER),
 )
-"""Why the server refused a connection or request. The first line: a bad or late first message, an
-unknown version of the protocol, a failed login, a missing role, a malformed or slow frame. The
-second: a limit was reached (of connections, of connections from one address or user, of memory, of
-requests under way, of threads), or the server is going to end (`going`)."""
+"""Why the server refused a connection or request. First line: a bad or late first message, an
+unknown version of the protocol, a failed login, a missing role, a malformed or slow frame. Second
+line: a limit was reached, or the server is about to end (`going`)."""
 
 TIERS = ("memory", "disk", "store")
 
@@ -53,8 +52,6 @@ BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its labels, each with all its values."""
-
     name: str
     kind: str  # "counter", "gauge" or "histogram"
     help: str
@@ -117,14 +114,14 @@ PARENT_TABLE = (
     Metric("diesel_workers", "gauge", "Worker processes that accept connections.", {}),
     Metric("diesel_worker_starts_total", "counter", "Worker processes that were started.", {}),
 )
-"""The metrics that the supervisor counts, which starts the workers."""
+"""The metrics of the supervisor, which starts the workers."""
 
 
 class MetricCells:
     """The cells of one process. Only that process may call `add`, `set` and `observe`."""
 
     def __init__(self, memory: memoryview, table: Sequence[Metric] = TABLE) -> None:
-        """`memory` has `cells_bytes(table)` bytes, which are zero at first."""
+        """`memory` has `cells_bytes(table)` bytes, zero at first."""
         self.table = table
         self._cells = memory.cast("d")
         self._lock = threading.Lock()
@@ -136,29 +133,27 @@ class MetricCells:
         }
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Add to a counter. A label value that is not listed counts as `OTHER`; KeyError if the
-        label does not list `OTHER` either."""
+        """An unlisted label value counts as `OTHER`, or raises KeyError if the label does not list
+        that."""
         index = self._index(name, labels)
         with self._lock:
             self._cells[index] += amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        """Set a gauge, or a counter whose total the caller has counted itself."""
+        """Set a gauge, or a counter with a total that the caller has counted."""
         self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
-        """Count a value in a histogram."""
         bucket = bisect_left(BUCKETS_S, value)
         text = str(BUCKETS_S[bucket]) if bucket < len(BUCKETS_S) else "+Inf"
         self.add(name, *labels, text)
         self.add(name, *labels, "sum", amount=value)
 
     def get(self, name: str, *labels: str) -> float:
-        """The value of a cell."""
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """Set all gauges to 0, for a process that has ended."""
+        """For an ended process."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -177,17 +172,16 @@ class MetricCells:
 
 
 def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
-    """The size of one process's cells."""
     return CELL_BYTES * sum(1 for metric in table for _ in metric.cell_labels)
 
 
 def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
-    """Cells in memory that this process does not share, for the supervisor."""
+    """Cells that this process does not share, for the supervisor."""
     return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 
 def exposition(processes: Sequence[MetricCells]) -> str:
-    """The sums over all processes, which have one table, in Prometheus's text format."""
+    """The sums over all processes in Prometheus's text format."""
     lines: list[str] = []
     for metric in processes[0].table:
         lines.append(f"# HELP {metric.name} {metric.help}")
@@ -207,13 +201,12 @@ def exposition(processes: Sequence[MetricCells]) -> str:
 
 
 Sample = tuple[Mapping[str, str], float]
-"""The labels of a sample, and its value."""
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metric_lines(name: str, kind: str, help_text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """A metric in Prometheus's text format. The values of labels may be any text."""
+    """Values of labels may be any text."""
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

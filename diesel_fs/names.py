@@ -1,6 +1,6 @@
-"""Names of datasets as users write them (`NAME`, `NAME@VERSION`), and paths as users see them.
+"""Parses names of datasets (`NAME`, `NAME@VERSION`), and shows names and paths to users.
 
-Pure, and without numpy, which would slow down the start of `dlcmd mount`. The rules for paths in a
+Pure, and without numpy, which would slow the start of `dlcmd mount`. The rules for paths in a
 dataset are in `format/entries.py`.
 """
 
@@ -11,13 +11,13 @@ from .errors import UsageError
 _VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 
 SHOWN_CHARS = 300
-"""How much of a path or name a message repeats."""
+"""The length at which messages cut a path or name."""
 
 DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def check_dataset_name(name: str) -> str:
-    """`name` itself. Raises UsageError if it is not allowed: it becomes part of keys and paths."""
+    """Return `name`. Raises UsageError if it is not allowed: it becomes part of keys and paths."""
     dataset, slash, _ = name.partition("/")
     if slash and DATASET_NAME.fullmatch(dataset):
         raise UsageError(
@@ -33,9 +33,7 @@ def check_dataset_name(name: str) -> str:
 
 
 def parse_versioned_name(text: str) -> tuple[str, int]:
-    """The dataset's name and the version in `DATASET@VERSION`; the version is 0 if none is named,
-    which means the current one. Raises UsageError.
-    """
+    """The dataset and the version in `DATASET@VERSION`; 0 is the current one. Raises UsageError."""
     if not isinstance(text, str):  # from a Python program
         raise UsageError(
             f"a dataset is named by text, not by a value of type {type(text).__name__}"
@@ -53,7 +51,6 @@ def parse_versioned_name(text: str) -> tuple[str, int]:
 
 
 def cut(text: str) -> str:
-    """A text for messages, of which the end is left out if it is long."""
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 

@@ -1,7 +1,7 @@
 """Loads the user's settings, reads files with secrets, and names the user's own folders.
 
 Flags win over the environment, the environment over `~/.config/diesel/config.toml`, and that over
-the defaults. Unknown keys are errors. Settings do not change once they are loaded.
+the defaults. Unknown keys are errors. Loaded settings do not change.
 """
 
 import logging
@@ -24,7 +24,7 @@ KEY_FILE_BYTES_MAX = 4096
 """A limit for files with one secret; a key has 57 characters."""
 
 READ_DEADLINE_S = 30.0
-"""How long a read may wait for the object store before it fails."""
+"""How long a read may wait for the object store."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -32,8 +32,6 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values of the configuration file, the environment and the global options."""
-
     url: str = ""
     user: str = ""
     key_file: str = ""
@@ -41,12 +39,12 @@ class Settings:
 
     @property
     def repository_url(self) -> str:
-        """The URL of the repository; of the one in the user's data folder if none is named."""
+        """The URL of the repository; by default the one in the user's data folder."""
         return self.url or data_folder().as_uri()
 
     @property
     def credentials(self) -> Credentials | None:
-        """The user and the key for the repository's server; None if the URL is not a server's.
+        """The user and the key for the repository's server, or None for other repositories.
 
         Raises ConfigError, PermissionDenied.
         """
@@ -70,7 +68,7 @@ _ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER", "key": "DIESEL_KEY"}
 def load_settings(
     flags: Mapping[str, str | None], environment: Mapping[str, str] | None = None
 ) -> Settings:
-    """The settings that apply. Raises ConfigError for unknown keys and wrong types."""
+    """Raises ConfigError for unknown keys and wrong types."""
     env = os.environ if environment is None else environment
     try:
         file = config_file()
@@ -85,7 +83,7 @@ def load_settings(
 
 
 def parse_size(text: str) -> int:
-    """The number of bytes in a text such as 4096, 64K, 4M or 1G. Raises UsageError."""
+    """The bytes in a text such as 4096, 64K, 4M or 1G. Raises UsageError."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise UsageError(f"bad size {text!r}", advice="write it as 4096, 64K, 4M or 1G")
@@ -95,10 +93,10 @@ def parse_size(text: str) -> int:
 def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
     """The content of a file with a secret, which only its user should be able to read.
 
-    If others may read it and this user can change its mode, raises PermissionDenied. If the user
-    cannot, a warning is logged once: container engines mount secrets read-only, or as another user,
-    with modes that they choose. `what` names the content in messages. Raises ConfigError if the
-    file cannot be read, or is longer than `bytes_max`.
+    If others may read it, raises PermissionDenied, or logs a warning once if this user cannot
+    change the mode: container engines mount secrets read-only or as another user, with their own
+    modes. `what` names the content in messages. Raises ConfigError if the file cannot be read, or
+    is longer than `bytes_max`.
     """
     try:
         with path.open("rb") as file:
@@ -118,7 +116,6 @@ def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
 
 
 def _can_change_mode(descriptor: int, owner: int) -> bool:
-    """Whether this user can change the mode of an open file that belongs to the user `owner`."""
     is_ours = os.geteuid() in (0, owner)
     return is_ours and not os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
 
@@ -148,7 +145,6 @@ def _key_in(path: Path) -> bytes:
 
 
 def _from_file(path: Path) -> dict[str, str]:
-    """The settings in a configuration file; none if it does not exist. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -166,18 +162,16 @@ def _from_file(path: Path) -> dict[str, str]:
 
 
 def config_file() -> Path:
-    """The path of the user's configuration file."""
     return _home("XDG_CONFIG_HOME", ".config") / "diesel" / "config.toml"
 
 
 def data_folder() -> Path:
-    """The folder of the default repository."""
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 
 def user_folders() -> dict[str, Path]:
-    """The folders of this user's files, by what lies in them: `config`, `data`, `state`, `cache`.
-    They need not exist. Raises ConfigError where there is no home folder."""
+    """The folders of this user's files by content: `config`, `data`, `state`, `cache`. They may be
+    missing. Raises ConfigError without a home folder."""
     return {
         "config": config_file().parent,
         "data": data_folder(),
@@ -187,12 +181,12 @@ def user_folders() -> dict[str, Path]:
 
 
 def state_folder() -> Path:
-    """The folder of the logs of background programs; it is made if it is missing."""
+    """The folder of the logs of background programs; made if missing."""
     return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")
 
 
 def runtime_folder() -> Path:
-    """The folder of the sockets of running programs; it is made if it is missing.
+    """The folder of the sockets of running programs; made if missing.
 
     Raises PermissionDenied if other users can enter it.
     """
@@ -200,7 +194,7 @@ def runtime_folder() -> Path:
     if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
         folder = private_folder(Path(value) / "diesel")
     else:
-        # Nodes may share a home folder, but a socket is of one node.
+        # Nodes may share a home folder, but a socket belongs to one node
         folder = private_folder(state_folder() / f"run-{os.uname().nodename}")
     if folder.lstat().st_mode & 0o077:
         raise PermissionDenied(f"others can enter {folder}", advice=f"chmod 700 {folder}")
@@ -208,8 +202,7 @@ def runtime_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of copies of snapshots and the like, which are fetched again if they are lost; it
-    is made if it is missing."""
+    """The folder of copies that can be fetched again, such as snapshots; made if missing."""
     return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")
 
 
@@ -231,7 +224,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _home(variable: str, default: str) -> Path:
-    """The folder that an XDG variable names, or its default. Raises ConfigError."""
+    """Raises ConfigError."""
     value = os.environ.get(variable, "")
     if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)

@@ -5,7 +5,7 @@
     s3://bucket/prefix?meta=...          an object store (gs://, az:// likewise)
     diesel://host:port                   a server (diesel+tls:// encrypted)
 
-Such a URL may hold a password. `str` and `repr` leave it out; `full_url`, which is passed to other
+Such a URL may hold a password. `str` and `repr` omit it; `full_url`, which is passed to other
 processes of DIESEL-FS, contains it.
 """
 
@@ -25,26 +25,24 @@ _SECRET = re.compile(
     r"(?<=://)(?:[^/?#@]*@(?:[^/?#@\s]*@)*"
     r"|(?::|[^\[/?#@\s:][^/?#@\s]{0,128}:(?!\d{1,5}[/?#,]))[^\s@\"']{0,2048}@(?:[^/?#@\s\"']*@)*)"
 )
-"""User and password: what stands between `://` and `@`. A password may hold an `@`, which is
-allowed here; or, by mistake, a `/`, `?` or `#`, which should be escaped: then a port, which could
-stand behind the first colon instead, is told by its digits."""
+"""User and password: the text between `://` and `@`. A password may hold an `@`, or by mistake an
+unescaped `/`, `?` or `#`; digits after the first colon then show whether they are a port."""
 
 
 def shown_url(text: str) -> str:
-    """A URL of any kind, with `***` for its user and password."""
+    """With `***` for its user and password."""
     return _SECRET.sub("***@", text)
 
 
 def passwords_in(text: str) -> Iterator[str]:
-    """The passwords in the URLs of a text, as they stand there and as they are meant."""
+    """The passwords in the URLs of a text, as written and unescaped."""
     for match in _SECRET.finditer(text):
         password = match.group()[:-1].partition(":")[2]
         yield from filter(None, dict.fromkeys((password, unquote(password))))
 
 
 class HostPort(NamedTuple):
-    """The name or address of a host, without brackets, and a port. As text an IPv6 address has
-    brackets."""
+    """Without brackets, which an IPv6 address has as text."""
 
     host: str
     port: int
@@ -54,7 +52,7 @@ class HostPort(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, default_port: int | None = None) -> Self:
-        """What HOST:PORT means, or HOST alone where there is a default port. Raises ValueError."""
+        """Parse HOST:PORT, or HOST alone with a default port. Raises ValueError."""
         parts = urlsplit(f"//{text}")
         port = default_port if parts.port is None else parts.port
         if not parts.hostname or port is None or parts.netloc != text or "@" in text:
@@ -78,14 +76,14 @@ class RepositoryUrl:
 
     @property
     def objects_url(self) -> str:
-        """The URL of the object store, without the metadata store."""
+        """Without the metadata store."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
     def full_url(self) -> str:
-        """The whole URL, with its password."""
+        """With its password."""
         return (
             f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
             if self.meta
@@ -101,7 +99,7 @@ class RepositoryUrl:
 
 
 def parse_url(text: str) -> RepositoryUrl:
-    """Parse the URL of a repository. Raises ConfigError for any other form."""
+    """Raises ConfigError."""
     shown = repr(shown_url(text))
     if "://" not in text:
         shown = repr(shown_url(f"://{text}")[3:])
@@ -119,7 +117,7 @@ def parse_url(text: str) -> RepositoryUrl:
     with_plus = parts.query.replace("+", "%2B")  # `parse_qsl` reads the + in redis+cluster as space
     query = dict(parse_qsl(with_plus, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
-        name = "" if "@" in parts.query else f" {unknown[0]!r}"  # half of a password, perhaps
+        name = "" if "@" in parts.query else f" {unknown[0]!r}"  # perhaps half of a password
         raise ConfigError(
             f"bad repository URL: unknown parameter{name}",
             advice="in the URL behind ?meta= write & as %26",

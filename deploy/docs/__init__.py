@@ -1,1 +1,1 @@
-"""The documentation site: how it is built, and its settings."""
+"""Builds the documentation site."""

@@ -1,10 +1,9 @@
 """Builds the documentation site (`make docs`): `python -m deploy.docs.site MKDOCS`.
 
-The pages are the Markdown files of the tree, at their own places, so that links between them hold
-on the site as in the tree. Two pages are made here: the help of each command, and the reference of
-the Python interface, which mkdocstrings fills from the docstrings. A link to a source file leads to
-a copy of it; one to a folder of the tree becomes plain text. mkdocs fails where a link or an anchor
-leads nowhere (`strict` in mkdocs.yaml).
+The pages are the Markdown files of the tree at their own places, so that links between them work.
+Two more pages are made: the help of each command, and the Python interface, from the docstrings. A
+link to a source file leads to a copy of it; a link to a folder becomes plain text. mkdocs fails at
+a dead link or anchor (`strict` in mkdocs.yaml).
 """
 
 import os
@@ -30,7 +29,7 @@ _LINK = re.compile(r"(?<!\!)\[([^\]]*)\]\((?!https?:)([^)#\s]+)\)")
 
 
 def gather(pages: Path) -> None:
-    """Write all pages to a folder, whose former content is removed."""
+    """Write all pages to a folder, and remove its former content."""
     shutil.rmtree(pages, ignore_errors=True)
     for page in _tracked("*.md"):
         text = (TREE / page).read_text(encoding="utf-8")
@@ -42,7 +41,6 @@ def gather(pages: Path) -> None:
 
 
 def _tracked(pattern: str) -> list[Path]:
-    """Files of the tree, from its root."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", pattern]
     found = subprocess.run(listing, cwd=TREE, check=True, capture_output=True, text=True).stdout
     return [Path(name) for name in sorted(found.split("\0")) if name]
@@ -59,7 +57,6 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
-    """A link of a page as the site has it."""
     text, target = link.groups()
     there = (TREE / page.parent / target).resolve()
     if there.is_dir():
@@ -72,11 +69,10 @@ def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
 
 
 def _commands() -> Iterator[str]:
-    """The help of `dlcmd` and of its verbs, as a page."""
-    yield from ("# Help of each command", "", "What `--help` prints.", "")
+    yield from ("# Help of each command", "", "The output of `--help`.", "")
     for context in _contexts(_context(program, "dlcmd", None)):
-        said = context.command.get_help(context)
-        yield from (f"## {context.command_path}", "", "```text", said, "```", "")
+        text = context.command.get_help(context)
+        yield from (f"## {context.command_path}", "", "```text", text, "```", "")
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
@@ -84,7 +80,6 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 
 def _contexts(context: click.Context) -> Iterator[click.Context]:
-    """A command and the commands below it."""
     yield context
     if isinstance(group := context.command, click.Group):
         for name in group.list_commands(context):
@@ -94,7 +89,7 @@ def _contexts(context: click.Context) -> Iterator[click.Context]:
 
 
 def _interface() -> Iterator[str]:
-    """The page of the Python interface: all that the two packages export."""
+    """The page of the Python interface: all exports of the two packages."""
     yield from ("# Python", "")
     for package in (diesel_fs, diesel_fs.torch):
         for name in package.__all__:
@@ -102,7 +97,7 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Gather the pages, and let the program `mkdocs` build the site. Returns its exit code."""
+    """Returns the exit code of `mkdocs`."""
     gather(PAGES)
     command = [
         mkdocs,

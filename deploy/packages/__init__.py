@@ -1,5 +1,4 @@
-"""Builds what is installed: the sdist and the wheel (`dist`), and the Debian package (`debian`).
+"""Builds the sdist and the wheel (`dist`), and the Debian package (`debian`), in `dist/`.
 
-Read `share` first: the man pages and the completions, which all three carry, are made from the
-programs themselves. Everything lies in `dist/` afterwards.
+Read `share` first: it makes the man pages and the completions from the programs themselves.
 """

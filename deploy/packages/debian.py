@@ -1,8 +1,8 @@
 """Builds the Debian package: `python -m deploy.packages.debian` (or `make deb`).
 
-Debian's numpy, redis and pyfuse3 are too old for us, so the package carries an environment of its
-own in `/opt/diesel-fs`, with the wheel and what it needs. The interpreter is the system's
-`/usr/bin/python3`; the package depends on that version of Python.
+Debian's numpy, redis and pyfuse3 are too old for us, so the package has its own environment in
+`/opt/diesel-fs`. The interpreter is the system's `/usr/bin/python3`; the package depends on that
+version of Python.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from .dist import DIST, TREE, build, main, set_time
 
 PYTHON = Path("/usr/bin/python3")
 HOME = Path("/opt/diesel-fs")
-"""Where the environment lies; the units in `deploy/systemd` start its programs."""
+"""The folder of the environment; the units in `deploy/systemd` start its programs."""
 
 LINKS = {
     "usr/bin/dlcmd": "dlcmd",
@@ -35,7 +35,7 @@ LINKS = {
 """Links to programs of the environment. mount(8) looks for `mount.TYPE` in /usr/sbin alone."""
 
 UNUSED = ("bin/activate*", "bin/Activate*", "bin/diesel-csi", "bin/diesel-operator", "share")
-"""What the package leaves out of the environment. The two programs are for containers."""
+"""Files of the environment that the package omits. The two programs are for containers."""
 
 CONTROL = """\
 Package: diesel-fs
@@ -78,7 +78,7 @@ set -e
 PRERM = """\
 #!/bin/sh
 set -e
-# What was mounted by hand or from fstab goes on until it is unmounted
+# Other mounts, made by hand or from fstab, continue until they are unmounted
 if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
     systemctl stop diesel-server.service 'diesel-mount@*.service' || true
 fi
@@ -93,7 +93,7 @@ SCRIPTS = {"postinst": RELOAD, "prerm": PRERM, "postrm": POSTRM}
 
 
 def build_deb() -> Path:
-    """Build the package and return it. Raises CalledProcessError."""
+    """Raises CalledProcessError."""
     _, wheel = build()
     stage = TREE / "build" / "deb"
     shutil.rmtree(stage, ignore_errors=True)
@@ -112,7 +112,7 @@ def _output(*command: str) -> str:
 
 
 def _make_environment(stage: Path, wheel: Path) -> None:
-    """Make `/opt/diesel-fs` below `stage`, so that it works when it is moved to `/`."""
+    """Make `/opt/diesel-fs` below `stage`, such that it works after it is moved to `/`."""
     home = stage / HOME.relative_to("/")
     home.mkdir(parents=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -130,8 +130,8 @@ def _make_environment(stage: Path, wheel: Path) -> None:
             path.write_bytes(path.read_bytes().replace(os.fsencode(home), os.fsencode(HOME)))
     for path in home.rglob("direct_url.json"):  # it names a file of this machine
         path.unlink()
-    # Compiled here, since no user may write there (but for the tests of other packages);
-    # `unchecked`, since nothing changes there
+    # Compiled now, since no user may write there (except the tests of other packages);
+    # `unchecked`, since the sources never change
     compiling = ["-m", "compileall", "-q", "-x", "/tests/"]
     compiling += ["--invalidation-mode", "unchecked-hash"]
     subprocess.run(
@@ -140,7 +140,6 @@ def _make_environment(stage: Path, wheel: Path) -> None:
 
 
 def _add_files(stage: Path) -> None:
-    """Add links, units, documents, and the folders of the administrator's files."""
     for place, program in LINKS.items():
         (stage / place).parent.mkdir(parents=True, exist_ok=True)
         (stage / place).symlink_to(HOME / "bin" / program)
@@ -170,7 +169,6 @@ def _compress(page: Path) -> None:
 
 
 def _add_control(stage: Path, architecture: str) -> None:
-    """Add the folder DEBIAN."""
     files = [path for path in sorted(stage.rglob("*")) if path.is_file() and not path.is_symlink()]
     control = stage / "DEBIAN"
     control.mkdir()
@@ -189,8 +187,8 @@ def _add_control(stage: Path, architecture: str) -> None:
 
 
 def _depends() -> Iterator[str]:
-    """What the package needs: this version of Python, and the C libraries that pyfuse3 was compiled
-    against."""
+    """The package's dependencies: this version of Python, and the C libraries that pyfuse3 was
+    compiled against."""
     version = _output(str(PYTHON), "-c", "import sys; print('%d %d' % sys.version_info[:2])")
     major, minor = map(int, version.split())
     yield f"python3 (>= {major}.{minor}~), python3 (<< {major}.{minor + 1}~)"

@@ -1,6 +1,6 @@
 """Builds the sdist, and from it the wheel: `python -m deploy.packages.dist` (or `make dist`).
 
-The same commit gives the same bytes: all files bear the time of the commit, or SOURCE_DATE_EPOCH.
+The same commit gives the same bytes: all files have the time of the commit, or SOURCE_DATE_EPOCH.
 """
 
 import gzip
@@ -22,8 +22,8 @@ DIST = TREE / "dist"
 
 
 def set_time() -> int:
-    """Set SOURCE_DATE_EPOCH to the time of the commit, unless it is set, and return it. Where there
-    is no git, it is the time of the last change of `pyproject.toml`."""
+    """Set SOURCE_DATE_EPOCH to the time of the commit (without git: of `pyproject.toml`), unless it
+    is set, and return it."""
     if "SOURCE_DATE_EPOCH" not in os.environ:
         command = ["git", "log", "-1", "--format=%ct"]
         done = subprocess.run(command, cwd=TREE, check=False, capture_output=True, text=True)
@@ -33,7 +33,6 @@ def set_time() -> int:
 
 
 def build() -> tuple[Path, Path]:
-    """Build both, and return the sdist and the wheel."""
     time_s = set_time()
     DIST.mkdir(exist_ok=True)
     shutil.rmtree(TREE / "share", ignore_errors=True)
@@ -41,14 +40,14 @@ def build() -> tuple[Path, Path]:
     _run("-c", "from setuptools.build_meta import build_sdist; build_sdist('dist')")
     sdist = DIST / f"diesel_fs-{diesel_fs.__version__}.tar.gz"
     _repack(sdist, time_s)
-    # From the sdist, so that what is missing there is missing in the wheel, too
+    # From the sdist, so that a file missing there is missing in the wheel, too
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", "dist"]
     _run("-m", "pip", "wheel", *options, str(sdist))
     return sdist, DIST / f"diesel_fs-{diesel_fs.__version__}-py3-none-any.whl"
 
 
 def _run(*words: str) -> None:
-    # Here setuptools would take the tree itself for an installed package with other metadata
+    # Otherwise setuptools would take the tree for an installed package with other metadata
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, *words], cwd=TREE, check=False, env=environment, stdout=subprocess.PIPE,
@@ -60,7 +59,7 @@ def _run(*words: str) -> None:
 
 
 def _repack(archive: Path, time_s: int) -> None:
-    """Write a tar anew, so that it says nothing of when, where and by whom it was made."""
+    """Write a tar anew, without the time, place and user of its making."""
     with tarfile.open(archive) as old:
         members = [(each, old.extractfile(each)) for each in sorted(old, key=lambda m: m.name)]
         content = io.BytesIO()
@@ -78,7 +77,6 @@ def _repack(archive: Path, time_s: int) -> None:
 
 
 def main(built: Sequence[Path]) -> None:
-    """Name what was built."""
     for path in built:
         print(path.relative_to(TREE))
 

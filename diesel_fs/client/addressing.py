@@ -1,8 +1,8 @@
-"""Finds the entries that a Python program names by their paths or by their indices.
+"""Finds the entries that a Python program names by paths or indices.
 
-A path is `str`, `bytes` or an `os.PathLike`, relative to the dataset's root, which is `""`. Single
-slashes separate its components; it neither begins nor ends with one. An index is the number of an
-entry in the version that is shown, from 0 on. Pure functions, safe from any thread.
+A path is `str`, `bytes` or an `os.PathLike`, relative to the dataset's root (`""`), with single
+slashes between its components and none at its ends. An index is the number of an entry in the shown
+version, from 0 on. Pure; safe from any thread.
 """
 
 import io
@@ -23,10 +23,9 @@ from ..format.snapshot.reader import Indices, Snapshot
 PathText = str | bytes | os.PathLike[str]
 
 EntryKey = PathText | SupportsIndex
-"""What names an entry: its path or its index."""
 
 EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
-"""What names many entries: all their paths, or all their indices."""
+"""All paths, or all indices."""
 
 _PATHS = (str, bytes, os.PathLike)
 _NO_LISTS = (bytearray, memoryview, io.IOBase, Mapping)
@@ -34,12 +33,11 @@ _MIXED = "entries are named by paths only, or by whole numbers only"
 
 
 def is_path(key: EntryKey) -> bool:
-    """Whether an entry is named by its path."""
     return isinstance(key, _PATHS)
 
 
 def encoded(path: object) -> bytes:
-    """A path as bytes. Raises UsageError for another type, and for text that cannot be encoded."""
+    """A path as bytes. Raises UsageError for another type or text that cannot be encoded."""
     if not isinstance(path, _PATHS):
         raise wrong_type("a path", "str, bytes or os.PathLike", path)
     try:
@@ -59,7 +57,7 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
 
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
-    """The encoded paths of entries, or their indices, as they were given. Raises UsageError."""
+    """The encoded paths of entries, or their indices, as given. Raises UsageError."""
     if isinstance(entries, np.ndarray) and entries.dtype == np.int64 and entries.ndim == 1:
         return entries
     if isinstance(entries, _PATHS):
@@ -84,7 +82,7 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
 
 
 def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
-    """The indices of what `names_of` returned. Raises NoSuchPath, and UsageError for a bad path."""
+    """The indices for the result of `names_of`. Raises NoSuchPath, or UsageError for bad paths."""
     if isinstance(names, np.ndarray):
         if len(names) and int(names.view(np.uint64).max()) >= len(view):  # negative ones are large
             for outermost in (names.min(), names.max()):
@@ -97,7 +95,6 @@ def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
 
 
 def _check_index(view: Snapshot, index: int) -> int:
-    """Return an index that the version has. Raises NoSuchPath for another."""
     if not 0 <= index < len(view):
         raise NoSuchPath(f"index {index} is outside 0..{len(view) - 1}")
     return index

@@ -1,15 +1,11 @@
 """Reads and writes one dataset from Python, without a mount: `connect` and `Dataset`.
 
 The calls are those of libDIESEL (the DIESEL paper, Table 3); docstrings name them as DL_get etc.
-README.md beside this module lists all calls for users.
 
-A `Dataset` shows one version: the one at which it was opened, until `flush`, `delete`, `refresh`,
-or a path that only a newer version has, moves it on. Calls name entries by path or index
-(`addressing.py`).
-
-Several threads may read; only one may write. A forked child may go on reading, and so may a process
-that loads a pickle of the dataset, which opens the same version anew (`reopening.py`). Puts that
-are not flushed stay with the process that made them.
+A `Dataset` shows one version. `flush`, `delete`, `refresh`, or a path that only a newer version has
+moves it on. Several threads may read; only one may write. A forked child may go on reading, and so
+may a process that loads a pickle of the dataset (`reopening.py`). Puts that are not flushed stay
+with the process that made them.
 """
 
 import inspect
@@ -71,7 +67,7 @@ MEMORY_BYTES_DEFAULT = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _OpenOptions:
-    """How a dataset is opened, apart from where and which: see `connect`."""
+    """Arguments of `connect` that do not name the dataset."""
 
     memory_bytes: int | None
     compress: str
@@ -80,8 +76,6 @@ class _OpenOptions:
 
 
 class _Order(NamedTuple):
-    """The arguments of the last `shuffle`."""
-
     seed: int
     epoch: int
     group_size: int
@@ -110,20 +104,19 @@ def connect(
     version, which must be kept; such a dataset is read-only until `refresh` moves it on.
 
     `url`, `user` and `key` name the repository and your account on a server; if None, they come
-    from the environment, as for `dlcmd`. `create` makes a repository and dataset that are missing.
+    from the environment, as for `dlcmd`. `create` makes a missing repository and dataset.
 
-    `memory_bytes` limits the memory for chunks; if None, it is MEMORY_BYTES_DEFAULT, and grows to
-    the two groups of chunks that `shuffle` needs. `compress` is "auto", "lz4" or "none".
+    `memory_bytes` limits the memory for chunks; None means MEMORY_BYTES_DEFAULT, or more if the two
+    groups of chunks of `shuffle` need it. `compress` is "auto", "lz4" or "none".
 
     With `task=NAME`, contents are read through the cache that the nodes of this training task
-    share. This node is number `rank` of `world`; by default as SLURM or torchrun say, else the only
-    one. `task_key` is the task's secret (or in DIESEL_TASK_KEY). `task_memory_bytes`, and
-    `cache_dir` with `cache_bytes`, are the memory and disk of this node's part. `peers`, `listen`,
-    `advertise`, `policy`, `evict`, `peer_tls` and `peers_through_master` are the options of
-    `dlcmd mount`. None means the default. The first process of a node that joins settles these
-    options for its node; a later one that asks for something else logs a warning.
+    share. This node is number `rank` of `world`; by default as set by SLURM or torchrun, else the
+    only one. `task_key` is the task's secret (or DIESEL_TASK_KEY). `task_memory_bytes`, `cache_dir`
+    and `cache_bytes` are the memory and disk of this node's part. The other options are those of
+    `dlcmd mount`; None means the default. The first process of a node settles the options for the
+    node; a later one with others logs a warning.
 
-    For a bucket (`url="s3://..."`) a helper process does the requests, so that this one may fork.
+    A bucket (`url="s3://..."`) is read through a helper process, so that this process may fork.
 
     Raises NoSuchDataset, NotFoundError for a version that is not kept, ObjectStoreError,
     MetadataError, UsageError.
@@ -166,7 +159,7 @@ def connect(
 
 @contextmanager
 def _creation_advised(*, create: bool) -> Iterator[None]:
-    """Around what fails without a repository or dataset, if the caller has not asked to make it."""
+    """Add advice to errors about a missing repository or dataset, unless `create` is set."""
     try:
         yield
     except (ObjectMissing, NoSuchDataset) as error:
@@ -181,17 +174,16 @@ def _creation_advised(*, create: bool) -> Iterator[None]:
 def list_datasets(
     url: str | None = None, user: str | None = None, key: str | None = None
 ) -> list[str]:
-    """Return the names of the datasets of a repository, sorted; on a server, of those that you may
-    read. The arguments are those of `connect`.
+    """Return the sorted names of a repository's datasets; on a server, of those that you may read.
 
-    Raises ObjectStoreError, MetadataError, UsageError.
+    The arguments and errors are those of `connect`.
     """
     with open_configured(_load(url, user, key)) as repository:
         return [info.name for info in repository.datasets()]
 
 
 def _load(url: str | None, user: str | None, key: str | None) -> Settings:
-    """The settings with these arguments of a call. Raises UsageError for a key without a server."""
+    """Raises UsageError for a key without a server."""
     given = {"url": url, "user": user, "key": key}
     for word, value in given.items():
         if value is not None:
@@ -205,7 +197,7 @@ def _load(url: str | None, user: str | None, key: str | None) -> Settings:
 
 
 class Dataset:
-    """A dataset that is open for reading and writing. `connect` makes it."""
+    """A dataset that is open for reading and writing; see `connect`."""
 
     def __init__(
         self,
@@ -229,10 +221,9 @@ class Dataset:
         self._switch_version(view)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For a pickle: how another process opens the same version, with the order of reading.
+        """The pickle has the version and the order of reading, but no secret.
 
-        The pickle holds no secret. Raises UsageError where the other process will need a secret
-        that is not in the environment.
+        Raises UsageError if the other process will need a secret that is not in the environment.
         """
         self._check_open()
         reference = DatasetReference.of(self._repository, self._view, self.task_options)
@@ -241,7 +232,6 @@ class Dataset:
         return _reopen, (reference, options, is_fixed, self._order)
 
     def __repr__(self) -> str:
-        """Which dataset, version and repository this is; without secrets."""
         state = ", closed" if self._closed else ""
         url = self._repository.url
         return f"<Dataset {self.name}@{self.version} of {url}, files: {len(self)}{state}>"
@@ -275,7 +265,7 @@ class Dataset:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `connect` was asked for this very version, so that nothing can be written."""
+        """Whether `connect` opened a named version, so that nothing can be written."""
         return self._kept
 
     def __len__(self) -> int:
@@ -296,10 +286,10 @@ class Dataset:
         return bytes(whole_object(reader.read(index)))
 
     def open(self, path: EntryKey) -> EntryFile:
-        """Return the content of a file as a binary stream that can seek, for large files and parts.
+        """Return a file's content as a seekable binary stream, for large files and parts.
 
-        The stream stays with the version that is shown now. Raises NoSuchPath, IsAFolder; while
-        reading, CorruptError and the errors of the store.
+        The stream stays with the current version. Raises NoSuchPath, IsAFolder; while reading,
+        CorruptError and the errors of the store.
         """
         index, reader = self._find(path)
         _check_file(reader.snapshot, index)
@@ -308,8 +298,8 @@ class Dataset:
     def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
         """Yield the contents of many files in this order; fetch chunks ahead in the background.
 
-        A content stays valid as long as its view is held. Raises NoSuchPath and IsAFolder
-        before anything is read; later as `get`.
+        A content stays valid as long as its view is held. Raises NoSuchPath and IsAFolder before
+        it reads anything, and later as `get`.
         """
         indices, reader = self._find_many(paths)
         kinds = layout.kinds(reader.snapshot.columns.flags[indices])
@@ -328,14 +318,14 @@ class Dataset:
         drop_last: bool = False,
         below: EntryKey = "",
     ) -> npt.NDArray[np.int64]:
-        """Return a rank's files in chunk-wise random order, as indices (DL_shuffle).
+        """Return a rank's files in chunk-wise random order, as indices of this version
+        (DL_shuffle).
 
-        `diesel_fs.orders.shuffle` defines the order and its parameters. `below` restricts it to
-        the files below a folder. `get` and `read_many` in this order load each chunk once; they
-        keep at most two groups of `group_size` chunks in memory, or the whole dataset if it fits.
-        This holds until the next `shuffle`, or until another version is shown, for which the
-        indices are not valid. Raises NoSuchPath, and UsageError for bad numbers and where the
-        chunks of one group do not fit `memory_bytes`.
+        `diesel_fs.orders.shuffle` defines the order and its parameters. `below` selects the files
+        below a folder. Until the next `shuffle`, `get` and `read_many` in this order load each
+        chunk once and keep at most two groups of `group_size` chunks in memory, or the whole
+        dataset if it fits. Raises NoSuchPath, and UsageError for bad numbers or if the chunks of
+        one group do not fit `memory_bytes`.
         """
         top = self._index(below)
         if self._view.stat(top).kind != Kind.FOLDER:
@@ -352,8 +342,8 @@ class Dataset:
     def follow(self, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
 
-        Its groups end at the positions `ends`. Raises UsageError where the chunks of one group do
-        not fit `memory_bytes`, NoSuchPath.
+        Its groups end at the positions `ends`. Raises NoSuchPath, and UsageError if the chunks of a
+        group do not fit `memory_bytes`.
         """
         self._check_open()
         view = self._view
@@ -390,9 +380,9 @@ class Dataset:
         return [os.fsdecode(name) for name in view.names(view.children(index))]
 
     def task_stats(self) -> dict[str, object]:
-        """Return the state and counters of the task's cache, with what this object read from it.
+        """Return the state and counters of the task's cache, and of this object's reads from it.
 
-        Empty without a task, and for a process that has not joined it.
+        Empty without a task, or in a process that has not joined it.
         """
         return {} if self._task is None else self._task.stats()
 
@@ -427,15 +417,15 @@ class Dataset:
         self._pending.add(self._view, source, path, mode, mtime_ns)
 
     def flush(self) -> int:
-        """Make all puts durable (DL_flush), and move on to the version that has them; return it.
+        """Make all puts durable (DL_flush), move on to the version that has them, and return it.
 
-        Raises ConflictError after that if another writer has put a folder where this one has put a
-        file, or the other way round; the dataset then has the folder.
+        Then raises ConflictError if another writer has put a folder at the path of one of these
+        files, or a file at that of a folder; the dataset then has the folder.
         """
         self._check_open()
         if (report := self._pending.flush()) is None:
             return self._view.version
-        if not self._version_fixed:  # else the version that is shown stays, without the new files
+        if not self._version_fixed:  # a fixed version stays, without the new files
             self._pending.forget_paths()
             self.refresh()
         for path, reason in report.failed:
@@ -464,12 +454,12 @@ class Dataset:
     # Metadata
 
     def save_meta(self, file: str | os.PathLike[str]) -> None:
-        """Write the metadata of the version that is shown to a snapshot file (DL_save_meta)."""
+        """Write the metadata of the shown version to a snapshot file (DL_save_meta)."""
         self._check_open()
         save_snapshot(self._view, local_path("file", file))
 
     def load_meta(self, file: str | os.PathLike[str]) -> bool:
-        """Show the version in a snapshot file (DL_load_meta); return whether it is the current one.
+        """Show the version of a snapshot file (DL_load_meta); return whether it is the current one.
 
         Only `refresh` moves on from it. Raises FormatError, and ForeignError for a snapshot of
         another dataset.
@@ -491,11 +481,12 @@ class Dataset:
     ) -> PurgeReport:
         """Free the space of replaced and deleted files (DL_purge).
 
-        Chunks of which more than the share `max_unused` is unused are rewritten; the old ones are
-        deleted when no reader can need them. `keep` is the number of versions to keep, `grace_s`
-        how long old chunks stay; -1 means the same as before (see `PurgeOptions`).
+        Flushes, rewrites chunks with more than the share `max_unused` of unused bytes, deletes the
+        old ones when no reader can need them, and moves on to the current version. `keep` versions
+        are kept, and old chunks stay for `grace_s` seconds; -1 leaves a setting as it is (see
+        `PurgeOptions`).
 
-        It flushes first, and moves on to the current version. Raises BusyError, NoSpaceError.
+        Raises BusyError, NoSpaceError.
         """
         if isinstance(max_unused, bool) or not isinstance(max_unused, int | float | np.number):
             raise wrong_type("max_unused", "a share between 0 and 1", max_unused)
@@ -519,10 +510,7 @@ class Dataset:
         self.close()
 
     def close(self) -> None:
-        """Flush, and release everything (DL_close).
-
-        In a forked child it flushes only what the child has put.
-        """
+        """Flush and release everything (DL_close). A forked child flushes only its own puts."""
         if self._closed:
             return
         try:
@@ -540,7 +528,7 @@ class Dataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:  # nothing is flushed: the puts of the block are not complete
+        if kind is not None:  # the puts of the block are incomplete, so they are not flushed
             self._closed = True
             self._release()
         self.close()
@@ -566,7 +554,6 @@ class Dataset:
 
     @keyword_errors()
     def _switch_version(self, view: Snapshot) -> None:
-        """Show another version, with a reader of its own."""
         if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
@@ -577,7 +564,6 @@ class Dataset:
         self._reader = EntryReader(view, self._objects_of(view), memory_bytes)
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
-        """The object store to read a version from: the repository's, or the task's cache."""
         if not self.task_options:
             return self._repository.objects
         task = self._task
@@ -594,15 +580,11 @@ class Dataset:
         return task
 
     def _index(self, key: EntryKey) -> int:
-        """The index of an entry. Raises as `_find`."""
         return self._find(key)[0]
 
     def _find(self, key: EntryKey) -> tuple[int, EntryReader]:
-        """The index of an entry, and the reader of the version that has it there; another thread
-        may move the dataset on meanwhile. Moves on to a newer version for a missing path.
-
-        Raises NoSuchPath.
-        """
+        """The index of an entry, and the reader of its version (another thread may move the dataset
+        on). Moves on to a newer version for a missing path."""
         self._check_open()
         reader = self._reader
         try:
@@ -614,7 +596,6 @@ class Dataset:
             return index_of(reader.snapshot, key), reader
 
     def _find_many(self, many: EntryKeys) -> tuple[npt.NDArray[np.int64], EntryReader]:
-        """As `_find`, of many entries."""
         self._check_open()
         names = names_of(many)
         reader = self._reader
@@ -627,7 +608,7 @@ class Dataset:
             return indices_of(reader.snapshot, names), reader
 
     def _catch_up(self) -> bool:
-        """Move on to a newer version, if there is one; return whether there was."""
+        """Move on to a newer version if there is one; return whether there was."""
         if self._version_fixed:
             return False
         head = self._repository.dataset(self.name).head
@@ -638,7 +619,6 @@ class Dataset:
 
 
 def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
-    """Numbers of an array or sequence. Raises UsageError for anything else."""
     try:
         found = np.asarray(value)
     except (ValueError, TypeError):  # lists of several lengths
@@ -649,7 +629,6 @@ def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
 
 
 def _check_file(view: Snapshot, index: int) -> None:
-    """Raises IsAFolder for a folder, and UsageError for a link."""
     kind = view.stat(index).kind
     if kind == Kind.FILE:
         return
@@ -666,7 +645,6 @@ def _reopen(
     is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
-    """Open the dataset that a pickle refers to. See `Dataset.__reduce__`."""
     is_version_fixed, is_kept = is_fixed
     options = replace(options, task=reference.task_options_with_key)
     repository = reference.repository()

@@ -1,13 +1,12 @@
-"""Finds what differs between two versions of datasets, or between a version and a folder.
+"""Compares two versions of datasets, or a version with a folder.
 
 An entry is **changed** if both sides have an entry of the same kind at its path with another mode,
-mtime, size, content or link target. An entry that is of another kind on the second side is removed
-and added. The contents of two versions are compared by the checksums of their extents (the parts of
-files that lie in one chunk). The files of a folder are compared as `put` compares them: by size and
-mtime, and with `checksum` by content.
+mtime, size, content or link target; one of another kind is removed and added. Contents of two
+versions are compared by the checksums of their extents, and files of a folder as `put` compares
+them: by size and mtime, and with `checksum` by content.
 
-Nothing is written. Two versions are compared as columns of numbers: 1.28 million entries take about
-a second. A folder is walked as by `put`, with one of its folders in memory at a time.
+Nothing is written. Two versions with 1.28 million entries take about a second. A folder is walked
+with one of its folders in memory at a time.
 """
 
 import os
@@ -27,15 +26,13 @@ from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
 CompareProgress = Callable[[int], None]
-"""Called with the number of entries that have been compared so far."""
+"""Called with the number of entries compared until now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The paths that only the second side has, that differ, and that only the first side has.
-
-    `failed` has the paths of a folder that could not be read, with the reasons.
-    """
+    """Paths by kind of difference. `failed` has the paths that could not be read, with the
+    reasons."""
 
     added: Collection[bytes]
     changed: Collection[bytes]
@@ -45,7 +42,7 @@ class Differences:
 
 
 class _Paths(Collection[bytes]):
-    """The paths of some entries, which are decoded only while somebody iterates over them."""
+    """The paths of some entries, which are decoded only during iteration."""
 
     def __init__(self, view: Snapshot, entries: Indices) -> None:
         self._view, self._entries = view, entries
@@ -65,7 +62,7 @@ def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differ
     old_entries = old.walk(old.index_of(below))
     new_entries = new.walk(new.index_of(below))
     matched = diff_snapshots(old, new)
-    in_new = np.zeros(len(old), np.bool_)  # of each old entry: whether the new version has its path
+    in_new = np.zeros(len(old), np.bool_)  # by old entry: whether the new version has its path
     in_new[matched.same_path[matched.same_path >= 0]] = True
     differs = matched.unchanged < 0
     differs[matched.folders_with_new_attributes] = True
@@ -82,10 +79,9 @@ def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differ
 def compare_folder(
     view: Snapshot, below: bytes, folder: Path, *, checksum: bool, progress: CompareProgress
 ) -> Differences:
-    """The differences from a version, at and below a path, to a folder.
+    """The changes that `put --delete` of a folder would make at and below a path.
 
-    They are what `put --delete` of that folder would do. Raises NotFoundError, PermissionDenied,
-    and ConflictError if `below` is a file.
+    Raises NotFoundError, PermissionDenied, and ConflictError if `below` is a file.
     """
     options = PutOptions(delete=True, allow_empty=True, checksum=checksum)
     added: list[bytes] = []
@@ -99,7 +95,7 @@ def compare_folder(
 
     root = open_source(folder)
     try:
-        # Whether an entry's chunk can be read does not matter here; `put` puts such an entry again
+        # `put` also repairs entries with unreadable chunks; that is no difference here
         comparer = FolderComparer(view, below, options, Filter(options), lambda _: True, fail, root)
         for changes in comparer.changes(walk(root, Filter(options), fail)):
             for path, kind in _entries(changes, below):
@@ -120,7 +116,6 @@ def compare_folder(
 
 
 def _entries(changes: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
-    """The entries of one folder that differ, the folder itself first."""
     path = target_path(below, changes.path)
     if changes.entry is not None:
         yield path, Kind.FOLDER

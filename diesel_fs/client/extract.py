@@ -2,8 +2,8 @@
 
 Nothing outside the destination is touched: folders are opened component by component, and links are
 never followed. An existing file is replaced only with `force`, and only by a whole file. The order
-of writing is: folders, files in the order of their chunks (so each chunk is read once), links, and
-last the attributes of folders, deepest first.
+is folders, files by their place in the chunks (so each chunk is read once), links, and last the
+attributes of folders, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
 its name or not at all, and survives a power cut once the kernel has written it.
@@ -44,7 +44,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FOLDERS = 64  # descriptors kept; enough, since the files of a folder mostly share chunks
-_BATCH_BYTES = 64 << 20  # contents of one `read_many`, which bounds the memory that it holds
+_BATCH_BYTES = 64 << 20  # contents of one `read_many`, to bound its memory
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
 _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a store end the get
@@ -52,11 +52,11 @@ _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a st
 
 @dataclass(slots=True)
 class GetReport:
-    """What a get has done so far.
+    """The progress of a get.
 
-    `total` and `entries` count all entries, and those that are done. `files` and `content_bytes`
-    count the files that were written, `unchanged` the equal entries that existed. `failed` has the
-    paths that were left out, with the reasons.
+    `total` and `entries` count all entries, and those done. `files` and `content_bytes` count files
+    written, `unchanged` the equal entries that existed. `failed` has the paths left out, with the
+    reasons.
     """
 
     total: int = 0
@@ -68,14 +68,13 @@ class GetReport:
 
 
 GetProgress = Callable[[GetReport], None]
-"""Called whenever the report has changed."""
 
 
 def _no_progress(_: GetReport) -> None: ...
 
 
 class _EntrySkipped(Exception):
-    """An entry cannot be written; the message is the reason."""
+    """The message is the reason."""
 
 
 def get(
@@ -90,12 +89,12 @@ def get(
     """Write the entry at `path`, with contents, mode, mtime and link targets as they were put.
 
     The contents of a folder go into the folder `dest`, which gets the folder's attributes if it is
-    new or empty. A file or link becomes `dest`, or goes into `dest` if that is a folder. An equal
-    entry that exists is left alone. One that differs is replaced only with `force`; an existing
-    folder gets other attributes only with `force`.
+    new or empty. A file or link becomes `dest`, or goes into it if it is a folder. An equal
+    existing entry is left alone. A different one is replaced, and an existing folder gets other
+    attributes, only with `force`.
 
-    Returns a report that names the entries that could not be written. Raises NoSuchPath,
-    NoSpaceError, PermissionDenied, ObjectStoreError.
+    The report names the entries that could not be written. Raises NoSuchPath, NoSpaceError,
+    PermissionDenied, ObjectStoreError.
     """
     top = view.index_of(path)
     is_folder, is_new = view.stat(top).kind == Kind.FOLDER, False
@@ -125,17 +124,13 @@ def get(
 
 
 def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
-    """Open the folder `dest`, which is made if it is missing.
-
-    Returns its descriptor, and whether it is new or empty, so that it gets the dataset's
-    attributes.
-    """
+    """Open or make the folder `dest`. Returns its descriptor, and whether it is new or empty."""
     try:
         check_links(dest)
         dest.parent.mkdir(parents=True, exist_ok=True)
         try:
             dest.mkdir()
-            dest.chmod(mode & MODE_MASK | 0o700)  # near to what it gets at the end
+            dest.chmod(mode & MODE_MASK | 0o700)  # near to its final mode
         except FileExistsError:
             pass  # it gets the dataset's attributes only if it is empty
         root = os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -157,8 +152,8 @@ def _destination_error(dest: Path, error: OSError) -> Exception:
 class _Folders:
     """Descriptors of the destination's folders, by the index of the dataset's folder.
 
-    Each is opened from the folder above it. So a path may be longer than the kernel's limit, and a
-    link that somebody puts in the place of a folder is an error and never followed.
+    Each is opened from the folder above it, so a path may be longer than the kernel's limit, and a
+    link that replaces a folder is an error.
     """
 
     def __init__(self, view: Snapshot, top: int, root: int) -> None:
@@ -185,17 +180,13 @@ class _Folders:
         return folder
 
     def close(self) -> None:
-        """Close all descriptors, the root's too."""
         for folder in (*self._open.values(), self._root):
             close_folder(folder)
         self._open.clear()
 
 
 def _safe_name(view: Snapshot, index: int) -> bytes:
-    """The name of an entry, checked again, since a snapshot may come from an untrusted place.
-
-    Raises _EntrySkipped for a name that could lead out of its folder.
-    """
+    """The name of an entry, checked again, since a snapshot may come from an untrusted place."""
     name = view.name(index)
     if fault := name_fault(name):
         raise _EntrySkipped(f"not written: its name has {fault}")
@@ -204,8 +195,6 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
 
 @dataclass(eq=False)
 class _FolderWriter:
-    """Writes the entries of one `get` into a folder."""
-
     view: Snapshot
     reader: EntryReader
     folders: _Folders
@@ -215,8 +204,7 @@ class _FolderWriter:
     report: GetReport = field(default_factory=GetReport)
 
     def write_tree(self, top: int, is_new: bool) -> None:
-        """Write everything below the folder `top`; where the destination is new, its attributes
-        too."""
+        """Write everything below the folder `top`, and its attributes if `is_new`."""
         below = self.view.walk(top)
         kinds = layout.kinds(self.view.columns.flags[below])
         folders = below[kinds == Kind.FOLDER]
@@ -235,7 +223,7 @@ class _FolderWriter:
         self.progress(self.report)
 
     def write_entries(self, indices: Indices) -> None:
-        """Write files, in the order of their chunks, and then links."""
+        """Write files, in the order of their chunks, then links."""
         self.report.total = max(self.report.total, len(indices))
         kinds = layout.kinds(self.view.columns.flags[indices])
         files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
@@ -254,7 +242,7 @@ class _FolderWriter:
     def _make_folder(self, index: int) -> bool:
         """Make a folder that we can write into; return whether it gets the dataset's attributes."""
         above, name = self._destination_of(index)
-        mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to what it gets at the end
+        mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to its final mode
         try:
             os.mkdir(name, mode, dir_fd=above)
         except FileExistsError:
@@ -272,10 +260,8 @@ class _FolderWriter:
         return True
 
     def _finish_folder(self, index: int) -> None:
-        """Set a folder's attributes, after its entries; of an implicit folder only the mode.
-
-        An implicit folder was never put itself: it exists because something lies below it.
-        """
+        """Set a folder's attributes, after its entries. An implicit folder, which exists only since
+        something lies below it, gets only its mode."""
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
         folder = self.folders[index]
@@ -289,8 +275,6 @@ class _FolderWriter:
     # Files and links
 
     def _must_write(self, index: int) -> bool:
-        """Whether an entry has to be written: it does not exist, or differs and `force` is
-        given."""
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             try:
@@ -363,7 +347,6 @@ class _FolderWriter:
             self._count_entry()
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
-        """The descriptor of the folder that an entry goes into, and its name there."""
         name = self.names.get(index) or _safe_name(self.view, index)
         return self.folders[self.view.parent(index)], name
 
@@ -372,7 +355,6 @@ class _FolderWriter:
         self.progress(self.report)
 
     def add_failure(self, index: int, reason: str) -> None:
-        """Name an entry in the report as one that could not be written."""
         self.report.failed.append((self.view.path(index), reason))
         self._count_entry()
 
@@ -380,7 +362,7 @@ class _FolderWriter:
 class _EntryErrors:
     """Turns an error inside `with` into a failure of one entry; a full disk ends the whole get.
 
-    A class, not a generator function: it is entered for each entry, and three times as fast.
+    A class, since a generator function would take three times as long for each entry.
     """
 
     def __init__(self, writer: _FolderWriter, index: int) -> None:
@@ -409,7 +391,7 @@ class _EntryErrors:
 
 
 def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
-    """Files in the order of their bytes in the chunks, so that each chunk is read once."""
+    """Sort files by their bytes in the chunks, so that each chunk is read once."""
     if not len(files):
         return files
     return files[np.lexsort((view.columns.offset[files], view.chunk_of(files)))]
@@ -418,10 +400,10 @@ def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
 def contents(
     view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, Iterable[memoryview] | Exception]]:
-    """Yield each file, in this order, with its content in pieces, or with the error of reading it.
+    """Yield each file, in this order, with its content in pieces or with the error of reading it.
 
-    An extent is the part of a file in one chunk. The extents of a file that has several are read
-    while its pieces are consumed, which may raise. Raises ObjectStoreError if the store fails.
+    The pieces of a file of several extents are read as they are consumed, which may raise. Raises
+    ObjectStoreError if the store fails.
     """
     has_many_extents = (view.columns.flags[files] & layout.MANY_EXTENTS) != 0
     ends = np.cumsum(np.where(has_many_extents, 0, view.columns.size[files]).astype(np.int64))
@@ -436,7 +418,7 @@ def contents(
 def _whole_files(
     view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, tuple[memoryview] | Exception]]:
-    """The files that have one extent, read together; after an error, the rest is read anew."""
+    """Read files of one extent together; after an error, go on with the next file."""
     done = 0
     while done < len(files):
         try:
@@ -450,7 +432,6 @@ def _whole_files(
 
 
 def _pieces(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
-    """The content of one file, extent by extent."""
     done = 0
     for extent in view.extents(index):
         content = reader.read(index, extent.start, extent.size)
@@ -476,9 +457,9 @@ def get_tar(
 ) -> GetReport:
     """Write the contents of a folder, or a file, as a tar (PAX), in the order of the folders.
 
-    Files whose bytes are lost are left out and named in the report. Raises NoSuchPath, OSError of
-    `out`, and FormatError if a file of several extents cannot be read to its end: its header has
-    been written by then, so the tar is not whole.
+    Files that cannot be read are left out and named in the report. Raises NoSuchPath, OSError of
+    `out`, and FormatError if a file of several extents cannot be read to its end: the tar then ends
+    after that file's header.
     """
     top = view.index_of(path)
     below = view.walk(top)
@@ -517,7 +498,7 @@ def get_tar(
 
 
 def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
-    """The tar header of an entry. It has no owner, since a dataset keeps none."""
+    """The tar header of an entry, without an owner, since a dataset keeps none."""
     entry: Stat = view.stat(index)
     info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     info.mode = entry.mode & MODE_MASK
@@ -538,7 +519,7 @@ def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
 
 
 def _grant_owner(above: int, name: bytes, mode: int) -> None:
-    """Let its owner read and write a folder; never through a link."""
+    """Let the owner read and write a folder, without following a link."""
     folder = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         os.chmod(f"/proc/self/fd/{folder}", stat.S_IMODE(mode) | 0o700)
@@ -548,8 +529,8 @@ def _grant_owner(above: int, name: bytes, mode: int) -> None:
 
 @contextmanager
 def _named_at_end(name: bytes, folder: int) -> Iterator[str]:
-    """A temporary name in a folder, for an entry that gets its own name when the `with` ends
-    without an error, and is removed after an error."""
+    """A temporary name in a folder; the entry is renamed to `name` when the `with` ends, or removed
+    after an error."""
     temporary = temporary_name()
     try:
         yield temporary

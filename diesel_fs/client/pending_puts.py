@@ -1,8 +1,7 @@
-"""What one process has put into a dataset and not flushed: the write half of a `Dataset`.
+"""Holds the puts of one process until they are flushed: the write half of a `Dataset`.
 
 A put is checked against the newest version that this process knows and against its own earlier
-puts, packed into chunks, and durable after `flush`. One thread at a time may call. A forked child
-starts with nothing put: what its parent has put stays with the parent.
+puts, and packed into chunks. One thread at a time may call. A forked child inherits no puts.
 """
 
 import io
@@ -30,7 +29,7 @@ from ..system.atomic_file import close_folder
 from .addressing import PathText, encoded
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
-"""Where a file's content comes from: the path of a file, bytes, or a binary file object."""
+"""The path of a file, bytes, or a binary file object."""
 
 _READ_BYTES = 1 << 20
 _MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
@@ -38,8 +37,6 @@ _SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length i
 
 
 class PendingPuts:
-    """The puts and deletions of this process that have not been flushed."""
-
     def __init__(self, repository: Repository, view: Snapshot, compress: str) -> None:
         self._repository = repository
         self._name = view.dataset
@@ -51,7 +48,6 @@ class PendingPuts:
         self._files: set[bytes] = set()  # likewise
 
     def note_version(self, view: Snapshot) -> None:
-        """Note that the dataset shows another version."""
         self._newest = max(self._newest, view, key=_version)
 
     def add(
@@ -89,8 +85,7 @@ class PendingPuts:
         self._files.difference_update(paths)
 
     def flush(self) -> PutReport | None:
-        """Make all puts durable. Returns the conflicts with other writers, or None if this process
-        has put nothing."""
+        """Make all puts durable. Returns the conflicts with other writers, or None without puts."""
         if self._writing is None or self._process != os.getpid():
             return None
         session, packer = self._writing
@@ -102,12 +97,12 @@ class PendingPuts:
         return report
 
     def forget_paths(self) -> None:
-        """Forget which paths were put: the version that is to be shown has them."""
+        """The next shown version has the paths that were put."""
         self._folders.clear()
         self._files.clear()
 
     def close(self) -> None:
-        """Drop what has not been flushed. May be called repeatedly."""
+        """Drop the puts that are not flushed. Repeatable."""
         if self._writing is not None and self._process == os.getpid():
             self._writing[1].close()
         self._forget()
@@ -117,18 +112,16 @@ class PendingPuts:
         self.forget_paths()
 
     def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
-        """The session and the packer of this process, which are made first."""
         if self._process != os.getpid():
             self._forget()
         if self._writing is None:
             session = self._repository.begin(self._name, create=False)
             session.use_view(view)
-            _ = session.view  # loads the version of now: conflicts are found against it
+            _ = session.view  # loads the current version, against which conflicts are found
             self._writing = session, start_packer(session, CHUNK_BYTES_DEFAULT, self._compress)
         return self._writing
 
     def _add_file(self, packer: Packer, source: Path, target: bytes, now: int) -> None:
-        """Put a file of this machine. Raises FileSkipped, NoSuchFile, PermissionDenied."""
         try:
             real = Path(os.path.realpath(source, strict=True))
             folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -147,7 +140,7 @@ class PendingPuts:
             raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
 
     def _target(self, path: PathText) -> bytes:
-        """The path of a file to be put. Raises UsageError, and ConflictError for a folder."""
+        """Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
             raise UsageError(
@@ -160,15 +153,14 @@ class PendingPuts:
         return target
 
     def _kind_at(self, path: bytes) -> Kind | None:
-        """The kind of the entry at a path, in the newest version that this process knows: another
-        writer may have put it after the version that is shown."""
+        """The kind of the entry at a path in the newest known version, which may be newer than the
+        shown one."""
         assert self._writing is not None
         view = max(self._newest, self._writing[0].view, key=_version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
-        """Put the folders above a path that are missing. Raises ConflictError."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._folders:
@@ -185,7 +177,7 @@ class PendingPuts:
 
 
 def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
-    """Copy a file object to its end. Raises UsageError for any other object, and for text."""
+    """Raises UsageError for other objects than files, and for text."""
     read = getattr(source, "read", None)
     if not callable(read):
         raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)

@@ -1,7 +1,7 @@
-"""What a pickle of an open dataset holds, and how another process opens the same version from it.
+"""Pickles an open dataset as a reference, from which another process opens the same version.
 
 A pickle may be stored anywhere, so it holds neither a key nor an address with a password. The other
-process finds those in its own environment, as `dlcmd` does. Safe from any thread.
+process takes those from its own environment, as `dlcmd` does. Safe from any thread.
 """
 
 import os
@@ -33,13 +33,11 @@ class DatasetReference:
 
     @classmethod
     def of(cls, repository: Repository, view: Snapshot, task: TaskOptions) -> Self:
-        """A reference to the version `view`.
-
-        Raises UsageError where another process with our environment would not find the same
+        """Raises UsageError if another process with our environment would not find the same
         repository, account and task.
         """
         url, credentials = repository.url, repository.credentials
-        has_password = "@" in url.meta  # a wrong yes only means that DIESEL_URL must be set
+        has_password = "@" in url.meta  # if wrongly true, only DIESEL_URL must be set
         found = cls(
             url=str(url) if has_password else url.full_url,
             has_password=has_password,
@@ -64,23 +62,21 @@ class DatasetReference:
 
     @property
     def task_options_with_key(self) -> TaskOptions:
-        """The task's options, with its key from the environment."""
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
         return replace(self.task_options, task_key=key)
 
     def repository(self) -> Repository:
-        """Open the repository. Raises ConfigError for a missing secret, and as
-        `open_repository`."""
+        """Raises ConfigError for a missing secret, and as `open_repository`."""
         return open_repository(*self.address())
 
     def snapshot(self, repository: Repository) -> Snapshot:
-        """The same version. Raises as `same_view`."""
+        """Raises as `same_view`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 
     def address(self) -> tuple[RepositoryUrl, Credentials | None]:
         """The repository's URL and the account, with secrets from the environment.
 
-        Raises ConfigError where one is missing.
+        Raises ConfigError if one is missing.
         """
         settings = load_settings(
             {"user": self.user or None, "url": None if self.has_password else self.url}

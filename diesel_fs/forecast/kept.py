@@ -1,23 +1,20 @@
-"""Finds where each read of a job is served from: replays the accesses of all epochs through the
-caches of its nodes, with the eviction policies of `cache/policy.py` themselves.
+"""Finds the tier that serves each read of a job: replays all accesses through the caches of its
+nodes, with the eviction policies of `cache/policy.py` themselves.
 
-There are three layouts of a cache:
+A cache has one of three layouts:
 
-- **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes
-  (`peers/members/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses
-  is fetched whole while there is free room. In a full cache the policy decides whether it replaces
-  others; where the policy cannot tell, ski rental does (`cache/admission.py`). What is not fetched
-  is read past the cache, from the store.
-- **files**: single files in a node's memory. Whatever was read is offered to the policy.
-- **log**: the order log (LCache, section III-B). The SSD holds the first bytes of the order in
-  which the node will read in the next epoch, as far as it reads these files in this one. They are
-  read in sequence. A node logs only what it reads itself.
+- **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes, which
+  keeps it in memory or on its SSD. On a miss the owner fetches the chunk whole if there is free
+  room. In a full cache the policy decides whether the chunk replaces others, or ski rental if the
+  policy has no view (`cache/admission.py`). Other misses are read from the store, past the cache.
+- **files**: single files in a node's memory. Every file that was read is offered to the policy.
+- **log**: the order log (LCache, section III-B). A node's SSD holds the start of its order in the
+  next epoch, limited to files that the node reads in this one, and is read in sequence.
 
-What is simplified: memory and SSD of a node are one cache, whose chunks stay where they came; only
-owners keep chunks; all fetches succeed, and none takes so long that another read misses meanwhile.
-A policy that knows the future knows all reads of all epochs. A chunk is decided on by the reads of
-its files, as in a node's cache, where those of a push are still to come
-(`peers/node/chunk_future.py`); a single file when it has been read. Pure.
+Simplifications: memory and SSD of a node are one cache, and a chunk never moves between them; only
+owners keep chunks; every fetch succeeds before the next read. Policies that know the future know
+all epochs. A chunk is judged by the reads of its files, including those of the current push, as in
+`peers/node/chunk_future.py`; a file is judged after its read.
 """
 
 from collections import Counter
@@ -43,32 +40,32 @@ from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 Layout = Literal["chunks", "files", "log"]
 
 ORDER_LOG = "order"
-"""The name of the order log among the policies that are compared."""
+"""The order log's name among the policies."""
 
 NAMES = (*POLICIES, ORDER_LOG)
 
 Sizes = npt.NDArray[np.float64]
 
 Sources = npt.NDArray[np.uint8]
-"""Where each read is served from: one of the next four."""
+"""The tier of each read: one of the next four."""
 
 MEMORY, DISK, PEER, STORE = range(4)
 TIERS = ("memory", "disk", "peer", "store")
 
 OnProgress = Callable[[float], None]
-"""Called with the part that is done, 0 to 1."""
+"""Called with the fraction done."""
 
 _PROGRESS_ACCESSES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochSources:
-    """Where the reads of one epoch came from.
+    """The tiers and the costs of one epoch's reads.
 
-    `source` is by row. By push: `requests` to the store, and the bytes from the store, over the
-    network and from the node's own SSD. The node that owns a chunk fetches it, so a fetch counts
-    at the push that this node loads at that time. `written_bytes` went to the SSDs of all nodes.
-    `is_resident`, by row: the mount need not load the file, as it is in a cache of files.
+    By row: `source`, and `is_resident` (a cache of files has the file, so the mount need not load
+    it). By push: `requests` to the store, and the bytes from the store, over the network and from
+    the node's own SSD. A fetch counts at the push that the chunk's owner loads at that time.
+    `written_bytes` went to the SSDs of all nodes.
     """
 
     source: Sources
@@ -81,14 +78,13 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """The name of a policy, or the order log's. Raises UsageError for another."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name
 
 
 def looks_ahead(policy: str, layout: Layout) -> bool:
-    """Whether what is kept in an epoch depends on the next one. Raises UsageError."""
+    """Whether the cache's contents in an epoch depend on the next epoch. Raises UsageError."""
     return layout == "log" or _knows_future(POLICIES[check_policy(policy)]())
 
 
@@ -105,9 +101,8 @@ def replay(
     following: EpochReads | None = None,
     progress: OnProgress = lambda _: None,
 ) -> list[EpochSources]:
-    """Where all reads of all epochs come from, with an empty cache before the first. `following` is
-    the epoch after them, if there is one: the order log is written for it, and a policy that knows
-    the future knows it. Raises UsageError."""
+    """Replay all epochs, with an empty cache before the first. `following` is the epoch after them,
+    if any, for the order log and for policies that know the future. Raises UsageError."""
     if layout == "log":
         return _replay_log(job, files, epochs, following)
     if layout == "files":
@@ -116,12 +111,12 @@ def replay(
 
 
 class UnitCache:
-    """One cache of units (chunks or files): which are in it, and which replace which.
+    """One cache of units (chunks or files): which units it holds, and which replace which.
 
-    `memory_bytes` is filled before `disk_bytes`. With `costs`, units that replace others must be
-    worth it by the policy or by ski rental (`cache/admission.py`); without, whatever is read
-    replaces others, unless the policy says no. Where the future is known, `costs` go with `chunks`:
-    the live bytes of each, and those of one read of it.
+    `memory_bytes` is filled before `disk_bytes`. With `costs`, a unit replaces others only if the
+    policy or ski rental (`cache/admission.py`) finds it worth it; without, each unit that is read
+    does, unless the policy refuses. A policy that knows the future also needs `chunks`: the live
+    bytes of each chunk, and the bytes of one read of it.
     """
 
     def __init__(
@@ -142,22 +137,20 @@ class UnitCache:
         self._bytes_max = memory_bytes + disk_bytes
         self._free = [memory_bytes, disk_bytes]
         self._tier: dict[int, int] = {}
-        # A policy that knows the future decides itself, so nothing is noted for ski rental then
+        # A policy that knows the future decides itself, so ski rental needs no record
         self._admission: SkiRentalAdmission | None = None
         if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
-        self._position = 0  # reads that are known and have come
+        self._position = 0  # the number of reads that have come
         self._future: FutureUses | None = None
         self._chunk_future: ChunkFuture | None = None
-        # By chunk: when enough of it will have been read to fetch it, or a time before that
+        # For each chunk, a time until which too little of it will have been read to fetch it
         self._enough_at: dict[int, int] = {}
         self.written_bytes = 0
-        """To the disk, so far."""
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
-        """The units of all reads that will come, in their order; `unit_count` is the number of all
-        units."""
+        """Set the units of all reads to come, in their order, out of `unit_count` units."""
         if self._knows_future:
             self._future = FutureUses([UnitOrder(units)], unit_count)
             self._policy.set_future(self._future)
@@ -166,18 +159,17 @@ class UnitCache:
 
     @property
     def decides_before_reads(self) -> bool:
-        """Whether `advance` is called after the accesses of a push, not before them."""
+        """Whether `advance` must be called after the accesses of a push instead of before them."""
         return self._chunk_future is not None
 
     def advance(self, count: int) -> None:
-        """The next `count` reads come together, in one push."""
+        """Pass the next `count` reads, which come together in one push."""
         self._position += count
         if self._future is not None:
             self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
-        """A reader wants so many bytes of a unit. Where it is (MEMORY, DISK or STORE), and whether
-        it has been fetched whole for that."""
+        """Read `wanted` bytes of a unit. Return its tier, and whether it was fetched whole."""
         if unit in self._held:
             self._policy.record_access(unit)
             if self._admission is not None:
@@ -208,8 +200,8 @@ class UnitCache:
         return STORE, True
 
     def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
-        """Whether it is known from before that not enough of a chunk will be read until the first
-        victim is needed again. It spares most walks over the victims in a full shuffle."""
+        """Whether too little of a chunk will be read before the first victim is needed again, by an
+        earlier result. Avoids most walks over the victims in a full shuffle."""
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
@@ -228,7 +220,7 @@ class UnitCache:
             self._admission.reset_misses(unit)
 
     def _victims(self, unit: int, size: int, wanted: int) -> list[int] | None:
-        """The units that this one replaces; None where it stays out."""
+        """The units that this one would replace, or None if it must stay out."""
         policy, room = self._policy, self._free[0] + self._free[1]
         if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
@@ -236,7 +228,7 @@ class UnitCache:
         first = next(order, None)
         if first is None or self._is_read_too_seldom(unit, first):
             return None
-        shortage = Shortage[int](max(size - room, 1))  # the room of both tiers does for no unit
+        shortage = Shortage[int](max(size - room, 1))  # neither tier alone has room for the unit
         if not shortage.choose(chain((first,), order), self._sizes.__getitem__):
             return None
         victims = shortage.victims
@@ -311,8 +303,8 @@ def _replay_chunks(
 def _pushes_of_nodes(
     job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
-    """The push that each of these nodes loads while another one loads `push`: its last before that
-    one, or its first."""
+    """The push that each of these nodes loads while another loads `push`: its last before, or its
+    first."""
     found = push.copy()
     for each in range(job.nodes):
         mine = np.flatnonzero(reads.rank // job.ranks == each).astype(np.int32)
@@ -386,14 +378,13 @@ def _replay_log(
 
 
 def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
-    """The node that reads each row."""
     return reads.rank[reads.push[reads.access]] // np.int32(job.ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """Of one epoch, by access: where it was served from, and whether its unit was fetched for it.
-    And the bytes written to disks."""
+    """For each access: the tier, and whether the unit was fetched for it; and bytes written to
+    disks."""
 
     source: Sources
     is_fetched: Mask
@@ -410,8 +401,8 @@ def _summed(
     found: _Found,
     layout: Layout,
 ) -> EpochSources:
-    """What an epoch's reads cost, by push. `source` is by row, `is_fetched` (whole chunks) and
-    `crosses` (the network) are by access; `fetched_at` has the push at which each fetch counts."""
+    """The costs of an epoch's reads, by push. `source` is by row, `is_fetched` (whole chunks) and
+    `crosses` (the network) are by access; each fetch counts at its push in `fetched_at`."""
     count = len(reads.rank)
 
     def by_push(push: npt.NDArray[np.int32], size: Numbers) -> Numbers:
@@ -436,8 +427,8 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """Those of one epoch, by access: the push, the unit, the bytes that are wanted, the number of
-    the cache, and how many files are read."""
+    """For each access of one epoch: the push, unit, bytes wanted, number of the cache, files
+    read."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]
@@ -446,7 +437,7 @@ class _Accesses:
     reads: Numbers
 
     def pushes(self) -> Numbers:
-        """Where the accesses of each push begin, and at last their number."""
+        """The index of each push's first access, then the number of accesses."""
         starts = np.flatnonzero(np.diff(self.push, prepend=-1))
         return np.append(starts, len(self.push))
 
@@ -458,7 +449,7 @@ def _run(
     unit_count: int,
     progress: OnProgress,
 ) -> list[_Found]:
-    """All accesses of the first `epoch_count` epochs that are known, in their order."""
+    """Replay the accesses of the first `epoch_count` epochs; the policies know all of `known`."""
     for number, cache in enumerate(caches):
         mine = [each.cache == number for each in known]
         units = [

@@ -1,7 +1,6 @@
 """Describes a training job to the forecast: its nodes, the store, and how it reads.
 
-All rates are in bytes per second and times in seconds, of one node where nothing else is said.
-Values only; safe from any thread.
+Rates are in bytes per second and times in seconds, for one node unless a field says otherwise.
 """
 
 from dataclasses import dataclass
@@ -13,20 +12,20 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""Requests to the store at once: `FETCH_THREADS` of `cache/stored_parts.py`."""
+"""Parallel requests: `FETCH_THREADS` of `cache/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
-"""Of all nodes. The time of a simulation grows with nodes and ranks, too."""
+"""On all nodes together. The time of a simulation also grows with nodes and ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastStore:
     """The object store, as one node sees it.
 
-    A request takes `request_s` until its first byte comes, and then gets `connection_bytes_per_s`
-    at most. All requests of a node together get `bytes_per_s`. Prices are in any currency: for
-    1,000 requests, and for 1e9 bytes that leave the store.
+    The first byte of a request comes after `request_s`, the others at no more than
+    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. Prices, in any currency,
+    are for 1,000 requests, and for 1e9 bytes that leave the store.
     """
 
     request_s: float = 0.02
@@ -36,7 +35,6 @@ class ForecastStore:
     price_per_gb: float = 0.0
 
     def price(self, requests: int, size: int) -> float:
-        """What so many requests cost that bring `size` bytes together."""
         return requests / 1000 * self.price_per_1000 + size / 1e9 * self.price_per_gb
 
 
@@ -44,8 +42,8 @@ class ForecastStore:
 class ForecastNode:
     """One machine of the job; all are alike.
 
-    `window_bytes`: memory into which the mount loads files before they are read. `memory_bytes`:
-    memory of the cache beside that. `disk_bytes`: the SSD folder of the cache.
+    `window_bytes`: memory into which the mount loads files ahead of the reader. `memory_bytes`: the
+    cache's own memory. `disk_bytes`: its folder on an SSD.
     """
 
     window_bytes: int
@@ -56,7 +54,7 @@ class ForecastNode:
     network_bytes_per_s: float = 1.25e9
     network_request_s: float = 0.0002
     push_bytes_per_s: float = 1e9
-    """How fast one process checks contents and hands them to the kernel: 963 MB/s were measured
+    """The rate of checking and pushing contents into the kernel: 963 MB/s measured in one process
     with files of 110 KiB (tests/bench/RESULTS.md)."""
 
 
@@ -64,10 +62,9 @@ class ForecastNode:
 class ForecastJob:
     """A data-parallel training job. Its constructor raises UsageError.
 
-    In each iteration, each of `nodes` x `ranks` processes reads `batch` files, and the slowest one
-    sets the pace. `images_per_s` is the rate of the model and of decoding on one rank, where no
-    read is waited for. `workers` are the processes of a rank's DataLoader, each of which has two
-    batches under way.
+    In each iteration, each of `nodes` x `ranks` processes reads `batch` files; the slowest sets the
+    pace. `images_per_s` is the rate of the model and of decoding on one rank without waits. Each
+    rank's DataLoader has `workers` processes with two batches under way each.
     """
 
     node: ForecastNode
@@ -111,5 +108,4 @@ class ForecastJob:
 
     @property
     def world(self) -> int:
-        """The number of ranks of all nodes."""
         return self.nodes * self.ranks

@@ -1,13 +1,12 @@
-"""Turns the orders of a job's epochs into what its mounts ask for, in the order of asking.
+"""Turns the orders of a job's epochs into the requests of its mounts, in their sequence.
 
-A mount does not read file by file. It cuts each rank's order into *pushes* (the units of
-`mounts/prefetch/units.py`: a whole chunk where its files are near each other in the order, else up
-to 256 files of many chunks), and loads the push first that is needed first. All that a push wants
-of one chunk is one *access* to the cache. So in chunk-wise order a chunk is accessed once an epoch,
-and in full order nearly as often as it has files.
+A mount cuts each rank's order into *pushes* (`mounts/prefetch/units.py`): a whole chunk if its
+files are near each other in the order, else up to 256 files of many chunks. It loads first the push
+that is needed first. All parts of one chunk in one push are one *access* to the cache. So a chunk
+is accessed once an epoch in chunk-wise order, and nearly once for each of its files in full order.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
-the chunk, as the mount reads them. Files without content have no rows.
+the chunk, as the mount reads them. Empty files have no rows.
 
 Works on columns, in about a second for each million files. Pure.
 """
@@ -36,11 +35,11 @@ _LIMITS = ReadLimits()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForecastFiles:
-    """The files of a dataset, and the chunks that hold them. It can be pickled.
+    """The files of a dataset, and the chunks that hold them. Can be pickled.
 
-    `chunk`, `offset`, `stored` and `pages` have a value for each file, in the order of `shuffled`:
-    its first chunk, where its bytes begin there, how many they are, and the pages that its content
-    takes in memory. A file of several extents counts as if all of it lay in its first chunk.
+    By file, in the order of `shuffled`: its first chunk (`chunk`), the offset and number of its
+    bytes there (`offset`, `stored`), and its `pages` in memory. A file of several extents counts as
+    if all of it lay in its first chunk.
     """
 
     chunked: ChunkedFiles
@@ -51,7 +50,7 @@ class ForecastFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> "ForecastFiles":
-        """All files of a snapshot. Raises UsageError where it has none, CorruptError."""
+        """All files of a snapshot. Raises UsageError if it has none, and CorruptError."""
         entries = snapshot.files()
         if not len(entries):
             raise UsageError(f"{snapshot.dataset} has no files, so there is nothing to plan")
@@ -71,27 +70,25 @@ class ForecastFiles:
 
     @property
     def chunk(self) -> Indices:
-        """The chunk of each file."""
         return self.chunked.chunks
 
     @property
     def chunk_ids(self) -> list[bytes]:
-        """The ID of each chunk."""
         return [row.tobytes() for row in self.chunked.chunk_ids.reshape(-1, 16)]
 
     @property
     def bytes(self) -> int:
-        """Of all files, as they are stored."""
+        """The stored bytes of all files."""
         return int(self.stored.sum())
 
 
 def epoch_order(
     job: ForecastJob, files: ForecastFiles, epoch: int, given: Indices | None = None
 ) -> Indices:
-    """What each rank reads in an epoch: positions in `files`, by rank and place in its order.
+    """The order of each rank in an epoch: positions in `files`, by rank and place.
 
-    `given` is the order of all ranks together, where the user has one; else it is drawn by the
-    job's seed (`orders/shuffle.py`). It is dealt to the ranks as `dlcmd shuffle` deals it.
+    It is `given` by the user for all ranks together, or drawn by the job's seed
+    (`orders/shuffle.py`), and divided among the ranks as by `dlcmd shuffle`.
     """
     sequence = given
     if sequence is None:
@@ -107,12 +104,12 @@ def epoch_order(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochReads:
-    """The pushes, accesses and rows of one epoch, all numbered in the order of asking.
+    """The pushes, accesses and rows of one epoch, each numbered in the order of requests.
 
-    By rank and place in its order: `push_of` is the push that brings the file, and `arrived_of`
-    the part of that push that has arrived when this file has. By push: `rank`, `first` (the place
-    in its rank's order at which it is needed). By access: `push`, `chunk`, `wanted` (its bytes). By
-    row: `file`, `access`, `place` (in `push_of` as one row).
+    By rank and place in its order: `push_of` is the push that brings the file, and `arrived_of` the
+    fraction of it that has arrived when the file has. By push: `rank`, and `first` (the place in
+    the rank's order at which it is needed). By access: `push`, `chunk`, `wanted` (in bytes). By
+    row: `file`, `access`, `place` (the index into the flattened `push_of`).
     """
 
     push_of: Small
@@ -129,9 +126,9 @@ class EpochReads:
     def requests(
         self, files: ForecastFiles, is_wanted: Mask, limits: "MergeLimits"
     ) -> tuple[Numbers, Numbers]:
-        """How many requests bring the rows for which `is_wanted` holds, and their bytes: by push.
+        """The number of requests, and their bytes, that read the rows of `is_wanted`: by push.
 
-        Neighbours in one chunk are read in one request, as `CoalescingReader` reads them.
+        One request reads neighbours in a chunk, as `CoalescingReader` does.
         """
         count = len(self.rank)
         rows = np.flatnonzero(is_wanted)
@@ -152,25 +149,24 @@ class EpochReads:
 
 @dataclass(frozen=True, slots=True)
 class MergeLimits:
-    """Which neighbours are read in one request: with at most `gap_bytes` between them, and at most
-    `span_bytes` in all."""
+    """One request reads neighbours with at most `gap_bytes` between them, up to `span_bytes`."""
 
     gap_bytes: int
     span_bytes: int
 
 
 IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
-"""Of what a reader of a task's cache reads past it."""
+"""For reads past the cache of a task."""
 
 ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
-"""Of a mount without a cache, at a slow store."""
+"""For a mount without a cache, at a slow store."""
 
 
 def cut_epoch(
     job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
 ) -> EpochReads:
-    """What the mounts ask for in an epoch. With `push_files`, each push has so many files in the
-    rank's order, as other systems read; else the mount's rule decides."""
+    """The reads of the mounts in an epoch. Pushes follow the mount's rule, or have `push_files`
+    files in the rank's order, as in other systems."""
     world, length = order.shape
     if push_files:
         per_rank = -(-length // push_files)
@@ -182,7 +178,7 @@ def cut_epoch(
         push_of, rank, first = _mount_pushes(job, files, order)
     flat_file, flat_push = order.reshape(-1), push_of.reshape(-1)
     by_place = np.lexsort((files.offset[flat_file], files.chunk[flat_file], flat_push))
-    # The part of a push that has arrived with each of its files
+    # The fraction of a push that has arrived with each of its files
     so_far = np.cumsum(files.stored[flat_file[by_place]])
     push_bytes = np.bincount(flat_push, files.stored[flat_file], len(rank))
     before = np.cumsum(push_bytes) - push_bytes
@@ -214,7 +210,7 @@ def cut_epoch(
 def _mount_pushes(
     job: ForecastJob, files: ForecastFiles, order: Indices
 ) -> tuple[Small, Small, Small]:
-    """The push of each rank and place, and of each push its rank and first place."""
+    """The push of each rank and place, and the rank and first place of each push."""
     world, length = order.shape
     columns = Columns(files.chunk.astype(np.int32), files.pages, len(files.chunk_bytes))
     share_bytes = max(job.node.window_bytes // job.ranks, 1)
@@ -224,7 +220,7 @@ def _mount_pushes(
     ]
     rank = np.repeat(np.arange(world, dtype=np.int32), [len(units) for units in cuts])
     first = np.concatenate([units.first for units in cuts])
-    # The mount loads first what a reader comes to first. Ranks are in step.
+    # The mount first loads the push that a reader reaches first. Ranks are in step.
     sequence = np.lexsort((rank, first))
     number = np.empty(len(first), np.int32)
     number[sequence] = np.arange(len(first), dtype=np.int32)

@@ -1,7 +1,4 @@
-"""Says what forecasts mean: which options to take, and all figures in a form for other programs.
-
-Pure: forecasts in, values and words out.
-"""
+"""Recommends a forecast, writes its commands, describes its figures for other programs. Pure."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,27 +8,27 @@ from .kept import ORDER_LOG, TIERS
 from .simulate import EpochForecast, Forecast
 
 ALIKE = 0.02
-"""Times that differ by less than this part count as equal; then the price decides."""
+"""Times that differ by less than this fraction count as equal; then the price decides."""
 
 UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next order"}
-"""What a cache keeps, by its layout."""
+"""The contents of a cache, by its layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
-    """How the user would mount: sizes as they are written after the options."""
+    """The user's options, with sizes as typed."""
 
     dataset: str
     memory: str
     cache_size: str
     is_given_order: bool = False
     fits_alone: bool = False
-    """Whether one machine that shares with no other has memory for the whole dataset."""
+    """Whether one machine, alone, has memory for the whole dataset."""
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:
-    """The forecast to follow: the shortest time of all epochs; among times that are alike the
-    lowest price, then the fewest bytes written to SSDs. One at least must be there."""
+    """The forecast with the shortest time of all epochs; among times that are alike the lowest
+    price, then the fewest bytes written to SSDs. `forecasts` must not be empty."""
     best_s = min(each.seconds for each in forecasts)
     alike = [each for each in forecasts if each.seconds <= best_s * (1 + ALIKE)]
     return min(
@@ -40,14 +37,14 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
-    """Whether a mount of its own suffices: one machine has memory for all, and the user has named
-    no SSD that would keep it for later jobs."""
+    """Whether a mount without a shared cache suffices: one machine has memory for all, and the user
+    names no SSD to keep the data for later jobs."""
     job = forecast.job
     return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
 
 
 def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
-    """The commands that a user pastes: the mount on each node, then the training."""
+    """Shell commands: the mount on each node, then the training."""
     job = forecast.job
     is_plain = needs_no_cache(forecast, options)
     mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]
@@ -76,7 +73,6 @@ def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
 
 
 def described(forecast: Forecast) -> dict[str, object]:
-    """All figures of a forecast, for JSON."""
     return {
         "policy": forecast.policy,
         "shuffle": forecast.job.shuffle,

@@ -1,25 +1,22 @@
 """Simulates the epochs of a training job: hits, bytes, requests, and the time that each rank waits.
 
-`forecast` is the whole of it. What is read from where does not depend on time, since mounts ask in
-a fixed order (`reads.py`, `kept.py`). Time is then simulated by iterations:
+Mounts read in a fixed order, so the source of each read does not depend on time (`reads.py`,
+`kept.py`). `forecast` finds the sources first, then simulates time by iterations:
 
 - The ranks begin an iteration together, when the slowest has ended the one before (data parallel).
-  Each then waits for its batch, and computes for `batch / images_per_s`.
-- A node loads its pushes one after the other, as soon as its window has room: a push needs the
-  memory of its files until these have been read. Where a cache of files (`kept.py`) shares its
-  memory with the window, that also gets what holds nothing of use. The workers of a DataLoader read
-  up to two batches each ahead of the model.
-- A push takes as long as the slowest of what it uses: the store, other nodes, the SSD, and handing
-  the contents to the kernel. Lobster (ICPP 2022, section 4.3, equation 1) adds these terms, since
-  its threads read one file after the other; a mount reads them at once (`coalescing_reader.py`).
-  The store gives a node its rate, or what its parallel requests bring with the store's latency. The
-  latency itself is waited for once, where the node had nothing under way.
+  Each rank then waits for its batch, and computes for `batch / images_per_s`.
+- A node loads its pushes one after the other, as soon as its window has room. A push occupies the
+  memory of its files until these have been read. A cache of files may lend the window memory that
+  holds nothing of later use. DataLoader workers read up to two batches each ahead of the model.
+- A push takes as long as the slowest of its parts: the store, other nodes, the SSD, and pushing
+  into the kernel. (Lobster, ICPP 2022, section 4.3, equation 1, adds these, since its threads read
+  one file after the other; a mount reads in parallel.) The store gives a node its rate, or less if
+  latency limits the parallel requests. A node with nothing under way also waits for one latency.
 - The files of a push arrive evenly, in the order of their places in the chunks. A file that is
   needed before the window has room for it is loaded at once.
 
-Two measures of hits are told apart. **Kept**: the file is in a cache, held since an earlier use.
-**On time**: the file is in the node's memory when its rank begins to wait for the batch, kept there
-or loaded in time. Pure.
+A file is **kept** if a cache has held it since an earlier use, and **on time** if it is in the
+node's memory when its rank begins to wait for the batch, kept there or loaded. Pure.
 """
 
 from collections.abc import Sequence
@@ -36,8 +33,8 @@ from .nodes import CONNECTIONS, ForecastJob
 from .reads import EpochReads, ForecastFiles, Mask, Numbers, cut_epoch, epoch_order
 
 IMBALANCE = 0.1
-"""An iteration is imbalanced where the waits of two ranks differ by more than this part of the time
-that the model computes."""
+"""An iteration is imbalanced if the waits of two ranks differ by more than this fraction of its
+compute time."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -46,9 +43,9 @@ Seconds = npt.NDArray[np.float64]
 class EpochForecast:
     """One epoch of all ranks together.
 
-    `files` and `bytes` are what was read, by the tiers `TIERS` that served it. The store's bytes
-    may be more than its tier's, as chunks are fetched whole. `on_time` is the part of all files,
-    `imbalanced` that of all iterations. `stall_s` is how long each rank waited for its own batches.
+    `files` and `bytes` were read, by the tiers `TIERS` that served them. `store_bytes` may be more
+    than the store's tier, as chunks are fetched whole. `on_time` is a fraction of all files,
+    `imbalanced` of all iterations. `stall_s` is how long each rank waited for its own batches.
     """
 
     files: tuple[int, ...]
@@ -64,18 +61,18 @@ class EpochForecast:
 
     @property
     def kept(self) -> float:
-        """The part of all files that a cache held since an earlier use."""
+        """The fraction of files that a cache had held since an earlier use."""
         return 1 - self.files[STORE] / max(sum(self.files), 1)
 
     @property
     def stalled(self) -> float:
-        """The part of the epoch's time in which ranks waited for reads, their own or others'."""
+        """The fraction of the epoch in which ranks waited for reads, their own or others'."""
         return 1 - self.compute_s / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All epochs of a job with one policy. `layout` says what its cache keeps."""
+    """All epochs of a job with one policy."""
 
     policy: str
     layout: Layout
@@ -89,25 +86,22 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Of all epochs."""
         return sum(each.seconds for each in self.epochs)
 
     @property
     def price(self) -> float:
-        """What the store costs in all epochs."""
         store = self.job.store
         return sum(store.price(each.store_requests, each.store_bytes) for each in self.epochs)
 
 
 def layout_of(policy: str) -> Layout:
-    """What the cache of a mount keeps with this policy."""
     return "log" if policy == ORDER_LOG else "chunks"
 
 
 def read_epochs(
     job: ForecastJob, files: ForecastFiles, given: Indices | None = None
 ) -> list[EpochReads]:
-    """What the mounts ask for in all epochs; `given` as in `epoch_order`."""
+    """The reads of the mounts in all epochs; `given` as in `epoch_order`."""
     return [
         cut_epoch(job, files, epoch_order(job, files, epoch, given)) for epoch in range(job.epochs)
     ]
@@ -123,11 +117,11 @@ def forecast(
     layout: Layout | None = None,
     progress: OnProgress = lambda _: None,
 ) -> Forecast:
-    """Simulate a job. `given` is an order instead of the drawn ones, as in `epoch_order`; `reads`
-    saves cutting the orders again; `layout` overrides `layout_of`. Raises UsageError."""
+    """Simulate a job. `given` is as in `epoch_order`; `reads` saves cutting the orders again;
+    `layout` overrides `layout_of`. Raises UsageError."""
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
-    following = None  # for those that look ahead: else the last epoch would not be like others
+    following = None  # policies that look ahead need it, or the last epoch would differ
     if looks_ahead(policy, layout):
         following = cut_epoch(job, files, epoch_order(job, files, job.epochs, given))
     sources = replay(job, files, reads, policy, layout, following, progress)
@@ -142,8 +136,8 @@ def timed(
     *,
     shares_memory: bool = True,
 ) -> tuple[EpochForecast, ...]:
-    """The epochs with their times, for reads whose sources are known. `shares_memory`: a cache of
-    files lends its window what it holds without using it again."""
+    """The times of the epochs, for reads with known sources. With `shares_memory`, a cache of files
+    lends its window the memory of files that it will not use again."""
     clock = _Clock(job, files, reads, sources, shares_memory=shares_memory)
     done = []
     for number, (each, found) in enumerate(zip(reads, sources, strict=True)):
@@ -169,7 +163,7 @@ def timed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passed:
-    """What time an epoch took; the names are those of `EpochForecast`."""
+    """The time of one epoch; the names are those of `EpochForecast`."""
 
     seconds: float
     compute_s: float
@@ -179,14 +173,14 @@ class _Passed:
 
 
 class _Lane:
-    """The pushes of one node: they are loaded one after the other."""
+    """The pushes of one node, which are loaded one after the other."""
 
     def __init__(
         self, pushes: Numbers, pages_bytes: Seconds, needed: Numbers, room: Seconds
     ) -> None:
-        """`pushes` are their numbers among those of all nodes, in order; `pages_bytes` the memory
-        of each. By iteration over all epochs: how many pushes are `needed` by then, and how much
-        memory those may take together that have begun when it begins."""
+        """`pushes` are numbers among those of all nodes, in order, with their memory in
+        `pages_bytes`. By iteration of all epochs: how many pushes are `needed` by then, and the
+        `room` for all pushes begun by then."""
         self.pushes = pushes
         self.needed = needed.tolist()
         self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
@@ -195,8 +189,6 @@ class _Lane:
 
 
 class _Clock:
-    """Time, from the start of the job on (see the module)."""
-
     def __init__(
         self,
         job: ForecastJob,
@@ -212,7 +204,7 @@ class _Clock:
         self._now_s = 0.0
         self._iteration = 0
         counts = [len(each.rank) for each in reads]
-        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # pushes before
+        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # earlier pushes
         self._service = np.concatenate(
             [
                 _service_s(job, files, each, found)
@@ -267,8 +259,7 @@ class _Clock:
         return lanes
 
     def _window(self, files: ForecastFiles, node: int) -> Seconds:
-        """The memory of a node's window, by iteration. A kept file is of use from one read to the
-        next that finds it."""
+        """The memory of a node's window, by iteration. A kept file is useful until its next hit."""
         job, numbers, rows, hits, first = self._job, [], [], [], 0
         for each, resident in zip(self._reads, self._resident, strict=True):
             length = each.push_of.shape[1]
@@ -283,14 +274,14 @@ class _Clock:
             return window
         iteration, file, is_hit = (np.concatenate(each) for each in (numbers, rows, hits))
         by_file = np.argsort(file, kind="stable")
-        used = np.flatnonzero(is_hit[by_file])  # each hit is behind the use before it
+        used = np.flatnonzero(is_hit[by_file])  # the entry before a hit is the file's earlier use
         size = files.stored[file[by_file[used]]]
         of_use = np.bincount(iteration[by_file[used - 1]], size, first)
         of_use -= np.bincount(iteration[by_file[used]], size, first)
         return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
-        """All iterations of one epoch; they are called in order."""
+        """Run one epoch. Epochs come in their order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
         base = int(self._base[number])
@@ -328,7 +319,7 @@ class _Clock:
         )
 
     def _load(self, lane: _Lane, now_s: float) -> None:
-        """A node begins what it has room for when an iteration begins, and what is needed in it."""
+        """Begin the pushes for which there is room, and those that this iteration needs."""
         until = max(lane.with_room[self._iteration], lane.needed[self._iteration])
         if until <= lane.begun:
             return
@@ -345,7 +336,7 @@ class _Clock:
 def _service_s(
     job: ForecastJob, files: ForecastFiles, reads: EpochReads, found: EpochSources
 ) -> Seconds:
-    """How long a node takes for each push, beside the latency of the first request."""
+    """How long a node takes for each push, without the latency of the first request."""
     node, store = job.node, job.store
     mean_bytes = found.store_bytes / np.maximum(found.requests, 1)
     ahead_bytes = ReadLimits.within(node.window_bytes).ahead_bytes
@@ -355,7 +346,7 @@ def _service_s(
     loaded = ~found.is_resident
     push = reads.push[reads.access[loaded]]
     push_bytes = np.bincount(push, files.stored[reads.file[loaded]], len(reads.rank))
-    # Writes take the disk's time while the epoch lasts, evenly over what is read
+    # The epoch's writes take the disk's time too, spread evenly over the bytes read
     written = found.written_bytes * push_bytes / max(push_bytes.sum(), 1)
     disk_s = found.disk_bytes / node.disk_read_bytes_per_s + written / node.disk_write_bytes_per_s
     peer_s = found.peer_bytes / node.network_bytes_per_s
@@ -366,13 +357,12 @@ def _service_s(
 
 
 def _latency_s(job: ForecastJob, found: EpochSources) -> Seconds:
-    """How long the first byte of each push takes where nothing else is under way."""
+    """How long the first byte of each push takes if nothing else is under way."""
     network_s = np.where(found.peer_bytes > 0, job.node.network_request_s, 0.0)
     return np.where(found.requests > 0, job.store.request_s, network_s)
 
 
 def _by_place(reads: EpochReads, places: npt.NDArray[np.int32]) -> Mask | None:
-    """A flag for each rank and place in its order, or None where there are none."""
     if not len(places):
         return None
     flags = np.zeros(reads.push_of.size, np.bool_)

@@ -1,9 +1,9 @@
 """Finds the smallest cache with which a job does not stall, in at most six simulations.
 
-A cache whose policy has the inclusion property (what a smaller one holds, a larger one holds, too;
-Mattson et al., 1970) could be sized in one pass, by the distances between uses. The caches here do
-not have it: they fetch whole chunks, and ski rental or the count of uses decides what replaces
-what. So the size is bisected. More room is assumed to be no worse. Pure.
+The size is bisected, on the assumption that more room is no worse. One pass over the distances
+between uses (Mattson et al., 1970) would need the inclusion property: a larger cache holds all that
+a smaller one holds. The caches here lack it: they fetch whole chunks, and ski rental or the count
+of uses decides on replacements. Pure.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,13 @@ from .nodes import ForecastJob
 from .simulate import Forecast
 
 STALL_PART_MAX = 0.01
-"""A job counts as one without stalls where waiting makes its last epoch longer by at most this
-part."""
+"""A job has no stalls if waiting makes its last epoch longer by at most this fraction."""
 
 RUNS_MAX = 6
 
 
 def stalls(forecast: Forecast) -> bool:
-    """Whether a job waits for reads, but in its first epoch."""
+    """Whether a job waits for reads after its first epoch."""
     later = forecast.later
     return later.seconds > later.compute_s * (1 + STALL_PART_MAX)
 
@@ -28,11 +27,10 @@ def stalls(forecast: Forecast) -> bool:
 def smallest_disk(
     job: ForecastJob, data_bytes: int, run: Callable[[ForecastJob], Forecast]
 ) -> int | None:
-    """How many bytes of SSD each node needs, so that the job does not stall; None where the whole
+    """The bytes of SSD that each node needs so that the job does not stall; None if even the whole
     dataset on the SSDs is not enough, as something else is too slow.
 
-    `run` simulates a job. The answer is a multiple of a 31st of a node's part of `data_bytes`, and
-    0 where memory suffices.
+    `run` simulates a job. The result is a multiple of a 31st of a node's share of `data_bytes`.
     """
     part = -(-data_bytes // job.nodes)
     # Chunks are larger than their files, and shares of nodes differ by up to 8 %

@@ -1,36 +1,35 @@
-"""Circuit breakers: whether a service that fails is asked again, and when.
+"""Circuit breakers: they stop requests to a service that fails, and decide when to try again.
 
-A breaker is *closed* as long as the service answers. After several failures in a row it *opens*:
-for a pause the service is not asked at all. After the pause it is *half open*: one request at a
-time may try, and its outcome closes the breaker or opens it again, for a longer pause.
+A breaker is *closed* while the service answers. Several failures in a row *open* it: for a pause,
+no request is sent. Then it is *half open*: one request at a time may try, and its outcome closes
+the breaker or opens it for a longer pause.
 
 A `CircuitBreaker` guards a disk, a metadata store, or the master of a client's own node; a
-`PeerBreaker` guards another node's master. Both are pure: the time is an argument, in seconds of
-any one clock. They hold no lock. Where several threads use one breaker without a lock around it, a
-failure may go uncounted.
+`PeerBreaker` another node's master. Both are pure: the time is an argument, in seconds of any one
+clock. They hold no lock; threads that share one without a lock may leave a failure uncounted.
 
-`admit` gives each caller a ticket, which the caller hands back with the outcome. An outcome whose
-ticket was given before the breaker last opened or closed is ignored, so that requests that failed
-together count as one failure.
+`admit` gives each caller a ticket, to be returned with the outcome. Outcomes with a ticket from
+before the breaker last opened or closed are ignored, so requests that failed together count as one
+failure.
 """
 
 from enum import Enum
 
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
-"""The first pause for a peer, and the longest."""
+"""The first and the longest pause for a peer."""
 
 DAMAGED_MAX = 3
 QUARANTINE_S = 60.0
 
 TIMEOUT_MIN_S = 0.05
-"""A busy machine may not run a process for this long: a shorter time-out would fail healthy
-peers."""
+"""A busy machine may not run a process for this long: a shorter time-out would fail healthy peers.
+"""
 
 TIMEOUT_MAX_S = 1.0
 TIMEOUT_PER_P95 = 4
 RATE_MIN_BYTES_PER_S = 8 << 20
-"""A peer whose connection is slower is not worth asking: one read of the object store is faster."""
+"""The object store is faster than a peer with a slower connection."""
 
 _SAMPLES = 128
 _SAMPLES_PER_UPDATE = 16  # finding the percentile takes some microseconds
@@ -38,7 +37,7 @@ _SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network mo
 
 
 class BreakerState(Enum):
-    """What happens to a request now; the values are shown in statistics."""
+    """The values are shown in statistics."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -47,37 +46,32 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """The breaker of one service."""
-
     def __init__(self, failures_max: int, pause_s: float, pause_max_s: float | None = None) -> None:
-        """The breaker opens after `failures_max` failures in a row. The first pause is `pause_s`;
-        each further one is twice as long, up to `pause_max_s` (without it, all are `pause_s`).
+        """Open after `failures_max` failures in a row, first for `pause_s`. Each further pause is
+        twice as long, up to `pause_max_s` (None: all are `pause_s`).
         """
         self.is_clean = True
-        """Whether nothing is held against the service: then `admit` admits, and a success changes
-        nothing, so neither need be called."""
+        """If true, `admit` admits and a success changes nothing, so neither need be called."""
 
         self._failures_max = failures_max
         self._first_pause_s = self._pause_s = pause_s
         self._pause_max_s = pause_s if pause_max_s is None else pause_max_s
         self.ticket = 1
-        """The ticket that counts now; never 0."""
+        """The current ticket; never 0."""
         self._failures = 0
         self._open_until_s: float | None = None  # None: closed
         self._is_probing = False
 
     def state(self, now_s: float) -> BreakerState:
-        """The state, without asking to be admitted."""
         if self._open_until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
     def is_open(self, now_s: float) -> bool:
-        """Whether the pause after failures lasts."""
         return self._open_until_s is not None and now_s < self._open_until_s
 
     def admit(self, now_s: float) -> int:
-        """A ticket for one request, or 0: do not ask now."""
+        """A ticket for one request, or 0 if none may be sent now."""
         if self._open_until_s is not None:
             if self._is_probing or now_s < self._open_until_s:
                 return 0
@@ -85,9 +79,10 @@ class CircuitBreaker:
         return self.ticket
 
     def record_success(self, ticket: int | None = None) -> bool:
-        """The service answered in time. Returns whether this has closed the breaker.
+        """Note an answer in time. Returns whether this has closed the breaker.
 
-        Callers that use `is_open` in place of `admit` have no ticket; their outcomes always count.
+        Without a ticket (from callers that use `is_open` instead of `admit`), the outcome always
+        counts.
         """
         if ticket is not None and ticket != self.ticket:
             return False
@@ -100,8 +95,7 @@ class CircuitBreaker:
         return True
 
     def record_failure(self, ticket: int | None, now_s: float) -> bool:
-        """The service gave no answer, or a late one. Returns whether this has opened the
-        breaker."""
+        """Note a late or missing answer. Returns whether this has opened the breaker."""
         if ticket is not None and ticket != self.ticket:
             return False
         self._failures += 1
@@ -111,17 +105,17 @@ class CircuitBreaker:
         return self.open(now_s)
 
     def record_refusal(self, ticket: int, now_s: float) -> bool:
-        """The service cannot be reached, or rejects us: one such failure opens the breaker.
-        Returns whether it has."""
+        """Open the breaker at once: the service is unreachable or rejects us. Returns whether it
+        has."""
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
-        """The request was given up, and says nothing about the service."""
+        """Note that the request was given up without an outcome."""
         if ticket == self.ticket:
             self._is_probing = False
 
     def open(self, now_s: float) -> bool:
-        """Open the breaker whatever was counted before. Returns True."""
+        """Always returns True."""
         self._set_open_until(now_s + self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True
@@ -135,8 +129,8 @@ class CircuitBreaker:
 
 
 class PeerBreaker(CircuitBreaker):
-    """The breaker of another master of the task. It adds a quarantine for a peer that sends
-    damaged bytes, and a time-out that follows how fast the peer usually answers."""
+    """The breaker of another master of the task, with a quarantine for damaged bytes and a time-out
+    that follows the peer's usual latency."""
 
     def __init__(self) -> None:
         super().__init__(FAILURES_MAX, PAUSE_S, PAUSE_MAX_S)
@@ -147,18 +141,16 @@ class PeerBreaker(CircuitBreaker):
         self._usual_s = TIMEOUT_MAX_S
 
     def state(self, now_s: float) -> BreakerState:
-        """The state, as statistics show it."""
         if now_s < self._quarantined_until_s:
             return BreakerState.QUARANTINED
         return super().state(now_s)
 
     def admit(self, now_s: float) -> int:
-        """A ticket for one request, or 0: read from elsewhere."""
         return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
     def record_damage(self, now_s: float) -> bool:
-        """A part from the peer did not match its checksum. Returns whether the peer is in
-        quarantine now: it is not asked for `QUARANTINE_S` after `DAMAGED_MAX` such parts."""
+        """Note a part with a wrong checksum. Returns whether this starts a quarantine: after
+        `DAMAGED_MAX` such parts, `QUARANTINE_S` without requests."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
             return False
@@ -168,11 +160,11 @@ class PeerBreaker(CircuitBreaker):
         return True
 
     def timeout_s(self, size: int) -> float:
-        """How long to wait for an answer when `size` bytes are under way, its own included."""
+        """The time-out for an answer while `size` bytes are under way, its own included."""
         return self._usual_s + size / RATE_MIN_BYTES_PER_S
 
     def record_latency(self, seconds: float, size: int) -> None:
-        """An answer of `size` bytes took so many seconds, whether in time or late."""
+        """Note the latency of an answer of `size` bytes, in time or late."""
         if size > _SMALL_BYTES:
             return
         self._samples[self._count % _SAMPLES] = seconds

@@ -1,7 +1,7 @@
-"""A memory budget: buffers of at most so many bytes in all; a thread that wants more waits.
+"""A memory budget: a thread that wants a buffer beyond the limit waits.
 
-Nobody gives a buffer back: it counts until its last view has been garbage-collected. So an answer
-is counted, too, as long as a slow client has not taken it. Callable from any thread.
+A buffer counts until its last view has been garbage-collected, so an answer counts until a slow
+client has received it. Callable from any thread.
 """
 
 import threading
@@ -14,23 +14,22 @@ from ..errors import BusyError
 
 
 class MemoryBudget:
-    """Allocates buffers of at most `limit_bytes` in all. A single buffer that is larger than that
-    is allocated while there is no other."""
+    """Allocates buffers of at most `limit_bytes` in total. A larger single buffer is allocated
+    while there is no other."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._used_bytes = 0
-        # Re-entrant: a buffer may be collected at any line, also of those that hold the lock
+        # Re-entrant: a buffer may be collected at any line, even in a thread that holds the lock
         self._changed = threading.Condition(threading.RLock())
 
     @property
     def used_bytes(self) -> int:
-        """The size of all buffers that are alive."""
         return self._used_bytes
 
     def allocate(self, size: int, deadline_s: float) -> memoryview:
-        """A writable buffer of `size` bytes, not cleared. Raises BusyError where the budget has no
-        room within `deadline_s` seconds, MemoryError where the machine has no memory."""
+        """A writable buffer of `size` bytes, not cleared. Raises BusyError if the budget has no
+        room within `deadline_s` seconds, MemoryError if the machine has no memory."""
         until = time.monotonic() + deadline_s
         with self._changed:
             while self._used_bytes and self._used_bytes + size > self.limit_bytes:
@@ -48,7 +47,7 @@ class MemoryBudget:
         except BaseException:
             self._release(size)
             raise
-        # At the exit of the process nobody waits for memory any more
+        # At the exit of the process no thread waits for memory any more
         weakref.finalize(buffer, self._release, size).atexit = False
         return buffer.data
 

@@ -1,11 +1,11 @@
 """Bytes to and from another process over a TCP connection, plain or with TLS.
 
-A channel sends and receives at once where it can, and enters trio's loop only where it must wait:
-trio's own sockets cost two turns of the loop for each call, more than a small request otherwise
-takes. An end that is too slow is disconnected.
+A channel first tries to send or receive at once, and enters trio's loop only if it must wait:
+trio's own sockets cost two turns of the loop for each call, more than the rest of a small request.
+An end that is too slow is disconnected.
 
 Concurrency: one task receives. Any task may send whole frames, which leave in the order of the
-calls of `send_now`; what does not leave at once is sent by the next task that waits in `drain`.
+calls of `send_now`; the next task in `drain` sends the remainder.
 """
 
 import socket
@@ -22,18 +22,17 @@ from .tls import TLS_RECEIVED_BYTES, TlsEngine
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
-"""The slowest allowed rate of a frame after its first `GRACE_S` seconds."""
+"""The lowest rate of a frame after its first `GRACE_S` seconds."""
 
 _TLS_PIECE_BYTES = 256 << 10  # encrypted before any of it is sent
 _of_thread = threading.local()
 _TLS_RECORD_BYTES = 16 << 10
 _DIRECT_BYTES = 4 << 10  # larger pieces are received without a copy
 _TURNS = 16  # calls in a row that returned bytes, then other tasks run
-_LINGER_S, _LINGER_BYTES = 1.0, 64 << 10  # how long, and how much, is read after the last send
+_LINGER_S, _LINGER_BYTES = 1.0, 64 << 10  # limits of reading after the last send
 
-_USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for so long is gone
+_USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for this long is gone
 SocketOptions = Sequence[tuple[int, int, int]]
-"""Level, option and value of each."""
 
 OPTIONS: SocketOptions = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -43,20 +42,21 @@ OPTIONS: SocketOptions = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS),
 )
-"""Of a TCP connection to another machine."""
+"""For a TCP connection to another machine."""
 
 
 class ConnectionClosed(Exception):
-    """The other end has closed the connection, or it broke, or is too slow."""
+    """The other end has closed the connection, or is too slow, or the connection broke."""
 
 
 class Channel:
-    """A connection without TLS. It owns the socket."""
+    """A connection without TLS, which owns the socket. Methods raise ConnectionClosed, except where
+    noted."""
 
     buffers_internally = False
-    """Whether received bytes may wait in a buffer that the socket does not report as readable."""
+    """Whether received bytes may wait in a buffer, so that the socket is not readable."""
 
-    _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` gives to `send_some` in one turn
+    _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` passes to `send_some` at once
 
     def __init__(self, connected: socket.socket, options: SocketOptions = OPTIONS) -> None:
         self._socket = connected
@@ -69,7 +69,7 @@ class Channel:
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
-        """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
+        """Receive bytes that have arrived. Also raises BlockingIOError."""
         try:
             count = self._socket.recv_into(room)
         except BlockingIOError:
@@ -81,14 +81,13 @@ class Channel:
         return count
 
     async def wait_readable(self) -> None:
-        """Wait until bytes may be here. Raises ConnectionClosed."""
         try:
             await trio.lowlevel.wait_readable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
             raise ConnectionClosed("the connection was closed") from error
 
     async def receive(self, room: memoryview) -> int:
-        """Receive some bytes; returns how many. Raises ConnectionClosed."""
+        """Receive some bytes; returns their number."""
         while True:
             try:
                 return self.receive_now(room)
@@ -96,7 +95,6 @@ class Channel:
                 await self.wait_readable()
 
     async def receive_exactly(self, size: int) -> bytearray:
-        """Receive exactly `size` bytes. Raises ConnectionClosed."""
         content = bytearray(size)
         left = memoryview(content)
         while len(left):
@@ -104,8 +102,8 @@ class Channel:
         return content
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Send parts of `size` bytes in all. Returns whether all have left. If not, a task must
-        call `drain`, and the parts must not change until it returns. Raises ConnectionClosed."""
+        """Send parts of `size` bytes in total. Returns whether all have left. If not, a task must
+        call `drain`, and the parts must not change until then."""
         sent = 0
         if not self._unsent:
             try:
@@ -121,8 +119,7 @@ class Channel:
         return False
 
     async def drain(self) -> None:
-        """Wait until everything has left. Raises ConnectionClosed, also where the other end takes
-        it too slowly."""
+        """Wait until all bytes have left."""
         async with self._draining:
             begun_s = trio.current_time()
             moved = 0
@@ -138,8 +135,8 @@ class Channel:
                 moved += sent
 
     async def half_close(self) -> None:
-        """Announce that no more bytes come, then read for a moment: closing at once could make the
-        kernel discard bytes that have been sent."""
+        """Announce the end of the bytes, then read for a moment: after an immediate close, the
+        kernel could discard sent bytes."""
         dropped, sink = 0, memoryview(bytearray(4096))
         with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
             self.end_sending()
@@ -147,47 +144,46 @@ class Channel:
                 dropped += await self.receive(sink)
 
     def end_sending(self) -> None:
-        """Announce that no more bytes come. Raises OSError."""
+        """Raises OSError."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection at once. Repeatable."""
+        """Repeatable."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
 
-    # For a thread without trio, which uses `receive_now` and `send_some` besides
+    # For a thread without trio, beside `receive_now` and `send_some`
 
     @property
     def has_received(self) -> bool:
-        """Whether received bytes, or the end, wait in a buffer of the channel now."""
+        """Whether received bytes, or the end, wait in a buffer of the channel."""
         return False
 
     @property
     def receive_some(self) -> Callable[[memoryview], int]:
-        """As `receive_now`; 0 where the other end has closed the connection. Raises OSError."""
+        """As `receive_now`; 0 at the end of the connection. Raises OSError."""
         return self._socket.recv_into
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
-        """As `send_some`, of one buffer."""
+        """As `send_some`, for one buffer."""
         return self._socket.send
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once it is closed."""
+        """The socket's descriptor, or -1 after the close."""
         return self._socket.fileno()
 
     def close_socket(self) -> None:
-        """As `close`, where no task waits for the connection."""
+        """As `close`, if no task waits for the connection."""
         self._socket.close()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        """Send some of these bytes now; returns how many have left. Raises BlockingIOError where
-        none can leave now, and OSError."""
+        """Send some of these bytes now; returns their number. Raises BlockingIOError if none can
+        leave now, and OSError."""
         return self._socket.sendmsg(parts if len(parts) <= BUFFERS_MAX else parts[:BUFFERS_MAX])
 
     async def wait_writable(self) -> None:
-        """Wait until bytes may leave. Raises ConnectionClosed."""
         try:
             await trio.lowlevel.wait_writable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
@@ -195,7 +191,7 @@ class Channel:
 
 
 class TlsChannel(Channel):
-    """A connection over TLS. What it sends is encrypted into one buffer first."""
+    """A connection over TLS. Bytes are encrypted into one buffer before they are sent."""
 
     buffers_internally = True
     _drained_at_once = 1
@@ -212,10 +208,9 @@ class TlsChannel(Channel):
         super().__init__(connected, options)
         self._engine = TlsEngine(context, accepted=accepted)
         self._encrypted = memoryview(b"")  # and not sent yet
-        self._encrypted_from = 0  # so many bytes, which do not count as sent yet
+        self._encrypted_from = 0  # the plain bytes in it, which do not count as sent yet
 
     async def do_handshake(self) -> None:
-        """Complete the TLS handshake. Raises ConnectionClosed."""
         try:
             is_done = False
             while not is_done:
@@ -236,7 +231,6 @@ class TlsChannel(Channel):
             ) from error
 
     async def _flush(self) -> None:
-        """Wait until what is encrypted has left. Raises ConnectionClosed, OSError."""
         while True:
             try:
                 self._send_encrypted()
@@ -247,14 +241,13 @@ class TlsChannel(Channel):
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER. Raises ConnectionClosed where it has none."""
+        """The other end's certificate as DER. Raises ConnectionClosed if there is none."""
         found = self._engine.peer_certificate
         if not found:
             raise ConnectionClosed("the other end has no certificate")
         return found
 
     def receive_now(self, room: memoryview) -> int:
-        """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         while True:
             try:
                 if self._engine.has_received:
@@ -270,13 +263,12 @@ class TlsChannel(Channel):
                 raise ConnectionClosed(str(error)) from error
 
     def _feed(self) -> None:
-        """Receive once, for the engine. Raises BlockingIOError, OSError."""
         room = _received_room()
         count = self._socket.recv_into(room)
         self._engine.feed(room[:count])
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """As `Channel.send_now`; small parts are joined to one TLS record."""
+        """Joins small parts into one TLS record."""
         return super().send_now(join_small(parts), size)
 
     @property
@@ -300,8 +292,8 @@ class TlsChannel(Channel):
         return self._send_encrypted()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        """As `Channel.send_some`. After BlockingIOError, or where not all have left, the next call
-        must begin with the same bytes: some of them are encrypted already."""
+        """As `Channel.send_some`. After BlockingIOError or a partial send, the next call must begin
+        with the same bytes, since some are encrypted already."""
         sent = skipped = self._send_encrypted()
         for part in parts:
             view = memoryview(part)[skipped:]
@@ -327,8 +319,8 @@ class TlsChannel(Channel):
             return sent
 
     def _send_encrypted(self) -> int:
-        """Send what is encrypted; returns of how many bytes it is all. Raises BlockingIOError where
-        some of it is left, and OSError."""
+        """Send the encrypted bytes; returns the number of plain bytes in them. Raises
+        BlockingIOError if some are left, and OSError."""
         while len(self._encrypted):
             self._encrypted = self._encrypted[self._socket.send(self._encrypted) :]
         sent, self._encrypted_from = self._encrypted_from, 0
@@ -336,7 +328,7 @@ class TlsChannel(Channel):
 
 
 def _received_room() -> memoryview:
-    """Memory to receive into, which is used again by the next call in the same thread."""
+    """Memory to receive into, reused by the next call in the same thread."""
     room: memoryview | None = getattr(_of_thread, "room", None)
     if room is None:
         room = _of_thread.room = memoryview(bytearray(TLS_RECEIVED_BYTES))
@@ -344,7 +336,7 @@ def _received_room() -> memoryview:
 
 
 def join_small(parts: Sequence[Bytes]) -> list[Bytes]:
-    """The same bytes with few small parts: each part costs at least one TLS record."""
+    """Join small parts, since each part costs at least one TLS record."""
     joined: list[Bytes] = []
     small: list[Bytes] = []
     size = 0  # of all in `small`
@@ -362,8 +354,8 @@ def join_small(parts: Sequence[Bytes]) -> list[Bytes]:
 
 
 async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
-    """Wait within the time that a frame may take of which `moved` bytes have come or gone since
-    `begun_s`. Raises ConnectionClosed."""
+    """Wait while a frame keeps the minimum rate, with `moved` bytes since `begun_s`. Raises
+    ConnectionClosed."""
     with trio.CancelScope(deadline=begun_s + GRACE_S + moved / RATE_BYTES_PER_S) as scope:
         await wait()
     if scope.cancelled_caught:
@@ -373,27 +365,26 @@ async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaita
 class FrameReader:
     """Reads the frames that arrive on a channel, for the one task that receives.
 
-    Between frames it waits without a limit; a frame that has begun must arrive at the minimum rate
-    (`wait_at_min_rate`). Small pieces go through a buffer; larger ones are received where the
-    caller wants them.
+    The wait between frames has no limit; a frame that has begun must arrive at the minimum rate.
+    Small pieces go through a buffer, larger ones directly into the caller's memory. All methods
+    raise ConnectionClosed.
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
         self.buffer = memoryview(bytearray(size))
         self.start = self.end = 0  # the unread part of the buffer
         self._channel = channel
-        # Whether to wait before receiving: the last call took all that was there
+        # Whether to wait before receiving, since the last call took all bytes
         self._is_empty = not channel.buffers_internally
         self._turns = 0  # calls that returned bytes since other tasks ran
-        self._begun_s: float | None = None  # when this frame had to be waited for first
-        self._moved = 0  # bytes that came since then
+        self._begun_s: float | None = None  # the time of the first wait for this frame
+        self._moved = 0  # bytes received since then
 
     def begin_frame(self) -> None:
-        """The next bytes belong to a new frame."""
         self._begun_s = None
 
     async def fill_buffer(self, size: int) -> None:
-        """Wait until `size` bytes are in the buffer, from `start` on. Raises ConnectionClosed."""
+        """Wait until the buffer has `size` bytes from `start` on."""
         while self.end - self.start < size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -402,8 +393,8 @@ class FrameReader:
             self.end += await self._some(self.buffer[self.end :], is_idle=self.start == self.end)
 
     async def receive_into(self, room: memoryview) -> int:
-        """Receive some bytes of a frame; returns how many. 0 means that other tasks ran and nothing
-        was written: the room may not be wanted any more. Raises ConnectionClosed."""
+        """Receive some bytes of a frame; returns their number. 0 means that other tasks ran and
+        nothing was written, so the room may no longer be wanted."""
         if self.start == self.end:
             if len(room) >= _DIRECT_BYTES:
                 return await self._some(room, is_idle=False, may_return_empty=True)
@@ -416,7 +407,6 @@ class FrameReader:
         return size
 
     async def skip(self, size: int) -> None:
-        """Drop `size` bytes. Raises ConnectionClosed."""
         while size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -426,8 +416,6 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
-        """Move the unread bytes to the start of the buffer, or of a new one of `size` bytes if that
-        is larger."""
         unread = bytes(self.buffer[self.start : self.end])
         if size > len(self.buffer):
             self.buffer = memoryview(bytearray(size))
@@ -437,8 +425,8 @@ class FrameReader:
     async def _some(
         self, room: memoryview, *, is_idle: bool, may_return_empty: bool = False
     ) -> int:
-        """Receive some bytes; returns how many, and with `may_return_empty` 0 after a wait. While
-        `is_idle`, the wait has no limit."""
+        """Receive some bytes; returns their number, and with `may_return_empty` 0 after a wait.
+        While `is_idle`, the wait has no limit."""
         while True:
             if self._is_empty:
                 self._is_empty = False
@@ -453,7 +441,7 @@ class FrameReader:
             self._is_empty = count < len(room) and not self._channel.buffers_internally
             self._moved += count
             self._turns += 1
-            if self._turns >= _TURNS:  # bytes are always there: let other tasks run
+            if self._turns >= _TURNS:  # bytes keep arriving, so let other tasks run
                 self._turns = 0
                 await trio.lowlevel.checkpoint()
             return count

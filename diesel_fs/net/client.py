@@ -1,13 +1,10 @@
-"""The client of DIESEL-FS servers: sends requests over pooled connections, and sends them again
-where a server fails (`WIRE.md`).
+"""The client of DIESEL-FS servers: sends requests over pooled connections, and again if a server
+fails (`WIRE.md`).
 
-The servers of one address (`diesel://a:9300,b:9300`) share one store, and any of them can answer
-any request. `ServerLink` decides which server is asked, which connections are kept, and what is
-sent again and when; `client_connection.py` is a single connection.
-
-Concurrency: a `ServerLink` serves many threads; each call has a connection for itself. In a forked
-child the connections of the parent are closed before anything else runs, and the child makes its
-own.
+The servers of one address (`diesel://a:9300,b:9300`) share one store, and any can answer any
+request. `ServerLink` chooses the server, keeps connections and repeats requests. It serves many
+threads; each call has its own connection. A forked child first closes its parent's connections, and
+makes its own.
 """
 
 import os
@@ -37,21 +34,20 @@ from .tls import verifying_context
 __all__ = ["Answer", "RpcClient", "ServerLink"]
 
 DEADLINE_S = 60.0
-"""The time for a request and its answer, all attempts included."""
+"""The time for a request and its answer, with all attempts."""
 
 FIRST_CONNECT_S = 5.0
-"""The time to find a server while none has ever answered: the address may be wrong."""
+"""The time to find a server if none has ever answered: the address may be wrong."""
 
 CONNECT_S = 10.0
-"""The time to connect to one server, login included: a machine that is gone does not answer."""
+"""The time to connect to one server, with the login: a machine that is gone does not answer."""
 
 SILENCE_S = 5.0
-"""Where the address has several servers, one may be silent for at least so long before another is
-asked."""
+"""With several servers, one may be silent for at least this long before another is tried."""
 
 IDLE_CONNECTIONS_MAX = 16
 IDLE_S = 60.0
-"""Idle connections are kept for so long: less than the time after which a server closes them."""
+"""How long idle connections are kept; a server closes them later."""
 
 _PAUSE_S = 0.05
 _PAUSE_S_MAX = 2.0
@@ -63,7 +59,7 @@ class RpcClient(Protocol):
 
     @property
     def store_id(self) -> UUID:
-        """The UUID of the object store behind the server. Connects if nothing has yet."""
+        """The UUID of the object store behind the server. May connect."""
         ...
 
     def call(
@@ -77,28 +73,28 @@ class RpcClient(Protocol):
     ) -> Answer:
         """The answer to a request (`message` without `id`).
 
-        The payload of the answer is received into `room`, if given, which it must fill exactly.
-        With `may_repeat` the request is sent again where a connection breaks, to another server if
-        there is one. Raises the error in the answer; MetadataError where no server can be reached,
-        DeadlineError, CorruptError for an answer that breaks the protocol.
+        The payload of the answer must fill `room`, if given. With `may_repeat` the request is sent
+        again if a connection breaks, to another server if there is one. Raises the error in the
+        answer; MetadataError if no server can be reached, DeadlineError, CorruptError for an answer
+        that breaks the protocol.
         """
         ...
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
         """All answers to a request; the deadline is for each. Raises as `call`.
 
-        The request may be sent again until the first answer has come. Closing the iterator before
-        its end closes the connection.
+        The request may be repeated until the first answer has come. Closing the iterator early
+        closes the connection.
         """
         ...
 
     def close_idle(self) -> None:
-        """Close the idle connections; the next request makes a new one. Repeatable."""
+        """Repeatable; the next request makes a new connection."""
         ...
 
     def close(self) -> None:
-        """Close the idle connections, and each other one when its call ends. No call can be made
-        afterwards. Repeatable."""
+        """Close the idle connections, and each other one after its call. Later calls fail.
+        Repeatable."""
         ...
 
 
@@ -114,11 +110,10 @@ class ServerLink(RpcClient):
         open_s: float = FIRST_CONNECT_S,
         first: int | None = None,
     ) -> None:
-        """Nothing is sent before the first request. `program` names this program to the server;
-        `open_s` is how long to look for a server as long as none has answered; `first` is the index
-        of the server that is asked first (None: a random one, which spreads clients over the
-        servers). Raises ConfigError for a malformed address.
-        """
+        """Nothing is sent before the first request. `program` names this program to the server.
+        `open_s` limits the search for a server until one has answered. `first` is the index of the
+        first server to try (None: a random one, to spread clients). Raises ConfigError for a
+        malformed address."""
         self._url = url
         self._addresses: Sequence[HostPort] = parse_addresses(url)
         self._credentials = credentials
@@ -135,7 +130,6 @@ class ServerLink(RpcClient):
 
     @property
     def store_id(self) -> UUID:
-        """See `RpcClient`."""
         if self._store is None:
             self._release(self._acquire(Deadline(DEADLINE_S)))
         assert self._store is not None
@@ -150,7 +144,6 @@ class ServerLink(RpcClient):
         may_repeat: bool = True,
         deadline_s: float | None = None,
     ) -> Answer:
-        """See `RpcClient`."""
         deadline = Deadline(DEADLINE_S if deadline_s is None else deadline_s)
         connection, answer = self._call(message, payload, room, may_repeat, deadline)
         if answer.message.get("more") is True:
@@ -160,7 +153,6 @@ class ServerLink(RpcClient):
         return answer
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
-        """See `RpcClient`."""
         each_s = DEADLINE_S if deadline_s is None else deadline_s
         connection, answer = self._call(message, (), None, True, Deadline(each_s))
         at_end = False
@@ -183,14 +175,12 @@ class ServerLink(RpcClient):
         yield answer
 
     def close_idle(self) -> None:
-        """See `RpcClient`."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
 
     def close(self) -> None:
-        """See `RpcClient`."""
         with self._lock:
             self._closed = True
         self.close_idle()
@@ -209,8 +199,7 @@ class ServerLink(RpcClient):
         may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
-        """Send a request until a server answers it. Returns the first answer, which is no error,
-        and its connection."""
+        """Send a request until a server answers it. The first answer is no error."""
         pause_s = _PAUSE_S
         while True:
             connection = self._acquire(deadline)
@@ -244,7 +233,7 @@ class ServerLink(RpcClient):
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _server_deadline(self, may_repeat: bool, deadline: Deadline) -> Deadline:
-        """The deadline for one server: it leaves time to ask another, if there is one."""
+        """The deadline for one server, which leaves time for another if there is one."""
         if not may_repeat or len(self._addresses) == 1:
             return deadline
         return deadline.capped(max(SILENCE_S, deadline.left_s / 2))
@@ -252,8 +241,7 @@ class ServerLink(RpcClient):
     # Connections
 
     def _acquire(self, deadline: Deadline) -> Connection:
-        """An idle or new connection, for the caller alone. Raises MetadataError,
-        PermissionDenied."""
+        """An idle or new connection, for this caller alone."""
         while True:
             with self._lock:
                 if self._closed:
@@ -267,7 +255,6 @@ class ServerLink(RpcClient):
         return self._connect(deadline)
 
     def _release(self, connection: Connection) -> None:
-        """Keep a connection for the next call."""
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
@@ -278,14 +265,13 @@ class ServerLink(RpcClient):
             each.close()
 
     def _abandon(self, connection: Connection) -> None:
-        """Close a connection, and ask another server next."""
         connection.close()
         if self._addresses[self._first] == connection.address:
             self._first = (self._first + 1) % len(self._addresses)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        """A new connection to the first server that accepts. All servers are tried, again and
-        again; each gets a share of the time, since a machine that is gone uses up all of it."""
+        """A new connection to the first server that accepts. Each try gets a share of the time,
+        since a machine that is gone uses up all of it."""
         deadline = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
         failed: list[ConnectionBroken] = []
@@ -304,13 +290,13 @@ class ServerLink(RpcClient):
                 return connection
             self._first = (first + 1) % count  # if time is up, the next call starts with another
             if previous and all(isinstance(broken.error, DeadlineError) for broken in failed):
-                failed = previous  # the last round had little time: its errors say less
+                failed = previous  # the last round had little time, so its errors tell less
             if all(broken.is_permanent for broken in failed) or not _pause(pause_s, deadline):
                 raise _connect_error(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _open_connection(self, address: HostPort, deadline: Deadline) -> Connection:
-        """A new connection to one server. Raises ConnectionBroken, PermissionDenied."""
+        """Raises ConnectionBroken, PermissionDenied."""
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = verifying_context()
         try:
@@ -341,7 +327,6 @@ class ServerLink(RpcClient):
         return connection
 
     def _reset_after_fork(self) -> None:
-        """Drop the connections, which belong to the parent process."""
         self._lock = threading.Lock()
         self._idle.clear()
         for connection in list(self._all):
@@ -350,8 +335,8 @@ class ServerLink(RpcClient):
 
 
 def _pause(pause_s: float, deadline: Deadline) -> bool:
-    """Sleep for about `pause_s`, with a random factor, so that clients that failed together do not
-    come back together. Returns False at once where there is no time for that."""
+    """Sleep for about `pause_s`, with a random factor that separates clients which failed together.
+    Returns False at once if there is no time."""
     pause_s *= 0.5 + secrets.randbelow(1000) / 1000
     if deadline.left_s <= pause_s:
         return False
@@ -360,14 +345,13 @@ def _pause(pause_s: float, deadline: Deadline) -> bool:
 
 
 def _unknown(error: DieselError) -> DieselError:
-    """The error for a request that must not be sent twice, and may have been carried out."""
+    """The error for a request that may have been carried out, and must not be repeated."""
     kind = DeadlineError if isinstance(error, DeadlineError) else MetadataError
     return kind(f"{error.message}: whether the request was carried out is not known")
 
 
 def _connect_error(failed: Sequence[ConnectionBroken]) -> DieselError:
-    """The error where no server accepts us. Temporary failures come first: then the error says that
-    trying again may help."""
+    """Temporary failures come first, so that the error says that trying again may help."""
     ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:

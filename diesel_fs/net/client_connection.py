@@ -1,9 +1,9 @@
 """One connection of a client to a server: connecting, TLS, login, then requests and answers, each
 with a deadline.
 
-`frames.py` encodes the bytes; `client.py` chooses the server and sends requests again. A connection
-is used by one thread at a time and carries one request at a time. Payloads are never copied into a
-frame: they are sent from the caller's memory, and received into it.
+`client.py` chooses the server and repeats requests. A connection is used by one thread at a time
+and carries one request at a time. Payloads are sent from the caller's memory and received into it,
+without a copy.
 """
 
 import select
@@ -39,19 +39,17 @@ from .tls import certificate_digest
 PORT = 9300
 
 PAYLOAD_BYTES_MAX = 64 << 20
-"""The largest payload that is received where the caller gives no memory for it: accounts, and
-pieces of snapshots."""
+"""The largest payload that is received without memory from the caller: accounts, and pieces of
+snapshots."""
 
 _BUFFER_BYTES = 16 << 10
-"""Smaller pieces are received into a buffer, so that a small answer takes one system call; larger
-ones go straight to the caller's memory."""
+"""Smaller pieces are received into a buffer, so that a small answer takes one system call."""
 
 _TLS_PIECE_BYTES = 256 << 10
 _EARLY_ANSWER_S = 1.0
-"""The time for the answer of a server that has closed the connection in the middle of a request:
-its reason may be on the way."""
+"""The time to wait for the reason from a server that has closed the connection during a request."""
 
-_KEEP_ALIVE = (  # to notice between requests that the machine of a server is gone
+_KEEP_ALIVE = (  # to notice between requests that a server's machine is gone
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
@@ -69,33 +67,30 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """One answer: its message, and its payload in memory of its own or in the caller's."""
-
     message: Message
     payload: memoryview
 
 
 class Deadline:
-    """A point in time by which a call must end."""
+    """The time by which a call must end."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left; never below 0."""
         return max(0.0, self._end_s - time.monotonic())
 
     def capped(self, seconds: float) -> "Deadline":
-        """This deadline, or so many seconds from now, whichever is earlier."""
+        """This deadline or `seconds` from now, whichever is earlier."""
         return Deadline(min(seconds, self.left_s))
 
 
 class ConnectionBroken(Exception):
-    """A connection cannot be used any more, or could not be made.
+    """A connection failed or could not be made.
 
     `may_have_arrived`: the server may have the whole request. `is_permanent`: another attempt at
-    this server is not likely to succeed.
+    this server is unlikely to succeed.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class ConnectionBroken(Exception):
 
 
 def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
-    """The servers that a URL names. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         return [HostPort.parse(each, PORT) for each in url.host.split(",")]
     except ValueError as error:
@@ -119,8 +114,6 @@ def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
 
 
 class Connection:
-    """A connection on which the login has succeeded."""
-
     def __init__(
         self,
         address: HostPort,
@@ -129,13 +122,13 @@ class Connection:
         program: str,
         deadline: Deadline,
     ) -> None:
-        """Connect and log in. Raises ConnectionBroken; PermissionDenied where the server rejects
-        the login."""
+        """Connect and log in. Raises ConnectionBroken; PermissionDenied if the server rejects the
+        login."""
         self.address = address
         self.store_id = UUID(int=0)
         self.idle_since_s = 0.0
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._start = self._end = 0  # the received bytes in the buffer that are not used yet
+        self._start = self._end = 0  # the unused bytes in the buffer
         self._last_id = 0
         self._may_have_arrived = False
         self._tls = tls is not None
@@ -147,7 +140,7 @@ class Connection:
             self._log_in(credentials, program, deadline)
         except DieselError as error:
             self.close()
-            if error.retry:  # it cannot read its accounts now, say: another server may
+            if error.retry:  # for example, it cannot read its accounts now: another server may
                 raise ConnectionBroken(error) from error
             raise
         except BaseException:
@@ -155,14 +148,14 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Close the socket without sending anything: in a forked child the connection is the
-        parent's. Repeatable."""
+        """Close the socket without sending anything, since in a forked child it is the parent's.
+        Repeatable."""
         with suppress(OSError):
             self._socket.close()
 
     @property
     def is_usable(self) -> bool:
-        """Whether a request can be sent: the server has sent nothing unasked, nor closed the
+        """Whether a request can be sent: the server has sent no unrequested bytes, nor closed the
         connection."""
         return self._start == self._end and not self._readable.poll(0)
 
@@ -173,9 +166,9 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request and receive its first answer, the payload into `room`, if given, which it
-        must fill exactly. Raises ConnectionBroken, CorruptError;
-        UsageError for a request that is too large, before anything is sent."""
+        """Send a request and receive its first answer, the payload into `room`, which it must fill
+        exactly. Raises ConnectionBroken, CorruptError; UsageError for a request that is too large,
+        before anything is sent."""
         self._last_id += 1
         views = byte_views(payload)
         size = sum(map(len, views))
@@ -297,10 +290,10 @@ class Connection:
         try:
             self.store_id = UUID(str(message.get("store")))
         except ValueError:
-            raise CorruptError(f"{self.address} did not say which store it serves") from None
+            raise CorruptError(f"{self.address} did not report its store") from None
 
     def _binding(self) -> bytes:
-        """What the login signs of this connection (`frames.login_challenge`)."""
+        """The part of the login's signature for this connection (`frames.login_challenge`)."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return wire.NO_BINDING
         certificate = self._socket.getpeercert(binary_form=True)
@@ -318,11 +311,11 @@ class Connection:
             raise CorruptError(f"{self.address} sent a payload with an error")
         if room is None or "error" in message:
             if lengths.payload > PAYLOAD_BYTES_MAX:
-                raise CorruptError(f"{self.address} sent {lengths.payload} bytes unasked")
+                raise CorruptError(f"{self.address} sent {lengths.payload} unrequested bytes")
             room = np.empty(lengths.payload, np.uint8).data
         if room.nbytes != lengths.payload:
             raise CorruptError(
-                f"{self.address} sent {lengths.payload} bytes where {room.nbytes} were asked for"
+                f"{self.address} sent {lengths.payload} bytes instead of {room.nbytes}"
             )
         self._fill(room, deadline)
         return Answer(message, room)
@@ -333,7 +326,6 @@ class Connection:
         return content
 
     def _fill(self, room: memoryview, deadline: Deadline) -> None:
-        """Receive bytes until `room` is full."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -358,7 +350,7 @@ class Connection:
         return count
 
     def _send(self, views: list[memoryview], deadline: Deadline) -> None:
-        """Send all views of bytes; the list is empty then."""
+        """Send all views, and empty the list."""
         while views:
             if self._tls:
                 piece = views[0][:_TLS_PIECE_BYTES]
@@ -373,7 +365,7 @@ class Connection:
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
     ) -> T:
-        """Repeat a call on the socket until it does not have to wait. Raises ConnectionBroken."""
+        """Repeat a call on the socket until it does not have to wait."""
         try:
             while True:
                 try:
@@ -399,7 +391,6 @@ class Connection:
 
 
 def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
-    """A socket that is connected to one of the addresses of a host. Raises ConnectionBroken."""
     reason = "its name has no address"
     for family, socket_address in _resolve_in_time(address, deadline):
         connected = None
@@ -421,8 +412,7 @@ _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 def _resolve_in_time(
     address: HostPort, deadline: Deadline
 ) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
-    """The addresses of a host. The look-up of a name has no time-out of its own, so it runs in a
-    thread."""
+    """The addresses of a host. Name look-ups have no time-out, so they run in a thread."""
     with suppress(OSError):
         return _looked_up(address, socket.AI_NUMERICHOST)
     found: list[tuple[socket.AddressFamily, _SocketAddress]] = []

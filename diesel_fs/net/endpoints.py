@@ -1,6 +1,4 @@
-"""The addresses at which a program listens: what HOST:PORT means, whether other machines can reach
-it, and the listening sockets.
-"""
+"""Addresses at which a program listens: parsing, reach, and the sockets."""
 
 import errno
 import socket
@@ -17,7 +15,7 @@ _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
-    """What HOST:PORT means; port 0 is any free port. With a default host, a port alone will do.
+    """Parse HOST:PORT; port 0 is any free port. With a default host, a port alone is enough.
 
     Raises ConfigError.
     """
@@ -33,7 +31,7 @@ def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
 
 
 def addresses_of(place: HostPort) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses that a host has. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         found = socket.getaddrinfo(
             place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -53,8 +51,8 @@ def is_local(place: HostPort) -> bool:
 def listen(place: HostPort) -> list[socket.socket]:
     """Sockets that listen at all addresses of a host, on one port.
 
-    Addresses that this machine does not have (IPv6, say) are left out, unless all are. Raises
-    ConflictError where another program listens there, ConfigError.
+    Addresses that this machine lacks, such as IPv6, are left out, unless all are. Raises
+    ConflictError if another program listens there, ConfigError.
     """
     port = place.port
     with ExitStack() as opened:

@@ -1,13 +1,10 @@
-"""The bytes that clients and servers of DIESEL-FS exchange, as `WIRE.md` specifies them.
+"""Encodes and decodes the bytes between clients and servers, with all their limits (`WIRE.md`).
 
 A connection begins with a greeting of the client and a welcome (or refusal) of the server. A login
 follows, then frames: each is two lengths, a *head* (a message in msgpack) and a *payload* (raw
-bytes). This module encodes and decodes all of these and holds every limit on them. The masters of a
-task begin their connections with the same kind of greeting (`PEERS.md`, section 3), hence
-`GreetingCodec`.
+bytes). The masters of a task greet each other alike, hence `GreetingCodec`.
 
-Any bytes decode to a value or raise one error, and no memory is taken for a length before it has
-been checked against its limit. The module is pure: it knows no sockets, time or requests.
+Any bytes decode to a value or raise one error. Pure: no sockets, time or requests.
 """
 
 import struct
@@ -39,7 +36,7 @@ _TLS_RECORDS = (b"\x16\x03", b"\x15\x03")  # how a handshake and an alert begin
 _HTTP = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"PRI ", b"HTTP")
 _LENGTHS = struct.Struct("<II")  # of a frame's head and payload
 LENGTHS_BYTES = _LENGTHS.size
-_LOGIN = b"diesel-fs login 1\0"  # before what is signed: no other signature has this meaning
+_LOGIN = b"diesel-fs login 1\0"  # the prefix of signed bytes; no other signature has it
 
 
 # greeting -----------------------------------------------------------------------------------------
@@ -47,7 +44,7 @@ _LOGIN = b"diesel-fs login 1\0"  # before what is signed: no other signature has
 
 class Welcome(NamedTuple):
     """The first 16 bytes of an acceptor's answer to a greeting; a tail of `tail_bytes` follows: a
-    nonce where the greeting was accepted, else a sentence that says why it was refused."""
+    nonce if the greeting was accepted, else the reason in a sentence."""
 
     is_accepted: bool
     version: int
@@ -56,8 +53,8 @@ class Welcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GreetingCodec:
-    """Greetings, welcomes and refusals of one protocol. `connector` and `acceptor` are the words
-    for its two ends in errors."""
+    """Greetings, welcomes and refusals of one protocol. `connector` and `acceptor` name its two
+    ends in errors."""
 
     magic: bytes
     version: int
@@ -65,11 +62,10 @@ class GreetingCodec:
     acceptor: str
 
     def greeting(self) -> bytes:
-        """The first bytes that a connector sends."""
         return _GREETING.pack(self.magic, self.version, bytes(6))
 
     def parse_greeting(self, content: bytes | bytearray) -> int:
-        """The version that a connector speaks. Raises ForeignError for any other bytes."""
+        """The version of a connector. Raises ForeignError for any other bytes."""
         if len(content) == GREETING_BYTES:
             magic, version, zeros = _GREETING.unpack(content)
             if magic == self.magic and zeros == bytes(6):
@@ -77,13 +73,12 @@ class GreetingCodec:
         raise _foreign(self.connector, content)
 
     def welcome(self, nonce: bytes) -> bytes:
-        """The answer to a greeting that is accepted. The connector proves who it is by signing
-        `nonce`, which is random, so that no recorded login can be sent again."""
+        """Accepts a greeting. The connector signs the random `nonce`, so that no recorded login can
+        be sent again."""
         assert len(nonce) == NONCE_BYTES
         return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
 
     def refusal(self, sentence: str) -> bytes:
-        """The answer to a greeting that is refused, with the reason."""
         tail = sentence.encode()[:REFUSAL_BYTES_MAX]
         return _WELCOME.pack(self.magic, self.version, _REFUSED, len(tail)) + tail
 
@@ -108,8 +103,7 @@ class GreetingCodec:
         return Welcome(outcome == _ACCEPTED, version, length)
 
     def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
-        """The error for a refusal. It is a MetadataError, as for any server that cannot be used:
-        callers then try another server."""
+        """A MetadataError, as for any unusable server, so that callers try another one."""
         reason = f"it speaks version {version} of the wire"
         if version == self.version:
             reason = "it gave no reason"
@@ -133,7 +127,7 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def version_mismatch(version: int) -> str:
-    """The sentence with which a server refuses a client of another version."""
+    """The refusal of a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
 
@@ -141,9 +135,8 @@ def version_mismatch(version: int) -> str:
 def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
     """The bytes that a client signs to log in.
 
-    `binding` is the SHA-256 of the server's certificate as this end sees it, or `NO_BINDING`: a
-    signature that somebody in the middle passes on is of no use on another connection. Raises
-    UsageError for a name that no user has.
+    `binding` is the SHA-256 of the server's certificate as this end sees it, or `NO_BINDING`, so
+    that a signature is useless on another connection. Raises UsageError for an impossible user.
     """
     name = user.encode()
     if not 0 < len(name) <= USER_BYTES_MAX:
@@ -157,8 +150,7 @@ def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest frame that is allowed: bytes of its head, items in the message, bytes of its
-    payload."""
+    """The largest frame allowed: bytes of its head, items in the message, bytes of its payload."""
 
     head_bytes: int
     items: int
@@ -168,20 +160,18 @@ class FrameLimits:
 BEFORE_LOGIN_LIMITS = FrameLimits(4 << 10, 64, 0)
 REQUEST_LIMITS = FrameLimits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
-"""Bytes that one request may read: a whole chunk, the largest range that there is."""
+"""Bytes that one request may read: a whole chunk, the largest range."""
 
 ANSWER_LIMITS = FrameLimits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
 class Lengths(NamedTuple):
-    """The lengths of the two parts of a frame, in bytes."""
-
     head: int
     payload: int
 
 
 def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> bytes:
-    """The lengths and head of a frame; the caller sends the payload behind them. Raises UsageError
+    """The lengths and head of a frame, after which the caller sends the payload. Raises UsageError
     beyond the limits."""
     head: bytes = msgpack.packb(message)
     _check(Lengths(len(head), payload_bytes), limits)
@@ -189,7 +179,7 @@ def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> byte
 
 
 def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
-    """The lengths in the first 8 bytes of a frame. Raises CorruptError beyond the limits."""
+    """Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
         _check(lengths, limits)
@@ -199,13 +189,13 @@ def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
 
 
 def parse_head(content: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
-    """The message in the head of a frame. Raises CorruptError."""
+    """Raises CorruptError."""
     return unpack(content, limits.items)
 
 
 def check_required_fields(message: Message) -> None:
-    """Raise UsageError if a message has a field whose name ends in `!`: the sender requires the
-    receiver to understand it, and this version knows none."""
+    """Raise UsageError if the name of a field ends in `!`: the receiver must understand such
+    fields, and this version knows none."""
     for name in message:
         if name.endswith("!"):
             raise UsageError(

@@ -1,9 +1,7 @@
 """Makes and uses the keys of users: Ed25519 (RFC 8032), by the library `cryptography`.
 
-A secret key is its seed of 32 bytes, and no error ever contains one. `credentials.py` writes and
-reads keys as text; `frames.login_challenge` says what a login signs. Stateless.
-
-The library is imported at the first use: that takes 50 ms, and most programs sign nothing.
+A secret key is its seed of 32 bytes, and no error contains one. The library is imported at the
+first use, since that takes 50 ms and most programs sign nothing.
 """
 
 import os
@@ -12,26 +10,24 @@ from ..credentials import KEY_BYTES, PUBLIC_KEY_BYTES
 
 
 def new_seed() -> bytes:
-    """A new secret key."""
     return os.urandom(KEY_BYTES)
 
 
 def public_key(seed: bytes) -> bytes:
-    """The public key of a secret key."""
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
     return ed25519.Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
 
 
 def sign(seed: bytes, content: bytes) -> bytes:
-    """The signature of `content`, 64 bytes."""
+    """Returns 64 bytes."""
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
     return ed25519.Ed25519PrivateKey.from_private_bytes(seed).sign(content)
 
 
 def verify(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether the holder of a public key has signed `content`. Any bytes give True or False."""
+    """Whether the holder of a public key has signed `content`. Never raises."""
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 

@@ -1,11 +1,8 @@
 """Messages between DIESEL-FS programs: maps in msgpack, decoded strictly, and their fields.
 
 The sender is not trusted. Any bytes decode to a message or raise one CorruptError, in linear time:
-before any object is built, `_check_items` walks over the bytes and counts the items and their
-depth. `Fields` then checks each field by its exact type and refuses unknown ones, with UsageError.
-Errors travel as messages, too (`error_message`, `parse_error`).
-
-The module is pure. It knows neither the framing nor which messages there are.
+`_check_items` counts the items and their depth before any object is built. `Fields` then checks
+each field by its exact type and refuses unknown ones. Errors are sent as messages, too. Pure.
 """
 
 import math
@@ -22,19 +19,19 @@ Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, V
 Message: TypeAlias = dict[str, Value]
 
 ITEMS_MAX = 1024
-"""Items of one message in all (values, and keys of maps), unless the caller allows more. An item
-takes up to some 100 bytes of memory."""
+"""Items of one message (values, and keys of maps), unless the caller allows more. An item takes up
+to some 100 bytes of memory."""
 
 DEPTH_MAX = 8
 INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 4096
 
 LENGTH = struct.Struct("<I")
-"""What stands before a message on a mount's sockets: its length in bytes."""
+"""The length in bytes before a message on a mount's sockets."""
 
 
 def frame(message: Message, bytes_max: int) -> bytes:
-    """A message behind its length. Raises UsageError where it has more than `bytes_max` bytes."""
+    """A message after its length. Raises UsageError if it has more than `bytes_max` bytes."""
     body: bytes = msgpack.packb(message)
     if len(body) > bytes_max:
         raise UsageError(f"a message of {len(body)} bytes (at most {bytes_max})")
@@ -42,7 +39,7 @@ def frame(message: Message, bytes_max: int) -> bytes:
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
-    """The message that some bytes encode. Raises CorruptError for any others."""
+    """Raises CorruptError."""
     _check_items(body, items_max)
     try:
         message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
@@ -61,10 +58,9 @@ def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
 
 
 def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
-    """Walk over the type bytes of all items. Raises CorruptError where there are too many or too
-    deep ones, one of a type that no message has, or bytes too few or too many.
-    """
-    at, left = 0, [1]  # the next byte; how many items are still to come, on each level
+    """Check the type bytes of all items. Raises CorruptError for too many or too deep items,
+    unknown types, or missing or extra bytes."""
+    at, left = 0, [1]  # the next byte; the number of items to come, on each level
     for _ in range(items_max):
         while left and not left[-1]:
             left.pop()
@@ -88,8 +84,8 @@ def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
         raise CorruptError("no message: bytes follow its end")
 
 
-# The formats of msgpack by their first byte: how many bytes follow, how wide the length is that
-# follows, and for containers how wide their count is and how many items each entry has
+# The formats of msgpack by their first byte: the number of bytes that follow, the width of the
+# length that follows, and for containers the width of their count and the items of each entry
 _FIXED = {
     0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8,
     0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
@@ -99,7 +95,7 @@ _HOLDING = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays an
 
 
 def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    """An item, by its first byte: how many items it contains, and how many bytes of its own follow
+    """From an item's first byte: the number of items that it contains, and of its own bytes after
     the first."""
     if head < 0x80 or head >= 0xE0:
         return 0, 0
@@ -120,9 +116,7 @@ def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int
 
 class Fields:
     """The fields of a message. Each method takes one field out by its exact type; `end` refuses
-    the fields that are left.
-
-    All methods raise UsageError. A default is given where the field may be missing.
+    the remaining fields. All methods raise UsageError. A field with a default may be missing.
     """
 
     def __init__(self, values: Message, what: str) -> None:
@@ -134,7 +128,7 @@ class Fields:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text of at most `TEXT_MAX` characters."""
+        """At most `TEXT_MAX` characters."""
         value = self._take(name, default)
         if type(value) is not str or len(value) > TEXT_MAX:
             self.bad(name, "it is a short text")
@@ -143,21 +137,18 @@ class Fields:
     def integer(
         self, name: str, default: int | None = None, *, low: int = 0, high: int = INTEGER_MAX
     ) -> int:
-        """An integer from `low` to `high`."""
         value = self._take(name, default)
         if type(value) is not int or not low <= value <= high:
             self.bad(name, f"it is a whole number from {low} to {high}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
         value = self._take(name, default)
         if type(value) is not bool:
             self.bad(name, "it is true or false")
         return value
 
     def number(self, name: str) -> float:
-        """A finite number."""
         value = self._take(name, None)
         if (type(value) is not float and type(value) is not int) or not math.isfinite(value):
             self.bad(name, "it is a finite number")
@@ -173,7 +164,6 @@ class Fields:
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":
-        """A list of at most `most` maps, each as `Fields`."""
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")
@@ -184,7 +174,6 @@ class Fields:
         ]
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts."""
         values = self._take(name, None)
         if type(values) is not list:
             self.bad(name, "it is texts")
@@ -203,19 +192,18 @@ class Fields:
         return self._values.pop(name)
 
     def bad(self, name: str, rule: str) -> NoReturn:
-        """Raise UsageError for a field that breaks a rule."""
         raise UsageError(f"{self._what}: bad {name!r}: {rule}")
 
 
 def error_message(error: DieselError) -> Message:
-    """An error as a message. A private subclass travels as the class of `errors` that it extends,
-    which the receiver knows."""
+    """Encode an error. A private subclass becomes the class of `errors` that it extends, which the
+    receiver knows."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 
 
 def parse_error(answer: Message) -> DieselError | None:
-    """The error in an answer, or None. Its text is cut short and stripped of control characters, as
+    """The error in an answer, or None. Its text is cut and stripped of control characters, since
     programs print it on terminals."""
     if "error" not in answer:
         return None

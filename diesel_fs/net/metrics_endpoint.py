@@ -1,9 +1,7 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
-It speaks just as much HTTP as these two need. Unlike the servers of HTTP libraries, it limits the
-number of connections and the time of each.
-
-Concurrency: each connection has a task of its own, and is answered once, within seconds.
+It speaks only the HTTP that these two need. Unlike the servers of HTTP libraries, it limits the
+number of connections and the time of each. Each has its own task.
 """
 
 import logging
@@ -25,14 +23,13 @@ _OK, _UNAVAILABLE = "200 OK", "503 Service Unavailable"
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """What the port shows: the metrics in Prometheus's text format (None: not now), and whether the
-    program can do its work now (the answer of `/healthz`)."""
+    """The metrics in Prometheus's text format (None: not now), and whether the program can work now
+    (for `/healthz`)."""
 
     text: Callable[[], str | None]
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Answer on these listening sockets, until it is cancelled."""
         limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
         async with trio.open_nursery() as nursery:
 
@@ -65,7 +62,7 @@ class MetricsEndpoint:
                 nursery.start_soon(accept, trio.socket.from_stdlib_socket(each))
 
     async def answer(self, stream: trio.abc.Stream) -> None:
-        """Receive one request and answer it. A request without an end gets no answer."""
+        """Answer one request. A request without an end gets no answer."""
         head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             some = await stream.receive_some(_HEAD_BYTES_MAX)

@@ -1,8 +1,7 @@
-"""Work that many requests share: single flights, and group commits.
+"""Work that many requests share: single flights and group commits.
 
-`SingleFlight` runs a function once for all callers that want the same result. `GroupCommit`
-collects items while a run is under way, and hands all of them to the next run. Everything happens
-in one event loop (trio); what `run`, `start` and `add` do before their first wait is atomic.
+Everything happens in one trio event loop; `run`, `start` and `add` are atomic up to their first
+wait.
 """
 
 from collections import deque
@@ -18,11 +17,9 @@ T = TypeVar("T")
 
 
 class _Outcome(Generic[V]):
-    """What a run returns or raises; callers wait for it."""
-
     def __init__(self) -> None:
         self._over = trio.Event()
-        self._result: list[V] = []  # of one value, once there is one
+        self._result: list[V] = []  # the one value, when there is one
         self._error: Exception | None = None
 
     async def wait(self) -> V:
@@ -42,10 +39,8 @@ class _Outcome(Generic[V]):
 
 class SingleFlight(Generic[K, V]):
     """Runs an `async` function, once at a time for each key. A caller gets the outcome of a run
-    that begins after the call, and shares it with all who called before that run began.
-
-    A run goes on when its callers are cancelled.
-    """
+    that begins after the call, and shares it with all that called before that run began. A run
+    continues when its callers are cancelled."""
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
@@ -53,7 +48,7 @@ class SingleFlight(Generic[K, V]):
         self._running: set[K] = set()
 
     async def run(self, key: K) -> V:
-        """The outcome of a run that begins now or later. Raises what the function raises."""
+        """The outcome of a run that begins now or later. Raises the function's errors."""
         return await self.start(key).wait()
 
     def start(self, key: K) -> _Outcome[V]:
@@ -78,7 +73,7 @@ class SingleFlight(Generic[K, V]):
 
 
 class ThreadSingleFlight(SingleFlight[K, V]):
-    """A `SingleFlight` of a function that blocks: it runs in one of the `threads`."""
+    """A `SingleFlight` of a blocking function, which runs in one of the `threads`."""
 
     def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
         async def in_thread(key: K) -> V:
@@ -89,19 +84,17 @@ class ThreadSingleFlight(SingleFlight[K, V]):
 
 @dataclass(eq=False)
 class _Waiting(Generic[T, V]):
-    """An item that waits for the next run."""
-
     item: T
     size: int
     outcome: _Outcome[V] = field(default_factory=_Outcome)
 
 
 class GroupCommit(Generic[K, T, V]):
-    """Runs a function on items, once at a time for each key. Items that are added while a run is
-    under way go together into the next run, up to `size_max` in size.
+    """Runs a function on items, once at a time for each key. Items that are added during a run go
+    together into the next run, up to `size_max` in size.
 
-    `run` gets a key and its items. Where it fails for several items and `retry_singly` says that
-    one of them may be to blame for the error, each is tried by itself.
+    If `run` fails for several items with an error for which `retry_singly` is true, each item is
+    tried by itself.
     """
 
     def __init__(
@@ -118,7 +111,7 @@ class GroupCommit(Generic[K, T, V]):
         self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
 
     async def add(self, key: K, item: T, size: int) -> V:
-        """The outcome of the run with this item. Raises what the run raises."""
+        """The outcome of the run with this item. Raises the errors of `run`."""
         waiting = _Waiting[T, V](item, size)
         queue = self._waiting.get(key)
         if queue is None:

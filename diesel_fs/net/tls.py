@@ -1,16 +1,14 @@
 """TLS: the contexts of servers, clients and masters, certificates, and encryption without sockets.
 
-A server's certificate comes from files (`load_certificate`), and its clients check it against the
-authorities that they trust. A master of a task makes its own certificate when it starts, with a key
-that is never written to a disk; its SHA-256 travels with the master's registration
-(`peers/members/membership.py`). So no authority signs a master's certificate, and nobody checks the
-names and dates in it.
+A server loads its certificate from files, and its clients check it against the authorities that
+they trust. A master makes its own certificate when it starts, with a key that is never written to a
+disk; the SHA-256 is part of its registration (`peers/members/membership.py`). So no authority signs
+it, and nobody checks its names and dates. Logins and handshakes sign the SHA-256 (`WIRE.md`,
+section 3).
 
-Logins and handshakes sign the SHA-256 of the certificate (`WIRE.md`, section 3).
-
-Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` encrypts and
-decrypts in memory, so that many records are sent, or received, by one call: answers of a master's
-data plane are about 128 KiB. Functions are safe from any thread; an engine is not.
+Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` works in
+memory, so that one call sends or receives many records: answers of a master's data plane are about
+128 KiB. Functions are safe from any thread; an engine is not.
 """
 
 import datetime as dt
@@ -27,7 +25,7 @@ from ..errors import ConfigError
 from ..format.entries import Bytes
 
 TLS_RECEIVED_BYTES = 256 << 10
-"""Bytes that one call receives, at most: the records of some answers."""
+"""The maximum that one call receives: the records of some answers."""
 
 _PEM_BYTES_MAX = 1 << 20
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
@@ -36,7 +34,7 @@ _VALID = dt.timedelta(days=3650)  # nobody checks it, but the format demands dat
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The context with which a server or master accepts TLS, and the SHA-256 of its certificate."""
+    """The context that accepts TLS, and the SHA-256 of its certificate."""
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
@@ -48,11 +46,11 @@ class TlsEngine:
     def __init__(self, context: ssl.SSLContext, *, accepted: bool) -> None:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._received, self._to_send, server_side=accepted)
-        self._is_ended = False  # the other end has closed the stream, and all is decrypted
+        self._is_ended = False  # the other end has closed, and all bytes are decrypted
 
     def do_handshake(self) -> bool:
-        """Go on with the handshake; False where it needs more bytes. Raises ssl.SSLError; in any
-        case `take_encrypted` may have something to send."""
+        """Continue the handshake; False if it needs more bytes. Raises ssl.SSLError. Always send
+        the result of `take_encrypted` afterwards."""
         try:
             self._object.do_handshake()
         except ssl.SSLWantReadError:
@@ -60,7 +58,7 @@ class TlsEngine:
         return True
 
     def feed(self, content: Bytes) -> None:
-        """Bytes were received; none: the other end has closed the connection."""
+        """Pass on received bytes; empty bytes mean that the other end has closed."""
         if len(content):
             self._received.write(content)
         else:
@@ -68,14 +66,14 @@ class TlsEngine:
 
     @property
     def has_received(self) -> bool:
-        """Whether `decrypt_into` has something to report: bytes that it may decrypt, or the end."""
+        """Whether `decrypt_into` may return bytes or report the end."""
         return bool(
             self._received.pending or self._object.pending() or self._received.eof or self._is_ended
         )
 
     def decrypt_into(self, room: memoryview) -> int:
-        """Decrypt into `room` as much as was received and fits; returns how many bytes, 0 where
-        more must be received first. Raises EOFError at the end of the stream, ssl.SSLError."""
+        """Decrypt the received bytes that fit into `room`; returns their number, or 0 if more must
+        be received first. Raises EOFError at the end of the stream, ssl.SSLError."""
         got = 0
         try:
             while got < len(room) and not self._is_ended:
@@ -93,30 +91,29 @@ class TlsEngine:
         return got
 
     def encrypt(self, content: Bytes) -> None:
-        """Encrypt bytes, which may be many. Raises ssl.SSLError."""
+        """Raises ssl.SSLError."""
         left = memoryview(content)
         while len(left):
             left = left[self._object.write(left) :]
 
     def take_encrypted(self) -> bytes:
-        """What is to be sent by now."""
         return self._to_send.read()
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER; empty where it has none."""
+        """The other end's certificate as DER; empty if there is none."""
         return self._object.getpeercert(binary_form=True) or b""
 
 
 class TlsSocket:
-    """A connector's end of a TLS connection, over a socket that blocks.
+    """A connector's end of a TLS connection, over a blocking socket.
 
-    One thread may receive while another one sends. A signal handler may do either while its thread
-    does.
+    One thread may receive while another one sends. A signal handler may do either in the middle of
+    its thread's call.
     """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext) -> None:
-        """Makes the handshake. The socket stays the caller's. Raises ssl.SSLError, OSError."""
+        """Perform the handshake. The caller keeps the socket. Raises ssl.SSLError, OSError."""
         self.plain = plain
         self._engine = engine = TlsEngine(context, accepted=False)
         self._lock = threading.RLock()
@@ -131,12 +128,11 @@ class TlsSocket:
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER; empty where it has none."""
         return self._engine.peer_certificate
 
     def recv_into(self, room: memoryview) -> int:
-        """As that of a socket. Raises ssl.SSLError for bytes that are not TLS, after which the
-        connection has ended."""
+        """As a socket's. Raises ssl.SSLError for bytes that are not TLS, which end the
+        connection."""
         engine = self._engine
         while not self._has_ended:
             with self._lock:
@@ -156,35 +152,33 @@ class TlsSocket:
         return 0
 
     def sendall(self, content: Bytes) -> None:
-        """As that of a socket; for one thread at a time."""
+        """As a socket's; for one thread at a time."""
         with self._lock:
             self._engine.encrypt(content)
             encrypted = self._engine.take_encrypted()
         self.plain.sendall(encrypted)
 
     def settimeout(self, seconds: float | None) -> None:
-        """As that of a socket."""
         self.plain.settimeout(seconds)
 
     def close(self) -> None:
-        """Close the socket. Repeatable."""
         self.plain.close()
 
 
 def certificate_digest(certificate: bytes) -> bytes:
-    """The SHA-256 of a certificate, given as DER."""
+    """The SHA-256 of a certificate in DER."""
     return hashlib.sha256(certificate).digest()
 
 
 def verifying_context() -> ssl.SSLContext:
-    """The context of a server's client: the server's certificate must name its host and lead to an
-    authority that this machine trusts, or that is in the file that SSL_CERT_FILE names."""
+    """A client's context: the server's certificate must name its host and lead to an authority that
+    this machine, or the file SSL_CERT_FILE, trusts."""
     return _strict(ssl.create_default_context())
 
 
 def client_context() -> ssl.SSLContext:
-    """The context of a master's client, which checks no chain, name or date: right after the
-    handshake, the caller must compare the other end's certificate with the one it expects."""
+    """The context of a master's client, which checks no chain, name or date: after the handshake
+    the caller must compare the other end's certificate with the expected one."""
     context = _strict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -192,8 +186,8 @@ def client_context() -> ssl.SSLContext:
 
 
 def load_certificate(certificate: Path, key: Path) -> Certificate:
-    """The certificate (with its chain) and its key, from two PEM files. Raises ConfigError."""
-    for _ in range(3):  # the operator's tool may be renewing the files at this moment
+    """Read a certificate (with its chain) and its key from two PEM files. Raises ConfigError."""
+    for _ in range(3):  # the operator's tool may be renewing the files now
         before = _pem(certificate)
         context = _accepting_context()
         try:
@@ -209,7 +203,6 @@ def load_certificate(certificate: Path, key: Path) -> Certificate:
 
 
 def make_certificate() -> Certificate:
-    """Make a key and a certificate that this key has signed."""
     # Imports for 50 ms, and only masters make certificates
     from cryptography import x509  # noqa: PLC0415
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
@@ -260,7 +253,6 @@ def _pem(path: Path) -> bytes:
 
 
 def _first_der(pem: bytes, path: Path) -> bytes:
-    """The first certificate of a PEM file, which is the server's own, as DER."""
     start = pem.find(_BEGIN)
     end = pem.find(_END, start)
     try:

@@ -1,7 +1,6 @@
-"""Orders: in which sequence the files of a dataset are read, and how that is announced.
+"""The sequences in which the files of a dataset are read, and their announcement.
 
-`shuffle.py` draws orders from a seed, the same in every process and on every machine; read it
-first. `path_lists.py` writes an order as a list of paths. `plan.py` has the values by which readers
-announce their orders, and the rules and limits for them. All of it is pure: no I/O and no clock.
-Reading in an order is the business of `cache/` and `mounts/prefetch/`.
+Start with `shuffle.py`, which draws orders from a seed, the same on every machine. `path_lists.py`
+writes an order as a list of paths; `plan.py` has the values by which readers announce orders. All
+of it is pure: without I/O and clocks. `cache/` and `mounts/prefetch/` do the reading.
 """

@@ -1,8 +1,8 @@
-"""Orders that every process computes alike from a few numbers, so that the order itself need not
-travel.
+"""Orders that every process can compute from a few numbers, so that the order itself is not sent.
+Pure.
 
-A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), which also gives full
-shuffles: with one group of all chunks. Pure.
+A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), or with one group of all
+chunks those of a full shuffle.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from .shuffle import SEED_MAX, chunk_shuffle
 
 @dataclass(frozen=True, slots=True)
 class ComputedOrder:
-    """The parameters of one epoch of one rank; see `chunk_order` for their meaning."""
+    """The parameters of one epoch of one rank; see `chunk_order`."""
 
     seed: int
     epoch: int
     group: int
-    """Chunks in a group; as many as the dataset has, or more: a full shuffle."""
+    """Chunks in a group; the dataset's number of chunks or more gives a full shuffle."""
     rank: int = 0
     world: int = 1
     drop_last: bool = False
@@ -27,32 +27,31 @@ class ComputedOrder:
 
     @property
     def whole(self) -> "ComputedOrder":
-        """The order of which this is the part of a rank."""
+        """The order of all ranks."""
         return replace(self, rank=0, world=1, drop_last=False)
 
     @property
     def following(self) -> "ComputedOrder | None":
-        """The order of the next epoch; None where there is none."""
+        """The order of the next epoch, or None after the last epoch number."""
         return replace(self, epoch=self.epoch + 1) if self.epoch < SEED_MAX else None
 
     def entries(self, snapshot: Snapshot) -> Indices:
-        """The entries, in their order. Takes 0.3 s for a million files. Raises UsageError for
-        numbers out of range."""
+        """The entries, in order. Takes 0.3 s for a million files. Raises UsageError for numbers out
+        of range."""
         return self.part_of(self.compute_whole(snapshot))
 
     def compute_whole(self, snapshot: Snapshot) -> Indices:
-        """The entries of `whole`."""
         return chunk_shuffle(
             snapshot, self.seed, self.epoch, group_size=self.group, below=self.below
         )
 
     def part_of(self, whole: Indices) -> Indices:
-        """The entries, out of those of `whole`."""
+        """This rank's entries, given those of `whole`."""
         if self.world == 1:
             return whole
         places = part_positions(len(whole), self.rank, self.world, drop_last=self.drop_last)
         return whole[places]
 
     def length_of(self, whole_length: int) -> int:
-        """How many entries there are, where `whole` has so many."""
+        """The number of entries, given that of `whole`."""
         return part_length(whole_length, self.world, drop_last=self.drop_last)

@@ -1,18 +1,16 @@
-"""What will be read: the announced reads of all readers as columns, and how far each reader is.
+"""The announced reads of all readers as columns, and the position of each reader.
 
-A cache that knows its future keeps what is read again soonest (Belady's MIN; Lobster, ICPP 2022,
-section 4.4). It asks three questions of each *unit* that it could keep (an entry, or a whole
-chunk): when is the next use, how many uses are left, and how many of them come before a moment.
+A cache that knows its future keeps the *units* (entries or whole chunks) that are read again
+soonest (Belady's MIN; Lobster, ICPP 2022, section 4.4).
 
-A *use* is one read of a unit by one reader (a *rank* of a training job). Its *time* is a whole
-number: the position in the reader's order, since the ranks of a job advance together. Readers that
-do not, as those of a validation set, get a later `start`.
+A *use* is one read of a unit by one reader (a *rank* of a training job). Its *time* is its position
+in the reader's order, since the ranks of a job advance together. Readers that do not, such as those
+of a validation set, get a later `start`.
 
-The uses are one array of 64-bit numbers, sorted: unit, time and rank in upper, middle and lower
-bits. So the uses of a unit are neighbours, in the order of their times, and a use is found by
-binary search. That takes 8 bytes a use, and 13 more for each unit and use together: 0.5 GB and 1.5
-s for two epochs of 14 million entries. When a reader advances, only the uses that it passes are
-touched.
+The uses are one sorted array of 64-bit numbers: unit, time and rank in upper, middle and lower
+bits. So the uses of a unit are neighbours in the order of their times, and binary search finds
+them. That takes 8 bytes a use, and 13 more for each unit and use together: 0.5 GB and 1.5 s for two
+epochs of 14 million entries. When a reader advances, only the uses that it passes are touched.
 
 Pure. Not safe for concurrent use.
 """
@@ -27,33 +25,30 @@ import numpy.typing as npt
 from ..errors import UsageError
 
 Units: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]"
-"""Numbers of units, each 0 or more."""
+"""Numbers of units."""
 
 Times = npt.NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
-"""The next use of a unit that no reader will read any more, as far as is known."""
+"""The time of the next use if none is announced."""
 
-_WORD = 63  # bits of a use: numbers stay positive where numpy makes them signed
+_WORD = 63  # bits of a use: numbers stay positive when numpy makes them signed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitOrder:
-    """The units that one rank will read, in this order, from the time `start` on."""
+    """The units that one rank reads, in this order, from the time `start` on."""
 
     units: Units
     start: int = 0
 
 
 class FutureUses:
-    """The uses to come of the units 0 to `unit_count - 1`, by several ranks (see the module)."""
+    """The future uses of the units 0 to `unit_count - 1` by several ranks."""
 
     def __init__(self, orders: Sequence[UnitOrder], unit_count: int) -> None:
-        """The uses of all ranks; `orders[r]` is what rank r reads. Nothing has been read yet.
-
-        Raises UsageError for a unit that is not one, and for numbers that need more than 63 bits
-        together (units, times, ranks).
-        """
+        """`orders[r]` is the order of rank r. Raises UsageError for a bad unit number, and if unit,
+        time and rank need more than 63 bits together."""
         self._starts = [order.start for order in orders]
         self._lengths = [len(order.units) for order in orders]
         self._orders: list[Units] = [order.units for order in orders]
@@ -82,32 +77,29 @@ class FutureUses:
         self._uses.sort()
         self._left = left
         self._is_left = np.ones(len(self._uses), np.bool_)
-        # Of each unit the first use that is left, or where its uses end; and where they begin
+        # For each unit: its first use left (or the end of its uses), and the start of its uses
         self._begin = np.zeros(unit_count + 1, np.int64 if filled >= 1 << 31 else np.int32)
         np.cumsum(left, out=self._begin[1:])
         self._next = self._begin[:-1].copy()
 
     def __len__(self) -> int:
-        """The number of units."""
         return len(self._left)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self._orders)
 
     @property
     def left(self) -> int:
-        """How many uses are left, of all units and ranks."""
+        """The number of uses left, of all units and ranks."""
         return sum(self._lengths) - sum(self._position)
 
     def position(self, rank: int) -> int:
-        """How many uses a rank has read."""
         return self._position[rank]
 
     @property
     def now(self) -> int:
-        """The least time of a rank's next use; where all have read all, the end of time."""
+        """The least time of a rank's next use, or the end of time when all have been read."""
         times = [
             self._starts[rank] + self._position[rank]
             for rank in range(self.ranks)
@@ -116,9 +108,9 @@ class FutureUses:
         return min(times, default=NEVER)
 
     def seek(self, rank: int, position: int) -> Units:
-        """A rank reads the use at `position` of its order next; it may have gone back. Returns the
-        units that it has passed, or passed again, which may repeat. A position beyond the order
-        counts as its end. Takes time by the number of these units alone."""
+        """Set the position of a rank's next read; it may go back. Returns the units that it passed,
+        possibly repeated. A position beyond the order counts as its end. Takes time only by the
+        number of these units."""
         before = self._position[rank]
         position = min(max(position, 0), self._lengths[rank])
         self._position[rank] = position
@@ -138,7 +130,7 @@ class FutureUses:
         return units
 
     def next_time(self, units: Units) -> Times:
-        """The time of each unit's next use, over all ranks; NEVER where none is left."""
+        """The time of each unit's next use, over all ranks; NEVER if none is left."""
         found = np.full(len(units), NEVER, np.int64)
         has_use = self._left[units] > 0
         places = self._next[units[has_use]]
@@ -146,18 +138,17 @@ class FutureUses:
         return found
 
     def next_time_of(self, unit: int) -> int:
-        """The same of one unit, in a tenth of the time."""
+        """As `next_time` for one unit, in a tenth of the time."""
         if not self._left[unit]:
             return NEVER
         use = int(self._uses[self._next[unit]])
         return (use & ((1 << self._low_bits) - 1)) >> self._rank_bits
 
     def uses_left(self, units: Units) -> npt.NDArray[np.uint32]:
-        """How many uses of each unit are left (Lobster's reuse count, over all ranks)."""
+        """The number of uses left of each unit (Lobster's reuse count, over all ranks)."""
         return self._left[units]
 
     def uses_before(self, unit: int, time: int) -> int:
-        """How many uses of a unit are left before a time."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         if time < self._end:
             bound = unit << self._low_bits | max(time, 0) << self._rank_bits
@@ -165,8 +156,8 @@ class FutureUses:
         return int(np.count_nonzero(self._is_left[low:high]))
 
     def time_of_use(self, unit: int, number: int) -> int:
-        """When a unit will have been used so many times (1: its next use); NEVER where fewer uses
-        are left. It never falls as readers advance."""
+        """The time of a unit's use number `number`, from 1 for the next; NEVER if fewer are left.
+        It never falls as readers advance."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         places = np.flatnonzero(self._is_left[low:high])
         if len(places) < number:
@@ -174,7 +165,7 @@ class FutureUses:
         return int(self._times(self._uses[low + places[number - 1 : number]])[0])
 
     def uses(self, unit: int) -> list[tuple[int, int]]:
-        """The uses of a unit that are left, in the order of their times: rank and position."""
+        """The uses left of a unit, in the order of their times: rank and position."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         left = self._uses[low:high][self._is_left[low:high]].tolist()
         mask = (1 << self._rank_bits) - 1
@@ -183,7 +174,6 @@ class FutureUses:
         return [(rank, time - self._starts[rank]) for rank, time in zip(ranks, times, strict=True)]
 
     def _packed(self, rank: int, first: int, behind: int) -> npt.NDArray[np.uint64]:
-        """The uses of a rank at these positions of its order."""
         packed = self._orders[rank][first:behind].astype(np.uint64)
         packed <<= np.uint64(self._low_bits)
         start = self._starts[rank]
@@ -199,11 +189,11 @@ class FutureUses:
         return times
 
     def _skip_read(self, units: Units) -> None:
-        """Move the next use of these units behind those that were read."""
+        """Move the next use of these units past the uses that were read."""
         behind = units
         while len(behind):
             places = self._next[behind]
-            # The place at the end of a unit's uses may be another unit's, or none
+            # The place after a unit's uses may belong to another unit, or not exist
             is_read: npt.NDArray[np.bool_] = np.less(places, self._begin[behind + 1])
             is_read[is_read] = ~self._is_left[places[is_read]]
             behind = behind[is_read]

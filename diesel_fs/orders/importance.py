@@ -1,39 +1,37 @@
-"""Draws which samples an epoch trains on, by their importance, and corrects for the draw.
+"""Draws the samples of an epoch by their importance, and corrects for the draw.
 
 **I/O-oriented importance sampling** (iCache, HPCA 2023, section III-A): the samples of an epoch are
-drawn before it begins, from values that earlier epochs have left, so what is not drawn is not read
-either. The rule is that of Selective-Backprop (Jiang et al., "Accelerating Deep Learning by
-Focusing on the Biggest Losers", arXiv 1910.00762, section 3), which iCache names as its source. A
-sample whose value is greater than that of a share c of all samples is drawn with this probability:
+drawn before it begins, from the values of earlier epochs, so samples that are not drawn are not
+read. The rule is that of Selective-Backprop (Jiang et al., "Accelerating Deep Learning by Focusing
+on the Biggest Losers", arXiv 1910.00762, section 3), iCache's source. A sample whose value is
+greater than that of a share c of all samples is drawn with this probability:
 
     p = floor + (1 - floor) * c ** beta
 
-The source compares a loss with the last 1,024 losses; here the whole table is at hand. It also
+Selective-Backprop compares a loss with the last 1,024 losses, here with the whole table; and it
 takes the greater of floor and c ** beta, of which this is a smooth form. The mean of c ** beta is
-1 / (1 + beta), so beta follows from the share of the samples that an epoch is to have. That does
-not depend on the values: an epoch's length is known before its draw.
+1 / (1 + beta), so beta follows from the share of samples in an epoch. That does not depend on the
+values, so an epoch's length is known before its draw.
 
-**The draw** takes each sample at most once, with exactly its probability, and always equally many
-samples (systematic sampling; Madow, Annals of Mathematical Statistics 20, 1949): the samples are
-laid out in random order, each with the length p, and every mark at u, u + 1, u + 2, ... takes the
-sample that it falls on.
+**The draw** is systematic (Madow, Annals of Mathematical Statistics 20, 1949): the samples lie in
+random order, each with the length p, and the marks at u, u + 1, u + 2, ... take the samples on
+which they fall. So each sample is drawn at most once, with exactly its probability, and the number
+of samples is always the same.
 
 **Weights.** A mean over the drawn samples prefers those of high value. Multiplied by `share / p`,
-each sample's term counts in the mean, over many draws, as often as in an epoch of all samples.
+each sample's term counts, over many draws, as often as in an epoch of all samples.
 
 **Substitution** (iCache, section III-C): a drawn sample of low importance that is not in a cache
-may be replaced by one that is, and that the epoch has not drawn. Where the cache has no more of
-them, whole *packages* are read: iCache packs such samples into packages of at least 1 MiB, repacks
-them as importance changes, what was missed first, and takes samples of the packages that it has
-loaded for others. Chunks are such packages already. So some chunks are chosen, those of which most
-was drawn first; the samples of low importance that were drawn in other chunks are replaced by what
-is left of these. A chunk of mostly important samples is no package: it is read for those, and the
-others come with it, so nothing is packed anew.
+may be replaced by a cached sample that was not drawn. When the cache has no more of them, iCache
+loads whole *packages* of at least 1 MiB, which it repacks as importance changes, and substitutes
+from these. Here chunks are the packages: those with the most drawn samples are chosen, and their
+other samples replace drawn samples of low importance in other chunks. A chunk of mostly important
+samples is no package: it is read for those, and the others come with it, so nothing is repacked.
 
-**Homes** (iCache, section III-E: no sample is held by two nodes). iCache looks up which node has a
-sample, and reads it from there. Here each sample has a home node, and those of high importance,
-which are kept in memory, are dealt to the ranks there; so they are read where they are kept. Those
-of low importance fill the parts up, which stay equally long.
+**Homes** (iCache, section III-E: no two nodes hold one sample). iCache looks up the node that has a
+sample, and reads from there. Here each sample has a home node. Samples of high importance, which
+are kept in memory, go to the ranks of their home; those of low importance fill the parts up to
+equal lengths.
 
 All numbers are drawn by the generator of `shuffle.py`, so the same table gives the same draw on
 every machine and with every version of numpy. Pure; safe from any thread.
@@ -49,30 +47,30 @@ from ..format.snapshot.reader import Indices
 from .shuffle import random_keys
 
 Values = npt.NDArray[np.float32]
-"""The importance of n samples; NaN: not known yet. Others are finite and not negative."""
+"""The importance of n samples, finite and not negative; NaN if not known yet."""
 
 Mask = npt.NDArray[np.bool_]
 
 SHARE_DEFAULT = 0.5
-"""That of Selective-Backprop's rule with the exponent 1. (The authors' scripts have the exponent 3,
-a quarter of the samples, and train for more epochs.)"""
+"""The share of Selective-Backprop's rule with the exponent 1. (The authors' scripts have the
+exponent 3, a quarter of the samples, and more epochs.)"""
 
 HIGH_DIVISOR = 5
-"""One in so many samples (a fifth) is of high importance. iCache does not say where it draws the
-line. With a third, 1 % less of the samples were in memory where samples are substituted."""
+"""One in this many samples (a fifth) is of high importance; iCache names no limit. With a third, 1
+% fewer samples were in memory under substitution."""
 _CHANCE_STEPS = 1 << 20
-"""Probabilities are multiples of this part: processors raise to a power with other last digits."""
-_MARK = 1 << 32  # a length of 1 in whole numbers: sums of them are exact
+"""Probabilities are multiples of 1 / this: processors differ in the last digits of powers."""
+_MARK = 1 << 32  # the length 1 as a whole number: sums are exact
 # Domains of the generator
 _TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES, _HOMES = range(11, 18)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawRule:
-    """How likely samples are drawn (see the module).
+    """The probabilities of samples (see the module).
 
-    `share`: of the samples that an epoch has, above 0 and at most 1. `floor`: the least probability
-    of a sample, from 0 to `share`. Raises UsageError for others.
+    `share`: the fraction of samples in an epoch, above 0 and at most 1. `floor`: the least
+    probability of a sample, from 0 to `share`. Raises UsageError for others.
     """
 
     share: float = SHARE_DEFAULT
@@ -87,27 +85,27 @@ class DrawRule:
             )
 
     def length(self, samples: int) -> int:
-        """How many of so many samples an epoch has: at least one, where there is any."""
+        """At least one, if there are any samples."""
         return min(max(round(self.share * samples), 1), samples)
 
     def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
-        """The probability of each sample, as numbers whose sum is `length` but for rounding.
+        """The probability of each sample; the sum is `length`, up to rounding.
 
-        Samples without a value count as the most important. Equal values are put into a random
-        order, which depends on seed and epoch. Raises UsageError for these out of range.
+        Samples without a value count as the most important. Equal values get a random order, by
+        seed and epoch. Raises UsageError if these are out of range.
         """
         count = len(values)
         if not count:
             return np.empty(0, np.float32)
         length = self.length(count)
-        share = length / count  # of few samples it is not quite `self.share`
+        share = length / count  # for few samples not quite `self.share`
         if share == 1 or share <= self.floor or self.floor == self.share:
             return np.full(count, share, np.float32)
         order = _by_value(values, seed, epoch)
         beta = (1 - self.floor) / (share - self.floor) - 1
         # The last value is 1, so that the sum is never 0, however steep the curve is
         curve = ((np.arange(count) + 0.5) / (count - 0.5)) ** beta
-        # The sum of a curve over so many points is not quite its integral.
+        # The sum of a curve over points is not quite its integral
         curve *= (length - self.floor * count) / float(curve.sum())
         found = np.empty(count, np.float32)
         steps = np.rint((self.floor + curve) * _CHANCE_STEPS)
@@ -115,8 +113,8 @@ class DrawRule:
         return found
 
     def draw(self, probabilities: npt.NDArray[np.float32], seed: int, epoch: int) -> Indices:
-        """The samples that are drawn, ascending: `length` of them, each at most once. Raises
-        UsageError for a seed or epoch out of range."""
+        """The drawn samples, ascending: `length` of them, each at most once. Raises UsageError for
+        a seed or epoch out of range."""
         count = len(probabilities)
         length = self.length(count)
         if length == count:
@@ -126,13 +124,13 @@ class DrawRule:
         ends = _stretched(np.cumsum(lengths), length * _MARK)
         first = int(random_keys(_MARKS, 1, seed, epoch)[0] >> np.uint64(32))
         marks = first + np.arange(length) * _MARK
-        # A sample of the length 1 may end where the next mark stands: then it has one all the same.
+        # A sample of the length 1 may end at the next mark; it still takes only one
         taken = np.searchsorted(ends, marks, side="right")
         return np.sort(places[np.minimum(_distinct(taken), count - 1)])
 
 
 def weights(probabilities: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.float32]:
-    """What the terms of drawn samples are multiplied by, for an unbiased mean (see the module)."""
+    """The factors of drawn samples' terms for an unbiased mean (see the module)."""
     return (share / np.maximum(probabilities, np.finfo(np.float32).tiny)).astype(np.float32)
 
 
@@ -145,12 +143,11 @@ def substituted(
     seed: int,
     epoch: int,
 ) -> tuple[Indices, Indices]:
-    """Which of the drawn samples are replaced, as places in `drawn`, and by which samples (see the
-    module).
+    """The replaced samples, as places in `drawn`, and their substitutes (see the module).
 
-    The masks and `chunks` have a value for each of the n samples: those of low importance, those in
-    the cache, those that may replace others if they are not drawn, and the chunk of each. Samples
-    in the cache come first; which are replaced by which is random.
+    The masks and `chunks` have a value for each sample: whether it is of low importance, is cached,
+    may replace others if it is not drawn, and its chunk. Cached samples come first; the pairs are
+    random.
     """
     missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
     missed = missed[_permutation(_REPLACED, len(missed), seed, epoch)]
@@ -164,8 +161,8 @@ def substituted(
     count = int(chunks.max(initial=-1)) + 1
     is_package = 2 * np.bincount(chunks[is_low], minlength=count) >= np.bincount(chunks)
     left = left[is_package[chunks[drawn[left]]]]
-    # The packages of which most was drawn; as many as it takes until the samples that they have,
-    # drawn or free, are as many as were missed.
+    # The packages with the most drawn samples, until their samples, drawn or free, are as many as
+    # were missed
     packages = np.flatnonzero(is_package & (np.bincount(chunks[may_replace], minlength=count) > 0))
     packages = packages[_permutation(_PACKAGES, len(packages), seed, epoch)]
     own = np.bincount(chunks[drawn[left]], minlength=count)
@@ -184,16 +181,16 @@ def substituted(
 
 
 def home_nodes(count: int, nodes: int, seed: int) -> Indices:
-    """The home of each of so many samples: a node, the same in all epochs."""
+    """The home node of each of `count` samples, the same in all epochs."""
     return (random_keys(_HOMES, count, seed, 0) % np.uint64(nodes)).astype(np.int64)
 
 
 def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes: int) -> Indices:
-    """Drawn samples, of which each node has the next `per_node` (the last one what is left), in
-    another order: those of high importance are with their home node, as far as it has room for
-    them. The others stay where they are, unless they make room.
+    """Reorder drawn samples so that those of high importance are with their home node, as far as it
+    has room. The others stay in place, unless they make room.
 
-    `is_high` and `home` have a value for each of the n samples.
+    Each node has the next `per_node` of `samples`, the last one the remainder. `is_high` and `home`
+    have a value for each sample.
     """
     wrong = np.flatnonzero(is_high[samples])
     wrong = wrong[home[samples[wrong]] != np.minimum(wrong // per_node, nodes - 1)]
@@ -219,8 +216,7 @@ def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
-    """Which samples are of low importance: those that are not drawn as often as the most important
-    fifth of all."""
+    """Which samples are drawn less often than the most important fifth of all."""
     if not len(probabilities):
         return np.empty(0, np.bool_)
     place = len(probabilities) - max(len(probabilities) // HIGH_DIVISOR, 1)
@@ -229,9 +225,9 @@ def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
 
 
 def _by_value(values: Values, seed: int, epoch: int) -> Indices:
-    """The samples by rising values; those without a value last, and equal ones at random."""
+    """The samples by rising values; those without a value last, and equal ones in random order."""
     mixed = _permutation(_TIES, len(values), seed, epoch)
-    # The bits of numbers that are not negative are in the order of the numbers.
+    # As integers, the bits of non-negative floats have the same order
     bits = np.where(np.isnan(values), np.float32(np.inf), values)[mixed].view(np.uint32)
     keys = bits.astype(np.uint64) << np.uint64(32) | np.arange(len(mixed), dtype=np.uint64)
     keys.sort()
@@ -239,8 +235,8 @@ def _by_value(values: Values, seed: int, epoch: int) -> Indices:
 
 
 def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
-    """The numbers below `count` in random order. (Keys that are all different have one order,
-    whatever the sorting does; and to sort them takes a tenth of an argsort.)"""
+    """The numbers below `count` in random order. Sorting unique keys gives one result with every
+    algorithm, in a tenth of an argsort."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     keys = random_keys(domain, count, seed, epoch) >> bits << bits
     keys |= np.arange(count, dtype=np.uint64)
@@ -249,13 +245,12 @@ def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
 
 
 def _stretched(ends: Indices, total: int) -> Indices:
-    """Ends of lengths whose sum shall be `total`, but is a little off by rounding."""
+    """Ends of lengths, stretched so that rounding errors leave the sum `total`."""
     off = total - int(ends[-1])
     count = len(ends)
     return ends + (np.arange(1, count + 1) * off) // count
 
 
 def _distinct(taken: Indices) -> Indices:
-    """Rising places, each at least one greater than that before it."""
     steps = np.arange(len(taken))
     return np.maximum.accumulate(taken - steps) + steps

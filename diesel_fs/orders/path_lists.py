@@ -20,8 +20,8 @@ from .computed import ComputedOrder
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
 TAIL_FILES = 64
-"""A list comes with the entries of so many of its last files. When these are opened, its reader is
-at the end of the list."""
+"""The number of last files of a list that come with it as entries. A reader that opens them is at
+the end of the list."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
@@ -30,7 +30,7 @@ _NEWLINE, _NUL = ord("\n"), 0
 
 @dataclass(frozen=True, slots=True)
 class ListName:
-    """The parameters of a list: chunk-wise order of a rank's files in an epoch (`shuffle.py`)."""
+    """The parameters of a list: a rank's chunk-wise order in an epoch (`shuffle.py`)."""
 
     seed: int
     epoch: int
@@ -40,8 +40,8 @@ class ListName:
 
     @classmethod
     def parse(cls, text: bytes) -> "ListName | None":
-        """The parameters that a name gives; None for other text (unknown or repeated keys, numbers
-        out of range)."""
+        """The parameters in a name; None for other text (unknown or repeated keys, numbers out of
+        range)."""
         values: dict[str, int] = {}
         for part in text.decode("ascii", "replace").split(","):
             key, _, number = part.partition("=")
@@ -56,11 +56,9 @@ class ListName:
 
     @property
     def computed(self) -> ComputedOrder:
-        """The parameters of the list's order."""
         return ComputedOrder(self.seed, self.epoch, self.group, self.rank, self.world)
 
     def order(self, snapshot: Snapshot) -> Indices:
-        """The files that the list names, in the order of the list."""
         return self.computed.entries(snapshot)
 
     def __str__(self) -> str:
@@ -72,32 +70,27 @@ _KEYS = ("seed", "epoch", "group", "rank", "world")
 
 @dataclass(frozen=True, slots=True)
 class ListText:
-    """A list's bytes, and the entries of its last files."""
-
     content: npt.NDArray[np.uint8]
     tail: Sequence[int]
 
 
 class PathLists:
     """Makes the lists of one snapshot. For millions of files every method takes long and belongs in
-    a thread; the first call also measures all paths.
-    """
+    a thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def size(self, name: ListName) -> int:
-        """The size of a list in bytes. That of a list of all files does not depend on the order."""
+        """The size of a list in bytes. With one rank it does not depend on the order."""
         if name.world == 1:
             return self._total
         files = name.order(self._snapshot)
         return self._list_bytes(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
-        """The list: paths in their order, each ended by a newline, or by NUL.
-
-        Raises UsageError for a path with a newline, which would be two lines.
-        """
+        """The paths in their order, each ended by a newline or NUL. Raises UsageError for a path
+        with a newline in a list of lines."""
         files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)
@@ -112,7 +105,6 @@ class PathLists:
         return int(path_bytes(self._snapshot)[files].sum()) + len(files)
 
     def _refuse_newlines(self, files: Indices) -> None:
-        """Raise UsageError if a name in the path of one of these files has a newline."""
         columns = self._snapshot.columns
         at = np.flatnonzero(columns.names == _NEWLINE)
         if not len(at):
@@ -132,7 +124,6 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """The length of each entry's path in bytes."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]
@@ -143,11 +134,10 @@ def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
-    """The range of entries of each depth, from below the root on. (A snapshot stores entries sorted
-    by depth.)"""
+    """The range of entries of each depth below the root. (A snapshot stores entries by depth.)"""
     parent = snapshot.columns.parent
     levels, start = [], 1
-    end_above = ROOT_INDEX + 1  # where the level above ends
+    end_above = ROOT_INDEX + 1  # the end of the level above
     while start < len(snapshot):
         end = int(np.searchsorted(parent, end_above, side="left"))
         if end <= start or int(parent[start]) >= start:
@@ -176,7 +166,7 @@ def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.u
         part = files[first : first + _BATCH_FILES]
         folder = folder_of_file[first : first + _BATCH_FILES]
         name_start = starts[part].astype(np.int64)
-        # For each file three ranges of `source`: its folder, its name, and `end`.
+        # Three ranges of `source` for each file: its folder, its name, and `end`.
         begin = np.empty((len(part), 3), np.int64)
         begin[:, 0], begin[:, 1] = folder_start[folder], name_start + len(before)
         begin[:, 2] = end_at

@@ -1,9 +1,8 @@
-"""Plans: which files each reader will read, in which order, announced before it reads them.
+"""Plans: the files that each reader will read, in order, announced before it reads them.
 
-A *stream* is one reader; it has *epochs*, each with the entries (indices of files in the snapshot)
-that it reads in order. A *plan* is all streams that are announced to a mount; `check_plan` has its
-limits. Plans come over the control socket or from lists of files (`mounts/plans/`); the mount's
-prefetch planner (`mounts/prefetch/planner.py`) holds the streams and works by them.
+A *stream* is one reader; it has *epochs*, each with its entries (indices of files in the snapshot)
+in order. A *plan* is all streams that are announced to a mount. Plans come over the control socket
+or from lists of files (`mounts/plans/`); the mount's prefetch planner works by them.
 
 Epochs and streams are immutable values with private, read-only copies of their arrays.
 """
@@ -26,19 +25,18 @@ Entries: TypeAlias = npt.NDArray[np.uint32]
 NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
 EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
-"""Entry indices as callers give them."""
 
 Bounds: TypeAlias = npt.NDArray[np.int64]
-"""The positions in an epoch behind the last entry of each batch, ascending."""
+"""The position after the last entry of each batch of an epoch, ascending."""
 
 FileMask: TypeAlias = npt.NDArray[np.bool_]
-"""By index of an entry: whether it is a file."""
+"""For each entry: whether it is a file."""
 
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 STREAMS_MAX = 64
-"""Enough for 16 ranks of a node, their validation sets and some other jobs. Every decision of the
-planner looks at each stream."""
+"""Enough for 16 ranks of a node, their validation sets and some other jobs. Each decision of the
+planner looks at every stream."""
 
 EPOCH_ENTRIES_MAX = 1 << 26
 """More than 50 times the files of ImageNet-1K; 256 MB of indices."""
@@ -54,11 +52,11 @@ EPOCH_NUMBER_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """What one stream reads in one epoch. Its constructor raises UsageError.
+    """One stream's reads in one epoch. Its constructor raises UsageError.
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
-    replaced when the epoch begins. `bounds` is None where the batches are not known. `computed`
-    has the parameters that give exactly these entries, where there are some.
+    replaced when the epoch begins. `bounds` is None if the batches are not known. `computed` has
+    parameters that give exactly these entries, if any.
     """
 
     number: int
@@ -79,13 +77,12 @@ class Epoch:
 
     @property
     def batch_entries_max(self) -> int:
-        """The number of entries of the largest batch; 0 where the bounds are not known."""
+        """The number of entries of the largest batch; 0 if the batches are not known."""
         if self.bounds is None or not len(self.bounds):
             return 0
         return int(np.diff(self.bounds, prepend=0).max())
 
     def appended(self, more: "Epoch") -> "Epoch":
-        """This epoch with another's entries at its end."""
         bounds = None
         if self.bounds is not None and more.bounds is not None:
             bounds = np.concatenate([self.bounds, more.bounds + len(self)])
@@ -104,12 +101,11 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One reader and the epochs that it will read, by rising number. Its constructor raises
-    UsageError.
+    """One reader and its epochs, by rising number. Its constructor raises UsageError.
 
-    `tentative`: a program has read the list of files, and may or may not read the files in that
-    order. `lag_entries`: how far apart in the order this stream's workers may read (workers x
-    prefetch x batch); 0 where that is not known.
+    `tentative`: a program has read the list of files, but may not read the files in that order.
+    `lag_entries`: how far apart in the order this stream's workers may read (workers x prefetch x
+    batch); 0 if not known.
     """
 
     name: str
@@ -135,22 +131,22 @@ class Stream:
             raise UsageError(f"bad lag {self.lag_entries} of stream {self.name}")
 
     def epoch(self, number: int) -> Epoch:
-        """The epoch of a number. Raises UsageError where the stream has none."""
+        """Raises UsageError if the stream has none."""
         for epoch in self.epochs:
             if epoch.number == number:
                 return epoch
         raise UsageError(f"stream {self.name} has no epoch {number}")
 
     def extended(self, epochs: Sequence[Epoch]) -> "Stream":
-        """This stream with more epochs. If the first has the number of this stream's last, it is
-        appended to that one."""
+        """This stream with more epochs. If the first has the number of the last epoch, its entries
+        are appended to that."""
         own, more = list(self.epochs), list(epochs)
         if own and more and own[-1].number == more[0].number:
             own[-1] = own[-1].appended(more.pop(0))
         return replace(self, epochs=(*own, *more))
 
     def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
-        """This stream with `epoch` instead of its own of the same number, from `position` on."""
+        """This stream with `epoch` in place of its epoch of that number, from `position` on."""
         old = self.epoch(epoch.number)
         if not 0 <= position <= len(old):
             raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
@@ -165,10 +161,10 @@ def check_plan(
     *,
     entries_max: int = PLAN_ENTRIES_MAX,
 ) -> None:
-    """Check a plan that is about to change: all its streams, of which these epochs are new.
+    """Check a changed plan: all its streams, of which these epochs are new.
 
-    `is_file` says for each entry of the dataset whether it is a file; an epoch names files only.
-    Raises UsageError.
+    `is_file` has a value for each entry of the dataset; an epoch names files only. Raises
+    UsageError.
     """
     if len(streams) > STREAMS_MAX:
         raise UsageError(
@@ -193,7 +189,6 @@ def check_plan(
 
 
 def _own_entries(entries: EntryOrder) -> Entries:
-    """A read-only copy of entry indices. Raises UsageError if they are none."""
     array = np.asarray(entries)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("an order is one row of entry indices")
@@ -202,14 +197,13 @@ def _own_entries(entries: EntryOrder) -> Entries:
     if len(array) and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
         raise UsageError("an order names an entry that is not 0 to 2^32 - 1")
     if array.dtype == np.uint32 and array.flags.owndata and not array.flags.writeable:
-        return array  # a copy of ours already
+        return array  # already a copy that was made here
     own = array.astype(np.uint32)
     own.flags.writeable = False
     return own
 
 
 def _bounds(bounds: "Sequence[int] | Bounds", length: int) -> Bounds:
-    """A read-only copy of the bounds of an epoch of this length. Raises UsageError."""
     array = np.asarray(bounds)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("batch bounds are one row of positions")

@@ -1,31 +1,29 @@
-"""Measures how well an order of files mixes the classes of a dataset, so that a group size can be
-chosen.
+"""Measures how well an order of files mixes the classes of a dataset, to choose a group size.
 
-**Design effect** (Kish, Survey Sampling, 1965): how many times the variance of what is estimated
-from a sample is that from a simple random sample of the same size. Here the samples are batches,
-and what a batch estimates is the part that each class has in the dataset:
+**Design effect** (Kish, Survey Sampling, 1965): the variance of an estimate from a sample, divided
+by that from a simple random sample of the same size. Here a sample is a batch, and its estimate is
+the fraction of each class in the dataset:
 
     D = mean over batches of V  /  mean of V after full shuffle
     V = sum over classes c of (n_c / b - p_c)^2
 
-with n_c files of class c in a batch of b files, and p_c the part of class c in all N files. The
+with n_c files of class c in a batch of b files, and p_c the fraction of class c in all N files. The
 mean of V after full shuffle is known (drawing without replacement):
 
     (1 - sum over c of p_c^2) / b  *  (N - b) / (N - 1)
 
-So D is 1 for a full shuffle but for chance, and b where each batch is of one class of many (if b is
-far below N). A batch is worth b / D fully shuffled files: Kish's effective sample size. The class
+So D is 1 for a full shuffle, up to chance, and b if each batch has one class of many (for b far
+below N). A batch is worth b / D fully shuffled files: Kish's effective sample size. The class
 stands for the file's gradient; with gradients instead, D of a batch that is one chunk is the factor
 h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
-section 4). What the measure does not see: differences between files of one class, which files come
-together again in the next epoch, and for how many batches in a row a class is too frequent. The
-last matters where classes lie together in the chunks: larger groups make the imbalance smaller, but
-it lasts longer (tests/bench/RESULTS.md has a study).
+section 4). The measure does not see differences between files of one class, files that come
+together again in the next epoch, and for how many batches in a row a class is too frequent (see the
+study in tests/bench/RESULTS.md: with larger groups the imbalance is smaller, but lasts longer).
 
-The **class** of a file is the folder directly below the measured one in which it lies, as with
-torchvision's `ImageFolder`. Files directly in the measured folder are a class of their own.
+The **class** of a file is its topmost folder below the measured folder, as with torchvision's
+`ImageFolder`. Files directly in the measured folder are a class of their own.
 
-All works on columns: about a second for each order of a million files. Pure; safe from any thread.
+Works on columns: about a second for each order of a million files. Pure; safe from any thread.
 """
 
 from dataclasses import dataclass
@@ -38,25 +36,25 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .shuffle import GroupedOrder, chunk_order
 
 BATCH_FILES = 256
-"""Files in a batch; fewer where a dataset has not BATCHES_MIN of these."""
+"""Files in a batch, or fewer if a dataset has less than BATCHES_MIN such batches."""
 
 BATCHES_MIN = 8
 
 GROUP_SIZES = tuple(factor * 10**power for power in range(7) for factor in (1, 3))
-"""The group sizes that are compared, as far as a dataset has more chunks than that."""
+"""The group sizes to compare, below the number of the dataset's chunks."""
 
 DESIGN_EFFECT_MAX = 4.0
-"""Up to this design effect a group size is recommended: a batch is then worth a quarter of its
-files. A rule of thumb: steps so noisy are those of a batch of that size, which many models bear."""
+"""A group size up to this design effect is recommended: a batch is then worth a quarter of its
+files. A rule of thumb: many models bear steps as noisy as with such batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderQuality:
-    """How well an order mixes, and what it costs in memory.
+    """How well an order mixes, and its cost in memory.
 
-    `memory_bytes`: the chunks of the two groups in a row that are the largest together.
-    `chunks_in_batch`: from how many chunks the files of a batch come, on average. `design_effect`:
-    see the module; None where all batches have the same classes in any order.
+    `memory_bytes`: the chunks of the two neighbouring groups that are the largest together.
+    `chunks_in_batch`: the mean number of chunks that a batch comes from. `design_effect`: see the
+    module; None if all batches have the same classes in any order.
     """
 
     memory_bytes: int
@@ -66,8 +64,7 @@ class OrderQuality:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The quality of orders of several group sizes (ascending), and of the two ends: the order in
-    which the files are packed, and full shuffle."""
+    """The quality by group size (ascending), as packed, and in full shuffle."""
 
     files: int
     chunks: int
@@ -79,8 +76,8 @@ class QualityReport:
 
     @property
     def recommended(self) -> int | None:
-        """The smallest group size whose design effect, or that of full shuffle by chance, is at
-        most DESIGN_EFFECT_MAX; None without one, or without classes to be mixed."""
+        """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX, or of full
+        shuffle's if that is larger by chance; None without one, or without classes to mix."""
         limit = max(DESIGN_EFFECT_MAX, self.full.design_effect or 0.0)
         for group_size, quality in self.by_group_size.items():
             if quality.design_effect is not None and quality.design_effect <= limit:
@@ -99,11 +96,11 @@ def compare_group_sizes(
     drop_last: bool = False,
     below: int = ROOT_INDEX,
 ) -> QualityReport:
-    """Measure the orders of an epoch: those of GROUP_SIZES and of `group_size`, and both ends.
+    """Measure the orders of an epoch: of GROUP_SIZES and `group_size`, as packed, and full shuffle.
 
     The other parameters are those of `chunk_order`; the order of packing is measured whole.
-    `GROUP_SIZES` at and above the number of chunks are left out: they are full shuffles. Raises
-    UsageError for numbers out of range, CorruptError for a damaged snapshot.
+    GROUP_SIZES from the number of chunks on are left out, as they are full shuffles. Raises
+    UsageError for numbers out of range, CorruptError.
     """
 
     def ordered(size: int) -> GroupedOrder:
@@ -112,15 +109,15 @@ def compare_group_sizes(
             below=below,
         )  # fmt: skip
 
-    asked = ordered(group_size)
+    requested = ordered(group_size)
     entries = snapshot.files() if below == ROOT_INDEX else snapshot.walk(below)
     files = entries[snapshot.stat_many(entries).kind == Kind.FILE]
     chunk, chunk_bytes = snapshot.chunk_of(files), snapshot.chunk_sizes.astype(np.int64)
     names, classes = np.unique(class_of_files(snapshot, files, below), return_inverse=True)
     chunks = len(np.unique(chunk))
-    batch_files = max(min(BATCH_FILES, len(asked.indices) // BATCHES_MIN), 1)
+    batch_files = max(min(BATCH_FILES, len(requested.indices) // BATCHES_MIN), 1)
 
-    place_of = np.empty(len(snapshot), np.int64)  # of an entry among the files
+    place_of = np.empty(len(snapshot), np.int64)  # by entry: its place among the files
     place_of[files] = np.arange(len(files))
 
     def measured(order: GroupedOrder) -> OrderQuality:
@@ -134,23 +131,20 @@ def compare_group_sizes(
     sizes = sorted({group_size, *(size for size in GROUP_SIZES if size < chunks)})
     packed = np.lexsort((snapshot.columns.offset[files], chunk))
     return QualityReport(
-        files=len(asked.indices),
+        files=len(requested.indices),
         chunks=chunks,
         classes=len(names),
         batch_files=batch_files,
         packed=measured(GroupedOrder(files[packed], _run_ends(chunk[packed]))),
         by_group_size={
-            size: measured(asked if size == group_size else ordered(size)) for size in sizes
+            size: measured(requested if size == group_size else ordered(size)) for size in sizes
         },
         full=measured(ordered(max(chunks, 1))),
     )
 
 
 def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) -> Indices:
-    """The class of each file below a folder: the index of a folder (see the module).
-
-    Raises CorruptError for a damaged snapshot.
-    """
+    """The class of each file below a folder: the index of a folder. Raises CorruptError."""
     parent = snapshot.columns.parent
     folders, folder_of_file = np.unique(parent[files], return_inverse=True)
     top = folders.astype(np.int64)
@@ -159,17 +153,17 @@ def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) 
         deeper = (top != below) & (up != below)
         if not deeper.any():
             return top[folder_of_file]
-        if (up >= top)[deeper].any():  # a folder stands before what is in it
+        if (up >= top)[deeper].any():  # a folder must come before its entries
             raise CorruptError(f"damaged snapshot of {snapshot.dataset}: a folder in itself")
         top[deeper] = up[deeper]
 
 
 def design_effect(classes: Indices, order: Indices, batch_files: int) -> float | None:
-    """The design effect of an order, in batches of so many files; a last shorter one is left out.
+    """The design effect of an order, in batches of `batch_files`; a shorter last one is left out.
 
     `classes` has the class of each file of the dataset: small numbers from 0 on. `order` has
-    positions in it, and at least one batch of them. None where all batches have the same classes in
-    any order: with one class, or where a batch has all files.
+    positions in it, at least one batch. None if all batches have the same classes in any order:
+    with one class, or if a batch has all files.
     """
     total, per_class = len(classes), np.bincount(classes)
     parts = per_class / max(total, 1)
@@ -179,7 +173,7 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
     expected = spread / batch_files * (total - batch_files) / (total - 1)
     drawn = classes[order[: len(order) // batch_files * batch_files]]
     batch = np.arange(len(drawn)) // batch_files
-    # The sum of (n/b - p)^2 is that of (n/b)^2 - 2 p n/b + p^2; n is the length of a run here.
+    # The sum of (n/b - p)^2 is that of (n/b)^2 - 2 p n/b + p^2, with n the length of a run
     keys = np.sort(batch * len(per_class) + drawn)
     starts = np.flatnonzero(np.diff(keys, prepend=-1))
     runs = np.diff(starts, append=len(keys)).astype(np.float64)
@@ -189,15 +183,15 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
 
 
 def _run_ends(values: Indices) -> Indices:
-    """The positions behind runs of equal values."""
+    """The positions after runs of equal values."""
     if not len(values):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
 
 
 def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) -> int:
-    """The bytes of the chunks of two groups in a row, or of the only one, at most. `chunks` has the
-    chunk of each file in the order."""
+    """The maximum bytes of the chunks of two neighbouring groups, or of the only group. `chunks`
+    has the chunk of each file in the order."""
     group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
     count = len(chunk_sizes)
     keys = np.unique(group * max(count, 1) + chunks)
@@ -207,7 +201,6 @@ def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) 
 
 
 def _different_mean(values: Indices, batch_files: int) -> float:
-    """The mean number of different values in whole batches."""
     whole = values[: len(values) // batch_files * batch_files].reshape(-1, batch_files)
     if not len(whole):
         return 0.0

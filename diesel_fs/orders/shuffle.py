@@ -1,21 +1,18 @@
 """Draws the order in which a reader goes through the files of a dataset in one epoch.
 
-There are two shuffles, chunk-wise and full, and the cut of an order into parts for the ranks of a
-training job. All are pure functions of the snapshot and of numbers: they give the same order in
-every process, on every machine and with every version of numpy (the tests hold golden orders).
-Safe from any thread.
+There are two shuffles, chunk-wise and full. Both are pure functions of the snapshot and of numbers:
+they give the same order in every process, on every machine and with every version of numpy (the
+tests hold golden orders). Safe from any thread.
 
-**Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled, cut into groups of
-`group_size`, and the files of each group are shuffled among themselves. (A chunk is a pack of many
-small files, some 4 MiB.) A reader in that order needs the chunks of one group in memory, and those
-of the next on their way. A file of several extents (runs of bytes in chunks) belongs to the chunk
-of its first one, an empty file to the chunk that has its entry; so each file is in exactly one
-group. Chunks without any of the wanted files do not count. **Full shuffle** is the same with one
-group of all chunks.
+**Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups
+of `group_size`, and the files of each group are shuffled among themselves. So a reader needs the
+chunks of one group in memory, and those of the next on their way. A file of several extents belongs
+to the chunk of its first one, an empty file to the chunk that has its entry. Chunks without any
+selected file do not count. **Full shuffle** is the same with one group of all chunks.
 
-**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So a chunk is read by
-one rank, unless the cut goes through its group; where there are fewer groups than ranks, each rank
-gets a piece of one. Every file is equally likely in each part.
+**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So one rank reads a
+chunk alone, unless its group is cut; with fewer groups than ranks, each rank gets a piece of one.
+Every file is equally likely in each part.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter. All arithmetic
 is modulo 2^64:
@@ -28,8 +25,8 @@ is modulo 2^64:
     key of a file     = draw(state(2), index of its entry)
 
 Chunks are sorted by their keys, and files by (group, key). Group and key share 64 bits: the group
-has as many upper bits as it needs, the rest are upper bits of the key. Equal keys are sorted by
-chunk ID, or by index.
+takes the upper bits that it needs, the key's upper bits the others. Equal keys are sorted by chunk
+ID, or by index.
 """
 
 from dataclasses import dataclass
@@ -44,14 +41,13 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .parts import part_length, part_positions
 
 GROUP_SIZE_DEFAULT = 100
-"""Chunks in a group: 400 MiB of chunks of 4 MiB. The paper finds no gain in accuracy beyond
-that."""
+"""Chunks in a group: 400 MiB of chunks of 4 MiB. The paper finds no gain in accuracy beyond."""
 
 SEED_MAX = 2**63 - 1
-"""The limit of seeds and epochs, and of the other numbers: they fit a signed word."""
+"""The limit of seeds, epochs and other numbers, which fit a signed word."""
 
 WORLD_MAX = 1 << 20
-"""The limit of ranks for a mount: more than any job has, and products with it fit 64 bits."""
+"""The limit of ranks for a mount: above that of any job, and products with it fit 64 bits."""
 
 _U8 = npt.NDArray[np.uint64]
 
@@ -62,10 +58,10 @@ _WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedOrder:
-    """Files in the order of reading, and where in it each group ends (ascending positions).
+    """Files in order, and the position at which each group ends (ascending).
 
-    A part of a rank begins and ends within groups; the files that it repeats from the start of the
-    list are groups of their own, unless they go on with the last.
+    A rank's part may begin and end inside groups; the files that it repeats from the start of the
+    list are groups of their own, unless they continue the last.
     """
 
     indices: Indices
@@ -74,7 +70,7 @@ class GroupedOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedFiles:
-    """Files, and their chunks: all that a chunk-wise order depends on. It can be pickled."""
+    """Files and their chunks: the whole input of a chunk-wise order. Can be pickled."""
 
     entries: Indices
     chunks: Indices
@@ -83,8 +79,8 @@ class ChunkedFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
-        """The files with these indices. Raises CorruptError."""
-        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # of what is no file: the first
+        """Raises CorruptError."""
+        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # entries that are no files: the first
         if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
             raise CorruptError(
                 f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk"
@@ -92,13 +88,11 @@ class ChunkedFiles:
         return cls(entries, chunks, snapshot.columns.chunk_id)
 
     def subset(self, places: Indices) -> "ChunkedFiles":
-        """Some of the files, by their places in `entries`."""
         return ChunkedFiles(self.entries[places], self.chunks[places], self.chunk_ids)
 
     def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
-        """All files in chunk-wise order, as positions in `entries`; and the group of each.
-
-        Raises UsageError for numbers out of range.
+        """All files in chunk-wise order, as positions in `entries`; and the group of each. Raises
+        UsageError for numbers out of range.
         """
         check_number("seed", seed)
         check_number("epoch", epoch)
@@ -111,7 +105,7 @@ class ChunkedFiles:
 
 
 class OrderSelection(TypedDict, total=False):
-    """Which files of an epoch a caller wants; meaning and defaults as in `chunk_order`."""
+    """The selected files of an epoch; meaning and defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -128,14 +122,14 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """The indices of `chunk_order`, without the groups. Raises UsageError."""
+    """The indices of `chunk_order`. Raises UsageError."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
 def full_shuffle(
     snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
 ) -> Indices:
-    """As `chunk_shuffle`, with all chunks in one group: all orders are equally likely."""
+    """As `chunk_shuffle` with all chunks in one group: all orders are equally likely."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
@@ -154,7 +148,7 @@ def chunk_order(
 ) -> GroupedOrder:
     """A rank's files in chunk-wise order, from `position` in its part on, and its groups' ends.
 
-    `below` is the index of a folder: only files in and below it are wanted. Raises UsageError for
+    Only files in and below the folder with the index `below` are selected. Raises UsageError for
     numbers out of range.
     """
     check_number("world", world, 1)
@@ -168,7 +162,7 @@ def chunk_order(
 
 
 def check_number(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> None:
-    """Raises UsageError for a number that is not whole, or out of range."""
+    """Raise UsageError for a number that is not whole, or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UsageError(f"bad {what} of type {type(value).__name__}: it is a whole number")
     if not lowest <= value <= highest:
@@ -177,7 +171,6 @@ def check_number(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX
 
 
 def _files(snapshot: Snapshot, below: int) -> Indices:
-    """The files in and below a folder, ascending."""
     check_number("folder", below, 0, len(snapshot) - 1)
     if below == ROOT_INDEX:
         return snapshot.files()
@@ -187,7 +180,6 @@ def _files(snapshot: Snapshot, below: int) -> Indices:
 
 
 def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.NDArray[np.uint64]:
-    """The group of each file, by its chunk."""
     all_words = files.chunk_ids.view(">u8").astype(np.uint64).reshape(-1, 2)
     used = np.flatnonzero(np.bincount(files.chunks, minlength=len(all_words)))
     words = all_words[used]
@@ -201,7 +193,7 @@ def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.
 
 
 def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
-    """Keys to sort the files by: the group in the upper bits, the drawn number in the others."""
+    """Sort keys of the files: the group in the upper bits, the drawn number in the others."""
     drawn = _draw(_state(_FILES, seed, epoch), files.astype(np.uint64))
     group_bits = int(group.max()).bit_length()
     if not group_bits:
@@ -210,16 +202,15 @@ def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
 
 
 def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """So many numbers of 64 random bits, for a purpose that has a `domain` of its own (1 and 2 are
-    this module's, 11 to 15 those of `importance.py`). Raises UsageError for a seed or epoch out of
-    range."""
+    """`count` numbers of 64 random bits, in a `domain` of the caller's own: 1 and 2 are this
+    module's, 11 to 17 `importance.py`'s. Raises UsageError for a seed or epoch out of range."""
     check_number("seed", seed)
     check_number("epoch", epoch)
     return _draw(_state(domain, seed, epoch), np.arange(count, dtype=np.uint64))
 
 
 def _state(domain: int, seed: int, epoch: int) -> _U8:
-    """`state` of the module's docstring, as an array of length 1."""
+    """`state` of the module's docstring."""
     state = np.array([domain], np.uint64)
     for word in (seed, epoch):
         state = _draw(state, np.array([word], np.uint64))
@@ -227,8 +218,7 @@ def _state(domain: int, seed: int, epoch: int) -> _U8:
 
 
 def _draw(state: _U8, words: _U8) -> _U8:
-    """`draw` of the module's docstring. On arrays, since numpy warns of overflows of single
-    numbers."""
+    """`draw` of the module's docstring. On arrays, since numpy warns of overflows of scalars."""
     z = words + np.uint64(1)
     z *= np.uint64(_GAMMA)
     z += state

@@ -1,9 +1,8 @@
-"""The repository behind a server: the interface of `repository`, carried out by requests.
+"""The repository behind a server: the interface of `repository` by requests.
 
-`RemoteRepository` and the local repository are interchangeable; `open.open_repository` chooses one
-by the address. The server checks what a user may do, and the client checks every answer.
+`open.open_repository` chooses between it and the local repository. The server checks the user's
+permissions, and the client checks every answer.
 
-Read first `open.py`, then `repository.py` (operations as requests), `objects.py` (chunks),
-`values.py` (how values are encoded, for both ends) and `snapshot_transfer.py` (snapshots in
-compressed pieces, for both ends). `net/client.py` is the connection below.
+Read `open.py` first, then `repository.py` (operations as requests) and `objects.py` (chunks). Both
+ends use `values.py` (encodings) and `snapshot_transfer.py` (snapshots in compressed pieces).
 """

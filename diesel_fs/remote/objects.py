@@ -2,8 +2,7 @@
 
 When `put` returns, the server has checked the chunk, stored it durably and committed it. Callers
 check the bytes that they read. A server does not list or delete objects for its clients: those
-methods raise UsageError. The only other objects are leases, which `replace` and `delete` send as
-requests.
+methods raise UsageError, except for leases, which `replace` and `delete` send as requests.
 
 Usable from several threads and in forked children.
 """
@@ -35,25 +34,22 @@ from ..storage.objects.store import (
 from .values import PARTS_MAX, parts_message
 
 _REQUEST_BYTES = 16 << 20
-"""The most that one request of `read_parts` asks for: enough to fill a network link, and little
-enough to wait for."""
+"""The maximum of one request of `read_parts`: enough to fill a network link, and soon received."""
 
-_SLOWEST_BYTES_PER_S = 1 << 20  # deadlines assume a connection at least so fast
+_SLOWEST_BYTES_PER_S = 1 << 20  # the minimum rate that deadlines assume
 _PUT_S = 60.0  # the time that a server may wait for its stores
 _SECOND_NS = 1_000_000_000
 
 
 class RemoteObjects(ObjectStore):
-    """The chunks behind a server, to read and to put."""
-
     fork_safe = True
 
     def __init__(self, link: RpcClient) -> None:
         self._link = link
 
     @property
-    def store_id(self) -> UUID:  # type: ignore[override]  # known once a server has been asked
-        """The UUID of the object store behind the server. Connects if nothing has yet."""
+    def store_id(self) -> UUID:  # type: ignore[override]  # known after the first connection
+        """May connect."""
         return self._link.store_id
 
     @property
@@ -85,7 +81,7 @@ class RemoteObjects(ObjectStore):
         self._lease(name, 0, 0)
 
     def _lease(self, name: str, version: int, seconds: float) -> None:
-        """Have the server write a lease on a version for so long; 0 seconds end it."""
+        """Have the server write a lease on a version for `seconds`; 0 ends it."""
         identity = identity_of_object(name)
         assert identity is not None
         message: Message = {
@@ -118,8 +114,8 @@ class RemoteObjects(ObjectStore):
         *,
         fresh: bool = False,
     ) -> None:
-        """Read parts (chunk, start, size) into `buffer`, one behind the other; `fresh`: from the
-        object store, past every cache of the server."""
+        """Read parts (chunk, start, size) into `buffer`, one after the other; with `fresh` from the
+        object store, past the server's caches."""
         message: Message = {
             "do": "read",
             "identity": identity.bytes,
@@ -142,8 +138,6 @@ class RemoteObjects(ObjectStore):
 
 
 class _ServerReads(FastReads):
-    """Many parts in one request."""
-
     _store: RemoteObjects
 
     batches_reads = True
@@ -160,12 +154,10 @@ class _ServerReads(FastReads):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Read parts of one dataset's chunks, many in one request."""
         for batch in batched_parts(parts, PARTS_MAX, _REQUEST_BYTES):
             yield from self._read_batch(batch)
 
     def _read_batch(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Read parts by one request."""
         parsed = {name: _parse_name(name) for name, _, _ in parts}
         identities = {identity for identity, _ in parsed.values()}
         if len(identities) != 1:
@@ -188,7 +180,6 @@ def _check_lease(name: str) -> None:
 
 
 def _parse_name(name: str) -> tuple[UUID, ChunkId]:
-    """The identity of the dataset and the ID of the chunk in the name of an object."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     if identity is None or chunk is None:
         raise UsageError(f"{name!r} is not the name of a chunk")

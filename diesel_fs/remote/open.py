@@ -1,5 +1,4 @@
-"""Opens the repository at an address: a store that this process reads itself, or one behind a
-server."""
+"""Opens the repository at an address: a local store, or one behind a server."""
 
 from uuid import UUID
 
@@ -17,11 +16,10 @@ from .repository import RemoteRepository
 def open_repository(
     url: RepositoryUrl | str, credentials: Credentials | None = None, *, create: bool = False
 ) -> Repository:
-    """The repository at an address. With `create`, one is made where there is none.
+    """The repository at an address. With `create`, a missing one is made.
 
-    `credentials` are for a server, which is not connected before the first request. Raises
-    ConfigError for an address that this process cannot open, ObjectStoreError where there is no
-    repository.
+    `credentials` are for a server, which is connected at the first request. Raises ConfigError for
+    an address that this process cannot open, ObjectStoreError if there is no repository.
     """
     parsed = parse_url(url) if isinstance(url, str) else url
     if parsed.scheme not in SERVER_SCHEMES:
@@ -32,17 +30,16 @@ def open_repository(
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
-    """The repository that the settings name, as the user that they name. Raises as
-    `open_repository`."""
+    """Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 
 def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """The snapshot of a version that another process of this user has open, most often from the
-    private copy that the other process has just made.
+    """The version that another process of this user has open, most often from the private copy that
+    the other process has just made.
 
-    Raises NotFoundError where the version is no longer kept, and ConflictError where another
-    dataset has the name now.
+    Raises NotFoundError if the version is no longer kept, and ConflictError if the name belongs to
+    another dataset now.
     """
     snapshot = open_private_copy(UUID(hex=identity), version) or repository.view(dataset)
     if snapshot.version != version:

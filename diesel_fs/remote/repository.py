@@ -1,10 +1,8 @@
-"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`,
-section 5).
+"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`, section
+5).
 
-The server carries the operations out and checks what the user may do. The client checks every
-answer, as a server may be wrong, and keeps private copies of snapshots, which are files of this
-user: a version of which there is a copy is not fetched again. Nothing is connected before the first
-request.
+The client checks every answer, as a server may be wrong, and keeps private copies of snapshots in
+files, so that no version is fetched twice. It connects at the first request.
 
 Usable from several threads and in forked children, as any `Repository`.
 """
@@ -70,15 +68,13 @@ from .values import (
 
 _JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
 _FINISH_S = 600.0  # making the snapshot of a large dataset takes long
-_FETCH_TRIES = 3  # of a snapshot, where servers stop while they send it
-_HEAD_WAIT_S = 30.0  # as long as a writer without a server waits for the metadata store
+_FETCH_TRIES = 3  # for a snapshot, if servers stop while they send it
+_HEAD_WAIT_S = 30.0  # the same time that a local writer waits for the metadata store
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0  # between two requests for a head
 _IDS_AT_ONCE = 65_536  # chunk IDs in one request
 
 
 class RemoteRepository(Repository):
-    """Datasets behind a server."""
-
     snapshots: "RemoteSnapshots"
 
     def __init__(
@@ -88,15 +84,15 @@ class RemoteRepository(Repository):
         super().__init__(RemoteObjects(link), RemoteSnapshots(link), url, ids)
         self.credentials = credentials
         self._link = link
-        self._identities: dict[str, UUID] = {}  # of datasets by name, as the server told them
+        self._identities: dict[str, UUID] = {}  # of datasets by name, as reported by the server
         self.metadata_error = ""
-        """Why the server could not tell the head (version and counts) of the dataset that was asked
-        for last; empty where it could."""
+        """Why the server could not report the head (version and counts) of the dataset in the last
+        request; empty if it could."""
         self._clock_offset_s = 0.0  # by how much the server's clock is ahead of ours
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
-        """The repository behind the servers of a URL. Raises ConfigError."""
+        """Raises ConfigError."""
         return cls(ServerLink(url, credentials), url, credentials)
 
     def close(self) -> None:
@@ -108,13 +104,12 @@ class RemoteRepository(Repository):
 
     @property
     def clock_offset_s(self) -> float:
-        """By how many seconds the server's clock was ahead of this host's when a dataset was asked
-        for last; 0 before."""
+        """The seconds by which the server's clock was ahead of this host's at the last request for
+        a dataset; 0 before."""
         return self._clock_offset_s
 
     def _now_s(self) -> float:
-        """The time by the server's clock: chunk IDs are made from it, and the server refuses those
-        that are too old."""
+        """The time by the server's clock, for chunk IDs: the server refuses old ones."""
         return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
@@ -129,7 +124,6 @@ class RemoteRepository(Repository):
         return self._info("dataset", {"dataset": check_dataset_name(name)})
 
     def _info(self, do: str, fields: Message) -> DatasetInfo:
-        """The dataset in the answer to the request `do` ("dataset" or "begin")."""
         try:
             answer = self._ask(do, fields).message
         except NoSuchDataset as error:
@@ -162,7 +156,7 @@ class RemoteRepository(Repository):
         return stat
 
     def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
-        """The entries at `paths` as they are now, many in one request. As `Snapshot.stat_many`."""
+        """The entries at `paths` as they are now, many in one request; as `Snapshot.stat_many`."""
         batches = []
         for start in range(0, len(paths), PATHS_MAX):
             batch = paths[start : start + PATHS_MAX]
@@ -176,7 +170,7 @@ class RemoteRepository(Repository):
 
     def list(self, name: str, folder: bytes = b"") -> Rows:
         """The entries of a folder as they are now: kinds, modes, sizes and times. Their places in
-        chunks are left at 0."""
+        chunks are 0."""
         names: list[bytes] = []
         pages = []
         check_path(folder)
@@ -202,8 +196,8 @@ class RemoteRepository(Repository):
         return Rows([folder], zeros, names, records, zeros, [ChunkId(bytes(16))])
 
     def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
-        """Send a request with the identity of a dataset, which is looked up anew if the dataset has
-        been deleted and created again."""
+        """Send a request with the identity of a dataset, which is looked up again if the dataset
+        has been deleted and created again."""
         if name in self._identities:
             with suppress(NoSuchDataset):
                 return self._ask(do, {"identity": self._identities[name].bytes, **fields})
@@ -228,7 +222,7 @@ class RemoteRepository(Repository):
         self._ask("record_archive", {"identity": identity.bytes, "record": record.pack()})
 
     def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
-        """Make all commits durable, and commit these chunks again if they are missing. Returns the
+        """Make all commits durable, and commit missing ones of these chunks again. Returns the
         version."""
         version = 0
         for start in range(0, len(chunks) or 1, _IDS_AT_ONCE):
@@ -272,7 +266,7 @@ class RemoteRepository(Repository):
         return Fields(result, "what is reclaimable").integer("bytes")
 
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
-        """Have the server do a job on a dataset, and report its progress. Returns the result."""
+        """Have the server do a job, and report its progress. Returns the result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         result: Value = None
         for answer in self._link.stream(message, deadline_s=_JOB_ANSWER_S):
@@ -286,7 +280,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """The answer to a request about a task (`peers/members/membership.py`)."""
+        """For requests of `peers/members/membership.py`."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:
@@ -294,28 +288,28 @@ class RemoteRepository(Repository):
         answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
         fields = Fields(answer.message, "an answer")
         done = Deletion(fields.integer("removed"), fields.integer("left", 0))
-        done.tell_left(name)
+        done.log_left(name)
         return done
 
 
 class RemoteWriteSession(WriteSession):
-    """A writer on a dataset behind a server. The server checks and commits each chunk when it is
-    put."""
+    """The server checks and commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
         self._repository = repository
-        self._finished = 0  # how many of `_committed_ids` the server has acknowledged
+        self._finished = 0  # the number of `_committed_ids` that the server has acknowledged
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """Note a chunk that has been put."""
+        """Remember a chunk that has been put."""
         front = parse_preamble(preamble, identity=self.identity)
         chunk = as_validated(parse_header(front, header))
         self._remember([chunk])
         return chunk
 
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
-        """Do nothing: the server has committed these chunks. The version is not known here: 0."""
+        """Do nothing, since the server has committed these chunks. Returns 0 for the unknown
+        version."""
         return 0
 
     def finish(self) -> int:
@@ -349,8 +343,6 @@ class RemoteWriteSession(WriteSession):
 
 
 class RemoteSnapshots(PublishedVersions):
-    """Snapshots of the datasets behind a server, and this user's private copies of them."""
-
     def __init__(self, link: RpcClient) -> None:
         self._link = link
 
@@ -371,15 +363,14 @@ class RemoteSnapshots(PublishedVersions):
         return Fields(self._link.call(message).message, "an answer").integer("newest")
 
     def current(self, identity: UUID) -> Snapshot:
-        """The snapshot of the current version."""
         return self._fetch(identity, 0, newest_private_copy(identity))
 
     def load(self, identity: UUID, version: int) -> Snapshot:
         return open_private_copy(identity, version) or self._fetch(identity, version, 0)
 
     def _fetch(self, identity: UUID, version: int, copied: int) -> Snapshot:
-        """Fetch a version (0: the current one) from the server, unless it is `copied`, of which
-        there is a private copy (0: there is none)."""
+        """Fetch a version (0: the current one) from the server, unless it is `copied`, the version
+        of a private copy (0: none)."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
@@ -397,8 +388,7 @@ class RemoteSnapshots(PublishedVersions):
             copied = 0  # the copy has been removed meanwhile
 
     def _receive(self, identity: UUID, version: int, copied: int) -> tuple[int, memoryview | None]:
-        """The version that the server sent, and its bytes; None in place of them where the version
-        is `copied`."""
+        """The version that the server sent, and its bytes, or None if that version is `copied`."""
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": copied,
         }  # fmt: skip
@@ -415,7 +405,7 @@ class RemoteSnapshots(PublishedVersions):
         raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
-        """The snapshot in `content`, which must be of this version, with a private copy of it."""
+        """Check that `content` is a snapshot of this version, and make a private copy."""
         snapshot = Snapshot(content, verify=True)
         if (snapshot.identity, snapshot.version) != (identity, version):
             raise CorruptError(
@@ -431,7 +421,6 @@ _VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)
 
 
 def _joined(stats: Sequence[Stats]) -> Stats:
-    """Several lists of entries as one."""
     if len(stats) == 1:
         return stats[0]
     columns = ("kind", "mode", "size", "mtime_ns")

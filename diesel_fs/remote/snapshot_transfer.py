@@ -1,10 +1,8 @@
-"""The form in which a server sends snapshots to its clients: cut into pieces, each an LZ4 block
-(`WIRE.md`, section 5).
+"""Sends snapshots from a server to its clients in pieces, each an LZ4 block (`WIRE.md`, section 5).
 
-The server keeps the compressed pieces of a version in a file (`CompressedSnapshots`), so that each
-version is compressed once. The file lies in a folder that only the server's user can open, and is
-replaced by rename. It is not synced: every block has a checksum, and a damaged file is made again.
-The client puts the pieces together (`SnapshotAssembler`) and then checks the snapshot whole.
+The server compresses each version once and keeps the pieces in a file, in a folder that only the
+server's user can open. The file is replaced by rename, but not synced: every block has a checksum,
+and a damaged file is made again. The client joins the pieces and then checks the whole snapshot.
 
 Callable from any thread; several processes may share the folder.
 """
@@ -31,18 +29,17 @@ from ..system.atomic_file import atomic_file
 log = logging.getLogger("diesel.repository")
 
 PIECE_BYTES = 8 << 20
-"""The size of a piece before compression, which bounds the memory that a client needs for a
-block."""
+"""The size of a piece before compression, which bounds a client's memory for a block."""
 
 BLOCK_BYTES_MAX = PIECE_BYTES + PIECE_BYTES // 255 + 16
 """The size of a compressed piece at worst, for bytes that LZ4 cannot compress."""
 
 SNAPSHOT_BYTES_MAX = 64 << 30
-"""The largest snapshot that a client accepts: 500 million entries. Memory is taken piece by
+"""The largest snapshot that a client accepts: 500 million entries. Memory is allocated piece by
 piece."""
 
 KEPT = 2
-"""Versions of a dataset whose pieces are kept, as many as private copies of snapshots."""
+"""Versions of a dataset with kept pieces, as many as private copies of snapshots."""
 
 _MAGIC = b"\x93DIESPIE"
 # A file holds the blocks, a table with one row for each, and at its end a trailer
@@ -51,33 +48,29 @@ _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
 class SnapshotPiece(NamedTuple):
-    """A piece of a snapshot: `block` decompresses to `raw_bytes` bytes."""
+    """`block` decompresses to `raw_bytes` bytes."""
 
     raw_bytes: int
     block: bytes | memoryview
 
 
 def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
-    """Compress a snapshot, piece by piece."""
     for start in range(0, len(view.buffer), PIECE_BYTES):
         raw = view.buffer[start : start + PIECE_BYTES]
         yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
 class CompressedSnapshots:
-    """The compressed pieces of snapshots, kept in files (see the module)."""
-
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is made if it is missing. With None, or if the folder cannot be used, pieces are
-        not kept."""
+        """`folder` is made if missing. Pieces are not kept with None, or in an unusable folder."""
         self._folder = folder
         self._lock = threading.Lock()
         self._making: dict[tuple[UUID, int], threading.Lock] = {}
         self.made = 0
 
     def pieces(self, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces of a snapshot, in order. The iterator raises CorruptError where a kept piece
-        is damaged; the next call makes all pieces anew."""
+        """The pieces of a snapshot, in order. The iterator raises CorruptError at a damaged kept
+        piece; the next call makes all pieces anew."""
         identity, version = view.identity, view.version
         pieces = self._find(identity, version)
         if pieces is None:
@@ -102,7 +95,7 @@ class CompressedSnapshots:
             return None
 
     def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces: from a new file, or straight from the snapshot where none can be written."""
+        """The pieces: from a new file, or directly from the snapshot if none can be written."""
         self.made += 1
         try:
             if self._folder is not None:
@@ -126,7 +119,6 @@ class CompressedSnapshots:
 
 
 def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
-    """Write a file of pieces, whole or not at all. Raises OSError, DieselError."""
     rows = []
     with atomic_file(path, sync=False) as file:
         for raw_bytes, block in pieces:
@@ -138,8 +130,7 @@ def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
 
 
 def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
-    """The pieces in a file. Its table has been checked when this returns. Raises OSError,
-    CorruptError."""
+    """The pieces in a file, the table of which has been checked. Raises OSError, CorruptError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         rows = _table(file, version)
@@ -150,7 +141,6 @@ def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
 
 
 def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
-    """The rows of the table in a file of pieces. Raises OSError, CorruptError."""
     size = os.fstat(file).st_size
     trailer = os.pread(file, _TRAILER.size, max(size - _TRAILER.size, 0))
     if len(trailer) < _TRAILER.size:
@@ -167,8 +157,8 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
-    """Yields the pieces in a file. Where a block is damaged, it removes the file and raises
-    CorruptError, so that the next request gets new pieces; earlier pieces have been sent."""
+    """Yield the pieces in a file. At a damaged block, remove the file, so that the next request
+    gets new pieces, and raise CorruptError; earlier pieces have been sent."""
     try:
         at = 0
         for raw_bytes, size, checksum in rows:
@@ -184,7 +174,7 @@ def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterat
 
 
 class SnapshotAssembler:
-    """Puts the pieces that a server sends together again. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, bytes_max: int = SNAPSHOT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -192,8 +182,7 @@ class SnapshotAssembler:
         self._raw: list[bytes] = []
 
     def add(self, raw_bytes: int, block: memoryview | bytes) -> None:
-        """Add the next piece. Raises CorruptError where it is not what it says, or exceeds the
-        limits."""
+        """Add the next piece. Raises CorruptError if it is damaged or exceeds the limits."""
         if not 0 < raw_bytes <= PIECE_BYTES or not 0 < len(block) <= BLOCK_BYTES_MAX:
             raise CorruptError(f"a piece of {raw_bytes} bytes in a block of {len(block)}")
         if self._bytes + raw_bytes > self._bytes_max:
@@ -208,8 +197,7 @@ class SnapshotAssembler:
         self._raw.append(raw)
 
     def parts(self, total: int) -> list[bytes]:
-        """The pieces in order, after the last. Raises CorruptError where they are not `total` bytes
-        together."""
+        """All pieces in order. Raises CorruptError if they are not `total` bytes together."""
         if self._bytes != total:
             raise CorruptError(f"{self._bytes} bytes of a snapshot have come, not {total}")
         return self._raw
@@ -219,7 +207,7 @@ class SnapshotAssembler:
         parts = self.parts(total)
         snapshot = np.empty(total, np.uint8).data
         at = 0
-        while parts:  # each is freed once it is copied
+        while parts:  # each is freed after its copy
             part = parts.pop(0)
             snapshot[at : at + len(part)] = part
             at += len(part)

@@ -1,8 +1,7 @@
-"""Encodes and decodes what requests and answers contain: datasets, parts of chunks, paths, and
-columns of entries (`WIRE.md`, section 5).
+"""Encodes and decodes the contents of requests and answers (`WIRE.md`, section 5).
 
-Clients and servers use the same functions. Decoding checks every value and raises UsageError. Pure;
-safe from any thread.
+Both ends use the same functions. Decoding checks every value and raises UsageError. Pure; safe from
+any thread.
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,12 @@ from ..storage.metadata.store import DatasetHead
 PARTS_MAX = 65_536  # parts of chunks in one request
 PATHS_MAX = 1 << 18  # paths or names in one request
 NO_KIND = 255
-"""The kind of an entry that does not exist, in a column of kinds."""
+"""The kind of a missing entry in a column of kinds."""
 
 _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8"))
 
 
 def info_message(info: DatasetInfo) -> Message:
-    """A dataset as a message."""
     head = info.head
     head_message: Message | None = None
     if head is not None:
@@ -50,7 +48,6 @@ def info_message(info: DatasetInfo) -> Message:
 
 
 def parse_info(value: Value) -> DatasetInfo:
-    """The dataset that a message describes."""
     message = _map(value, "a dataset")
     fields = Fields(message, "a dataset")
     name = check_dataset_name(fields.text("name"))
@@ -72,13 +69,13 @@ def parse_info(value: Value) -> DatasetInfo:
 
 
 def records_payload(records: Sequence[ArchiveRecord]) -> list[bytes]:
-    """Records of archives, each behind its length."""
+    """Records of archives, each after its length."""
     packed = [record.pack() for record in records]
     return [piece for each in packed for piece in (LENGTH.pack(len(each)), each)]
 
 
 def parse_records(payload: bytes | bytearray | memoryview) -> list[ArchiveRecord]:
-    """The records in a payload. Raises CorruptError, UsageError."""
+    """Raises CorruptError, UsageError."""
     records, at, data = [], 0, memoryview(payload)
     while at < len(data):
         if len(data) - at < LENGTH.size:
@@ -93,12 +90,10 @@ def parse_records(payload: bytes | bytearray | memoryview) -> list[ArchiveRecord
 
 
 def parse_identity(fields: Fields) -> UUID:
-    """The field `identity`."""
     return UUID(bytes=fields.octets("identity", 16))
 
 
 def parse_list(answer: Message, name: str) -> list[Value]:
-    """A field that is a list."""
     found = answer.get(name)
     if not isinstance(found, list):
         raise UsageError(f"an answer: bad {name!r}: it is a list")
@@ -106,7 +101,6 @@ def parse_list(answer: Message, name: str) -> list[Value]:
 
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
-    """Parts of chunks (chunk, start, size), encoded."""
     ranges = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         ranges[i] = (np.void(chunk), start, size)
@@ -114,7 +108,6 @@ def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
 
 
 def parse_parts(fields: Fields) -> ChunkRanges:
-    """The field `parts`."""
     packed = fields.octets("parts")
     count, rest = divmod(len(packed), CHUNK_RANGE.itemsize)
     if rest or count > PARTS_MAX:
@@ -126,12 +119,11 @@ def parse_parts(fields: Fields) -> ChunkRanges:
 
 
 def paths_message(paths: Sequence[bytes]) -> bytes:
-    """At least one path or name, encoded."""
+    """Encode at least one path or name."""
     return b"\0".join(paths)
 
 
 def parse_paths(fields: Fields) -> list[bytes]:
-    """The field `paths`."""
     packed = fields.octets("paths")
     if packed.count(b"\0") >= PATHS_MAX:
         fields.bad("paths", f"they are at most {PATHS_MAX}")
@@ -139,8 +131,8 @@ def parse_paths(fields: Fields) -> list[bytes]:
 
 
 def columns_message(stats: Stats) -> Message:
-    """Entries as columns. An entry that does not exist has the kind TOMBSTONE in `stats`, and
-    `NO_KIND` in the message."""
+    """Encode entries as columns. A missing entry is TOMBSTONE in `stats`, and `NO_KIND` in the
+    message."""
     kind = stats.kind.astype(np.uint8)
     kind[kind == Kind.TOMBSTONE] = NO_KIND
     return {
@@ -152,7 +144,6 @@ def columns_message(stats: Stats) -> Message:
 
 
 def parse_columns(fields: Fields, count: int) -> Stats:
-    """`count` entries from their columns."""
     kinds, *others = (
         np.frombuffer(fields.octets(name, count * np.dtype(dtype).itemsize), dtype).copy()
         for name, dtype in _COLUMNS

@@ -1,6 +1,6 @@
-"""Administering accounts: by direct access to the repository, or through a server.
+"""Administers accounts: by direct access to the repository, or through a server.
 
-Each change is checked and made in one atomic step. So a user who has just lost a right cannot use
+Each change is checked and made in one atomic step, so a user who has just lost a right cannot use
 it, and after a change through a server at least one user can administer.
 `storage/accounts/account.py` defines the effect of each change. Callers make the keys and pass only
 the public ones. Safe from many threads.
@@ -39,9 +39,9 @@ from ..urls import SERVER_SCHEMES, RepositoryUrl
 class Administration(ABC):
     """The operations on the accounts of a repository.
 
-    All methods raise PermissionDenied; UsageError for a bad name or key; NotFoundError for a user
-    that does not exist, and ConflictError for one that does; ConflictError if nobody would be left
-    to administer; MetadataError.
+    All methods raise PermissionDenied; UsageError for a bad name or key; NotFoundError for a
+    missing user, ConflictError for an existing one, or if nobody would be left to administer;
+    MetadataError.
     """
 
     @abstractmethod
@@ -62,21 +62,20 @@ class Administration(ABC):
 
     @abstractmethod
     def grant(self, dataset: str, name: str, role: Role) -> None:
-        """Give a user a role on a dataset in place of the old one; NONE takes it away."""
+        """Set a user's role on a dataset; NONE takes it away."""
 
     @abstractmethod
     def import_text(self, text: bytes, *, replace: bool) -> None:
-        """Add the accounts of a text, all of them or none; `replace` removes all others.
+        """Add all accounts of a text, or none; `replace` removes all others.
 
         Raises CorruptError, NewerVersionError.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is open. Repeatable."""
+        """Repeatable."""
 
     def accounts(self) -> Accounts:
-        """All accounts."""
         return parse_accounts(self.export_text())
 
     def __enter__(self) -> Self:
@@ -88,7 +87,7 @@ class Administration(ABC):
 
 class DirectAdministration(Administration):
     """Changes the table of accounts directly, with the rights of `actor`, or with all rights (None)
-    for a process that has direct access to the repository."""
+    for a process with direct access to the repository."""
 
     def __init__(self, table: AccountTable, actor: Account | None = None) -> None:
         self._table = table
@@ -142,15 +141,13 @@ class DirectAdministration(Administration):
 
     @staticmethod
     def _check(actor: Account | None, dataset: str = "") -> None:
-        """Raises PermissionDenied, NoSuchDataset, MetadataError if `actor` may not administer the
-        dataset, or (empty) the repository."""
+        """Raise an error if `actor` may not administer the dataset, or (empty) the repository."""
         if actor is not None and dataset:
             actor.require(dataset, Role.ADMIN)
         elif actor is not None:
             actor.require_admin()
 
     def _current_actor(self, accounts: Accounts) -> Account | None:
-        """The actor's current account; None for direct access."""
         if self._actor is None:
             return None
         account = accounts.get(self._actor.name)
@@ -160,7 +157,7 @@ class DirectAdministration(Administration):
 
 
 class Calls(Protocol):
-    """The calls to a server that this module needs (`net.client.ServerLink`)."""
+    """The part of `net.client.ServerLink` that this module needs."""
 
     def call(
         self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
@@ -199,7 +196,7 @@ class RemoteAdministration(Administration):
         self._send_change({"do": "import_users", "replace": replace}, text)
 
     def _send_change(self, message: Message, payload: Bytes = b"") -> None:
-        # Not repeated: a change that was made the first time would seem to fail
+        # Not repeated: the second attempt would report that a successful change failed
         self._calls.call(message, [payload] if payload else [], may_repeat=False)
 
     def close(self) -> None:
@@ -209,8 +206,8 @@ class RemoteAdministration(Administration):
 def open_administration(
     url: RepositoryUrl, credentials: Credentials | None, *, create: bool = False
 ) -> Administration:
-    """The accounts of the repository at an address; `create` makes a missing repository, if that is
-    possible there. Raises ConfigError, ObjectStoreError, MetadataError.
+    """The accounts of the repository at an address; `create` makes a missing repository if
+    possible. Raises ConfigError, ObjectStoreError, MetadataError.
     """
     if url.scheme not in SERVER_SCHEMES:
         check_accounts_place(url)

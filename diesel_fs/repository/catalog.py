@@ -1,8 +1,7 @@
-"""Which datasets an object store holds: their names and identities, and which are deleted.
+"""The datasets of an object store: names, identities, and deletions.
 
-Two small objects of each dataset say so (FORMAT.md, section 2). The object store is the truth; a
-dataset's head (its version and counts, as the metadata store has them) is only added to it.
-Thread-safe; nothing is remembered between calls.
+Two small objects of each dataset hold these (FORMAT.md, section 2). Thread-safe; nothing is cached
+between calls.
 """
 
 import json
@@ -22,8 +21,8 @@ _IDENTITY_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset of the object store. `head` is None where the metadata store does not know it.
-    `created_ns` is in ns since 1970; 0 where it is unknown."""
+    """A dataset of the object store. `head` is None if the metadata store does not know it.
+    `created_ns` is in ns since 1970, or 0 if unknown."""
 
     name: str
     identity: UUID
@@ -32,15 +31,13 @@ class DatasetInfo:
 
 
 class Catalogue:
-    """The datasets of one object store."""
-
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     def all(
         self, heads: Mapping[UUID, DatasetHead]
     ) -> tuple[list[DatasetInfo], list[CorruptError]]:
-        """The datasets that are not deleted, by name; and an error for each whose name is unknown,
+        """The datasets that are not deleted, by name; and an error for each with an unknown name,
         since its object is damaged and it has no head."""
         infos: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
@@ -57,7 +54,7 @@ class Catalogue:
         return sorted(infos, key=lambda info: (info.name, info.created_ns)), damaged
 
     def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
-        """A dataset; None where it is deleted, or its creation was interrupted. Raises
+        """A dataset; None if it is deleted, or its creation was interrupted. Raises
         CorruptError."""
         if self.is_deleted(identity):
             return None
@@ -65,13 +62,12 @@ class Catalogue:
         return described and DatasetInfo(*described, head)
 
     def deleted_dataset(self, identity: UUID) -> DatasetInfo | None:
-        """A deleted dataset some of whose objects still exist (its readers may need them); None for
-        any other. Raises CorruptError."""
+        """A deleted dataset that still has objects (its readers may need them), or None. Raises
+        CorruptError."""
         described = self._described(identity) if self.is_deleted(identity) else None
         return described and DatasetInfo(*described, None)
 
     def is_deleted(self, identity: UUID) -> bool:
-        """Whether a dataset has been deleted, for ever."""
         try:
             self._objects.stat(deleted_object(identity))
         except ObjectMissing:
@@ -79,8 +75,8 @@ class Catalogue:
         return True
 
     def deleted_named(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name some of whose objects still exist. A writer that does not
-        know of a deletion may even add some."""
+        """Deleted datasets of this name that still have objects. A writer that has not noticed a
+        deletion may even add some."""
         for identity in self._identities():
             with suppress(ObjectMissing, CorruptError):
                 marked = bytes(self._objects.get(deleted_object(identity)))
@@ -100,12 +96,12 @@ class Catalogue:
             try:
                 self._objects.put(deleted_object(identity), [name.encode()])
             except NoSpaceError:
-                # A full disk still takes a file without bytes. `DATASET`, which goes last, has the
+                # A full disk still takes an empty file. `DATASET`, which is removed last, has the
                 # name
                 self._objects.put(deleted_object(identity), [])
 
     def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
-        """The first three fields of `DatasetInfo`; None where the dataset has no such object."""
+        """The first three fields of `DatasetInfo`; None if the dataset has no such object."""
         try:
             described = json.loads(bytes(self._objects.get(dataset_object(identity))))
             name, created_ns = described["name"], described["created_ns"]
@@ -118,7 +114,7 @@ class Catalogue:
             raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
 
     def _identities(self) -> Iterator[UUID]:
-        """The identities. Each is found by a listing of one name, so the chunks are not listed."""
+        """Find each identity by a listing of one name, without listing the chunks."""
         after = DATASETS
         while (
             name := next(iter(self._objects.housekeeping.names(DATASETS, after)), None)

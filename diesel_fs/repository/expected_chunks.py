@@ -1,16 +1,16 @@
-"""Which chunks the state of a dataset is made of, and reading their headers to build it again.
+"""Determines the chunks that a dataset's state consists of, and reads their headers to rebuild it.
 
-A state is a fold over chunks: of the entries of one path, the newest counts. If a chunk were
-overlooked, its files would be "no such file", so absence needs proof (FORMAT.md, section 5). Three
-sources name the chunks that there must be: a listing of the object store, the live metadata (what
-the metadata store has), and the newest published snapshot. No decision rests on one of them alone.
-A chunk that is named and cannot be read is a **loss**: it is reported, and no state is replaced by
-one without it unless the user accepts that.
+A state is a fold over chunks: of the entries of one path, the newest counts. Without one chunk, its
+files would be "no such file", so absence needs proof (FORMAT.md, section 5). Three sources name the
+chunks that must exist: a listing of the object store, the live metadata (in the metadata store),
+and the newest published snapshot. No decision rests on one of them alone. A chunk that is named and
+cannot be read is a **loss**: it is reported, and no state without it replaces another unless the
+user accepts that.
 
-Damaged bytes are read once more, and are then a loss. Bytes that cannot be reached are asked for
-again for some seconds; then the work ends with the store's error.
+Damaged bytes are read once more, then count as a loss. An unreachable store is tried again for some
+seconds; then the work ends with the store's error.
 
-No state is kept between calls. One thread, beside which others read headers ahead.
+No state is kept between calls. One thread works; others read headers ahead for it.
 """
 
 import logging
@@ -58,14 +58,14 @@ from .versions import VersionStore
 log = logging.getLogger("diesel.repository")
 
 HEADERS_AHEAD = 16
-"""How many headers are read at once: a store that answers after 20 ms gives some hundreds a
-second."""
+"""Headers that are read in parallel: some hundreds a second from a store with a latency of 20 ms.
+"""
 
 FILES_NAMED_MAX = 1000
-"""How many lost files are named one by one; the others are only counted."""
+"""How many lost files are listed; the others are only counted."""
 
-_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # of all headers that are read ahead: some 700 bytes each at most
-_PAUSES_S = (0.1, 0.5, 2.0)  # before a store that failed is asked again, beyond its own retries
+_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # in all headers that are read ahead: up to some 700 bytes each
+_PAUSES_S = (0.1, 0.5, 2.0)  # before new attempts at a failing store, beyond its own retries
 _NO_CHUNKS: frozenset[ChunkId] = frozenset()
 
 T = TypeVar("T")
@@ -84,26 +84,25 @@ class HeaderReader(Protocol):
         """The IDs of the durable chunks greater than `since`, ascending."""
 
 
-# Which chunks there must be
+# Which chunks must exist
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChunks:
-    """The chunks that a dataset's state is made of, by the source that names them."""
+    """The chunks of a dataset's state, by source."""
 
     live: frozenset[ChunkId] = _NO_CHUNKS
-    """Chunks that the metadata store knows and that have live entries."""
+    """Chunks in the metadata store with live entries."""
     empty: frozenset[ChunkId] = _NO_CHUNKS
-    """Chunks that the metadata store knows and whose entries are all replaced or deleted."""
+    """Chunks in the metadata store with only replaced or deleted entries."""
     published: Snapshot | None = None
-    """The newest published snapshot that can be read."""
     damaged: Mapping[int, str] = field(default_factory=dict)
-    """Newer published versions than that, whose snapshots cannot be read, and why."""
+    """Newer published versions with unreadable snapshots, and the reasons."""
 
     @property
     def needed(self) -> frozenset[ChunkId]:
-        """The chunks without which an entry would be missing. A published snapshot lists chunks
-        with nothing but tombstones, too; only the metadata store can tell that a chunk is empty."""
+        """The chunks without which an entry would be missing. A snapshot also lists chunks with
+        only tombstones; only the metadata store shows that a chunk is empty."""
         listed = self.published.chunk_ids if self.published else ()
         return self.live.union(listed) - self.empty
 
@@ -111,10 +110,9 @@ class ExpectedChunks:
 def expected_chunks(
     versions: VersionStore, meta: MetadataStore | None, identity: UUID
 ) -> ExpectedChunks:
-    """The chunks that the live metadata and the newest readable snapshot name. `meta` is None where
-    the metadata store does not know the dataset. Raises ObjectStoreError, MetadataError.
-    """
-    # The snapshot first: chunks of versions that are published later are live, too
+    """The chunks in the live metadata and the newest readable snapshot. `meta` is None if the
+    metadata store does not know the dataset. Raises ObjectStoreError, MetadataError."""
+    # The snapshot first: chunks of later published versions are live, too
     published, damaged = newest_readable(versions, identity)
     live, empty = set[ChunkId](), set[ChunkId]()
     if meta is not None:
@@ -129,7 +127,7 @@ def expected_chunks(
 def newest_readable(
     versions: VersionStore, identity: UUID
 ) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest published snapshot that can be read, and for each newer version why it cannot."""
+    """The newest readable published snapshot, and the reason for each newer version."""
     damaged = dict[int, str]()
     for version in reversed(versions.versions(identity)):
         try:
@@ -142,7 +140,7 @@ def newest_readable(
 
 
 def chunk_exists(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> bool:
-    """Whether the store has a chunk, whatever a listing said."""
+    """Whether the store has a chunk, independent of any listing."""
     try:
         objects.stat(chunk_object(identity, chunk))
     except ObjectMissing:
@@ -155,9 +153,9 @@ class AbsentChunks:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
-    """The store does not have these."""
+    """Not in the store."""
     unlisted: frozenset[ChunkId]
-    """The store has these: the listing was short."""
+    """In the store, so the listing was short."""
 
 
 def absent_chunks(
@@ -169,8 +167,8 @@ def absent_chunks(
 ) -> AbsentChunks:
     """The needed chunks that were not listed; `meta` as in `expected_chunks`.
 
-    A purge makes the metadata forget a chunk before it deletes it, so a chunk is lost only if it is
-    still expected after it was found to be absent.
+    A purge makes the metadata forget a chunk before it deletes it, so only a chunk that is still
+    expected after it was found absent is lost.
     """
     absent = expected.needed.difference(listed)
     unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
@@ -185,7 +183,7 @@ def absent_chunks(
 
 @dataclass(frozen=True, slots=True)
 class LostChunk:
-    """A chunk that is named and cannot be read: why, and the files in it."""
+    """A named chunk that cannot be read, the reason, and its files."""
 
     chunk: ChunkId
     why: str
@@ -196,12 +194,12 @@ class LostChunk:
 
 
 class LostChunks(CorruptError):
-    """Chunks that the metadata or the newest snapshot name are lost or damaged."""
+    """Chunks in the metadata or the newest snapshot are lost or damaged."""
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[LostChunk]:
-    """The losses of chunks (each with its reason). The files in a chunk are those that the first of
-    `views` which knows the chunk has in it."""
+    """The losses of chunks (with reasons). The files of a chunk come from the first of `views` that
+    knows the chunk."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
@@ -214,8 +212,7 @@ def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[
 
 
 def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[ChunkId, bytes]]:
-    """The files of a view that have an extent in one of these chunks: such a chunk, and the path of
-    the file."""
+    """The files of a view with an extent in one of these chunks: the chunk and the path."""
     wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
     indices = view.files()
     numbers = view.chunk_of(indices)  # of the first extent
@@ -228,7 +225,7 @@ def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[Chu
 
 
 def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
-    """A line for each chunk and, up to FILES_NAMED_MAX, one for each file."""
+    """A line for each chunk, and for each of up to FILES_NAMED_MAX files."""
     lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
     for loss in losses:
         named = loss.files[:left]
@@ -240,13 +237,13 @@ def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
 
 
 def first_of(texts: Sequence[str]) -> str:
-    """The first three of these texts, for a message."""
+    """The first three texts, for a message."""
     return ", ".join([*texts[:3], *["..."][: len(texts) > 3]])
 
 
 def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") -> LostChunks:
     """The error for a state that is not replaced, since the new one would lack these chunks. `text`
-    replaces the list of chunks where it is not known which they are."""
+    replaces their list if they are unknown."""
     files = [shown(path) for loss in losses for path in loss.files]
     if not text:
         chunks = first_of([chunk_id_text(loss.chunk) for loss in losses])
@@ -263,12 +260,12 @@ def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") ->
 
 
 class RebuildSource:
-    """Reads chunks of the object store for a state that is built again.
+    """Reads chunks of the object store to rebuild a state.
 
-    `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise LostChunks where a
+    `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise LostChunks if a
     needed chunk cannot be read, after they have read all others, unless `forget_lost`; and
-    ObjectStoreError where a chunk cannot be reached. `head` is None where the metadata store does
-    not know the dataset. `report` gets the findings.
+    ObjectStoreError if a chunk cannot be reached. `head` is None if the metadata store does not
+    know the dataset. `report` gets the findings.
     """
 
     def __init__(
@@ -292,18 +289,18 @@ class RebuildSource:
         self._progress = progress
         self._report = report or Findings()
         self._known: frozenset[ChunkId] = _NO_CHUNKS  # to the metadata store
-        self._folded: set[ChunkId] = set()  # whose entries have been yielded
+        self._folded: set[ChunkId] = set()  # their entries have been yielded
         self._missing: set[ChunkId] = set()
         self._unusable: dict[ChunkId, FormatError] = {}
         self._expected = ExpectedChunks()
         self._done = self._total = 0  # chunks
 
     def since(self, first: ChunkId) -> Iterator[CommitBatch]:
-        """The entries of the chunks after an ID, and of those before it that the newest snapshot
-        names and the metadata store does not know.
+        """The entries of the chunks after an ID, and of earlier ones that are in the newest
+        snapshot but not in the metadata store.
 
-        The chunks are listed when the first batch is taken. By then the rebuild has noted what is
-        committed; what is committed later goes through `late`.
+        The chunks are listed at the first batch, after the rebuild has recorded the committed
+        chunks; later commits go through `late`.
         """
         self._expected = self._load_expected()
         self._check_snapshots()
@@ -328,9 +325,8 @@ class RebuildSource:
         yield from self._read(chunks)
 
     def forget_deleted(self) -> None:
-        """Make the metadata store forget chunks that a purge has deleted since they were read here:
-        else the metadata would name chunks that do not exist. A purge itself makes it forget those
-        that it deletes later."""
+        """Make the metadata store forget chunks that a purge has deleted since they were read here.
+        The purge itself does so for chunks that it deletes later."""
         objects, identity = self._reader.objects, self._identity
         unlisted = self._folded.difference(self._reader.chunk_ids(identity))
         deleted = [each for each in unlisted if not chunk_exists(objects, identity, each)]
@@ -339,15 +335,14 @@ class RebuildSource:
 
     @property
     def _known_meta(self) -> MetadataStore | None:
-        """The metadata store, if it knows the dataset."""
         return None if self._head is None else self._meta
 
     def _load_expected(self) -> ExpectedChunks:
         return expected_chunks(self._reader.snapshots, self._known_meta, self._identity)
 
     def _check_snapshots(self) -> None:
-        """Raise LostChunks where a damaged snapshot may have named chunks that nothing else
-        names. That is one of a later version than all that is known otherwise."""
+        """Raise LostChunks if a damaged snapshot of a version later than all other sources may name
+        further chunks."""
         expected, report = self._expected, self._report
         known = max(
             self._head.version if self._head else 0,
@@ -377,7 +372,7 @@ class RebuildSource:
                     header = outcome()
                     batch = batch_of(header, stored=True)
                 except ObjectMissing:
-                    self._missing.add(chunk)  # lost, or purged since it was listed
+                    self._missing.add(chunk)  # lost, or purged after the listing
                     continue
                 except FormatError as error:
                     self._unusable[chunk] = error
@@ -390,8 +385,8 @@ class RebuildSource:
         self._accept_or_refuse_losses()
 
     def _accept_or_refuse_losses(self) -> None:
-        """Report the chunks that could not be read. Raises LostChunks where one of them is needed,
-        unless `forget_lost`; a chunk of a newer format is not lost, and is never forgotten."""
+        """Report the chunks that could not be read. Raises LostChunks if one of them is needed,
+        unless `forget_lost`; a chunk of a newer format is never forgotten."""
         why = {chunk: lost_text(chunk) for chunk in self._missing}
         for chunk, error in self._unusable.items():
             why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
@@ -414,7 +409,6 @@ class RebuildSource:
             raise lost_chunks_error(self._name, losses)
 
     def _views(self) -> Iterator[Snapshot]:
-        """Snapshots that may tell which files were in a chunk."""
         if self._expected.published is not None:
             yield self._expected.published
         if self._head is not None:
@@ -423,19 +417,18 @@ class RebuildSource:
 
 
 def lost_text(chunk: ChunkId) -> str:
-    """The message for a chunk that is named and does not exist."""
     return f"lost chunk {chunk_id_text(chunk)}: the store does not have it"
 
 
 def skipped_entries(header: ChunkHeader) -> Iterator[str]:
-    """Notes about entries of a chunk that no reader shows, since their paths are not allowed."""
+    """Notes about entries of a chunk that readers never see, since their paths are not allowed."""
     text = chunk_id_text(header.preamble.id)
     for place, fault in header.faults.items():
         path = shown(header.path(place))
         yield f"chunk {text}: entry {place} ({path}) is skipped: its path has {fault}"
 
 
-# Which chunks a metadata store should know, and does not
+# Which chunks a metadata store lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,9 +436,9 @@ class UnknownChunks:
     """The chunks of a listing and of the newest snapshot that a dataset's live metadata lack."""
 
     unknown: Sequence[ChunkId] = ()
-    """Durable chunks that the metadata store does not know and that no put under way can own."""
+    """Durable chunks that no put under way can own."""
     acknowledged: frozenset[ChunkId] = _NO_CHUNKS
-    """Chunks that the newest snapshot names. Where they are in `unknown`, they must be readable."""
+    """Chunks in the newest snapshot. If they are in `unknown`, they must be readable."""
 
 
 def find_unknown_chunks(
@@ -454,11 +447,11 @@ def find_unknown_chunks(
     """The chunks that the metadata store lacks.
 
     An unknown chunk that is older than the put window (PUT_WINDOW_S) is an orphan: no put will
-    commit it. A younger one belongs to a put under way, unless a published snapshot names it. While
-    a purge is under way, only chunks in a published snapshot count, since the purge has made the
-    metadata forget what it is about to delete. `needs_repair`: the metadata store may have lost its
-    last commits in a restart; then the snapshot is looked at in any case. Raises LostChunks where a
-    chunk that only the newest snapshot names does not exist.
+    commit it. A younger one belongs to a put under way, unless a published snapshot names it.
+    During a purge, only chunks in a published snapshot count, since the purge makes the metadata
+    forget chunks before it deletes them. `needs_repair`: the metadata store may have lost its last
+    commits in a restart, so the snapshot is read in any case. Raises LostChunks if a chunk that
+    only the newest snapshot names does not exist.
     """
     identity, count, digest = head.identity, 0, 0
     for chunk in reader.chunk_ids(identity):
@@ -477,7 +470,7 @@ def find_unknown_chunks(
                 advice=f"run `dlcmd recover {head.name}`",
             )
     acknowledged = frozenset(published.chunk_ids if published else ())
-    # Read after `known`: a chunk that was forgotten by then is deleted by now, or the purge goes on
+    # Read after `known`: chunks forgotten before are deleted by now, or the purge is still running
     is_purged = purge_is_under_way(reader.objects, identity)
     orphans_before_s = 0.0 if is_purged else time.time() - PUT_WINDOW_S
     listed = set(reader.chunk_ids(identity))
@@ -497,15 +490,14 @@ def find_unknown_chunks(
 
 
 def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
-    """When a chunk was sealed; where its ID is from the future, when it was written."""
+    """The time when a chunk was sealed, or was written if its ID is from the future."""
     if id_seconds(chunk) < time.time() + CLOCK_ALLOWANCE_S:
         return id_seconds(chunk)
     return objects.stat(chunk_object(identity, chunk)).modified_ns / 1e9
 
 
 def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
-    """`Repository.unreadable_paths`, as one listing of chunks tells. Raises ObjectStoreError,
-    MetadataError."""
+    """`Repository.unreadable_paths`, by one listing of chunks."""
     records = [each for each in meta.chunks(identity) if each.holes < each.entries]
     if not records:
         return []
@@ -524,7 +516,7 @@ def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) 
     rows = meta.changes(identity, 0).rows
     numbers = [number for number, chunk in enumerate(rows.chunks) if chunk in damaged]
     indices = set(np.flatnonzero(np.isin(rows.chunk, numbers)).tolist())
-    for i, tail in rows.tails.items():  # of a file with several extents, the tail holds them
+    for i, tail in rows.tails.items():  # for a file of several extents, the tail holds them
         if rows.records["extents"][i] > 1:
             chunks = np.frombuffer(tail, EXTENT)["chunk"]
             if any(chunk.tobytes() in damaged for chunk in chunks):
@@ -538,8 +530,8 @@ def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) 
 def read_chunk(
     objects: ObjectStore, identity: UUID, chunk: ChunkId
 ) -> tuple[ChunkHeader, memoryview]:
-    """The checked header of a whole chunk, and its bodies, which are not checked. Raises
-    FormatError, ObjectStoreError."""
+    """The checked header of a whole chunk, and its unchecked bodies. Raises FormatError,
+    ObjectStoreError."""
     data = memoryview(objects.get(chunk_object(identity, chunk)))
     preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
     start = preamble.body_start - preamble.header_stored
@@ -548,7 +540,7 @@ def read_chunk(
 
 
 Outcome = Callable[[], ChunkHeader]
-"""Returns the header, or raises the reason why there is none."""
+"""Returns the header, or raises the reason for its absence."""
 
 
 def prefetch_headers(
@@ -556,11 +548,10 @@ def prefetch_headers(
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """Headers in the order of `chunks`, some of which are read ahead while the caller works.
 
-    Fewer are read ahead where headers are large. How large they are is guessed from the headers
-    before; of the first, few are read ahead.
+    Fewer are read ahead if the earlier headers were large, and at first.
     """
     waiting, left = deque[tuple[ChunkId, Future[ChunkHeader]]](), iter(chunks)
-    entries = ENTRIES_MAX  # of the next header, as a guess
+    entries = ENTRIES_MAX  # a guess for the next header
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
 
     def read(chunk: ChunkId) -> ChunkHeader:
@@ -582,9 +573,9 @@ def prefetch_headers(
 
 
 def read_with_retries(read: Callable[[], T]) -> T:
-    """The result of `read`. Damaged bytes are read once more, and a store that fails is asked again
-    for some seconds: one bad moment must not decide what a dataset holds. Raises FormatError,
-    ObjectStoreError."""
+    """The result of `read`. Damaged bytes are read once more, and a failing store is tried again
+    for some seconds, so that one bad moment does not decide on a dataset's contents. Raises
+    FormatError, ObjectStoreError."""
     is_damaged = False
     for pause_s in _PAUSES_S:
         try:

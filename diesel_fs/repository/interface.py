@@ -1,9 +1,8 @@
 """The interface of every repository of datasets, on either side of a server.
 
-`Repository` is implemented twice: by `LocalRepository` over stores that this process opens, and by
-`RemoteRepository` over requests to a server. Callers need not know which one they have. This module
-also has the options and reports of its long jobs (recover, verify, purge), and their form in
-messages to and from a server.
+`LocalRepository` implements `Repository` over stores that this process opens, `RemoteRepository`
+over requests to a server. Here are also the options and reports of the long jobs (recover, verify,
+purge), and their form in messages.
 """
 
 import os
@@ -33,7 +32,7 @@ from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
-"""Called with the chunks of a job that are done, and with the number of all its chunks."""
+"""Called with the numbers of a job's done chunks and of all its chunks."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -42,11 +41,11 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(slots=True)
 class Findings:
-    """The results of `recover` or `verify` for the chunks of a dataset: damage (`problems`), chunks
-    that the store failed to deliver (`unreachable`), and remarks about sound data (`notes`)."""
+    """The results of `recover` or `verify`: damage (`problems`), chunks that the store failed to
+    deliver (`unreachable`), and remarks about sound data (`notes`)."""
 
-    chunks: int = 0  # whose headers were read, or could not be
-    entries: int = 0  # in these headers, replaced ones and tombstones too
+    chunks: int = 0  # with headers that were read, or could not be
+    entries: int = 0  # in these headers, with replaced ones and tombstones
     files: int = 0  # of the current version
     bytes: int = 0  # in these files
     folded: int = 0  # chunks that the metadata store did not know
@@ -56,16 +55,14 @@ class Findings:
 
     @property
     def sound(self) -> bool:
-        """Whether all chunks could be checked, and nothing is damaged or lost."""
         return not (self.problems or self.unreachable)
 
     def to_message(self) -> Message:
-        """These findings as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The findings in a message. Raises UsageError for anything else."""
+        """Raises UsageError."""
         sent = Fields(message, "findings")
         names = ("chunks", "entries", "files", "bytes", "folded")
         chunks, entries, files, content_bytes, folded = map(sent.integer, names)
@@ -76,7 +73,7 @@ class Findings:
 
 
 MAX_UNUSED_PPM = 50_000
-"""5 %: the unused part of a chunk, in parts per million, above which a purge rewrites it."""
+"""The unused part of a chunk, in parts per million (5 %), above which a purge rewrites it."""
 
 AS_POLICY = -1
 """Stands for the number in the dataset's retention policy."""
@@ -84,10 +81,8 @@ AS_POLICY = -1
 
 @dataclass(frozen=True, slots=True)
 class PurgeOptions:
-    """What a purge may remove."""
-
     max_unused_ppm: int = MAX_UNUSED_PPM
-    keep: int = AS_POLICY  # how many of the last versions
+    keep: int = AS_POLICY  # the number of last versions
     grace_s: int = AS_POLICY  # how long a version stays for readers after it was current
     dry_run: bool = False
 
@@ -96,12 +91,11 @@ class PurgeOptions:
             raise UsageError(f"at most {KEEP_MAX} versions are kept, and {GRACE_S_MAX} s of grace")
 
     def to_message(self) -> Message:
-        """These options as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The options in a message. Raises UsageError for anything else."""
+        """Raises UsageError."""
         sent = Fields(message, "options of a purge")
         options = cls(
             sent.integer("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
@@ -115,7 +109,7 @@ class PurgeOptions:
 
 @dataclass(slots=True)
 class PurgeReport:
-    """The results of a purge or of a dry run; sizes in bytes."""
+    """Sizes are in bytes."""
 
     rewritten: int = 0  # chunks whose entries were copied
     unused_bytes: int = 0  # in them
@@ -132,12 +126,11 @@ class PurgeReport:
     notes: list[str] = field(default_factory=list)
 
     def to_message(self) -> Message:
-        """This report as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The report in a message. Raises UsageError for anything else."""
+        """Raises UsageError."""
         sent = Fields(message, "the report of a purge")
         report = cls(notes=sent.texts("notes"))
         for each in fields(cls):
@@ -149,11 +142,10 @@ class PurgeReport:
 class Repository(ABC):
     """A set of datasets, and the operations on them.
 
-    May be used from several threads and in forked children; a WriteSession belongs to one writer. A
-    context manager: it closes the repository at the end.
+    May be used from several threads and in forked children; a WriteSession belongs to one writer.
 
-    `objects` are the repository's objects, `snapshots` its published versions, `ids` makes the IDs
-    of chunks, and `credentials` identify the user to a server (None without a server).
+    `snapshots` are the published versions, `ids` makes the IDs of chunks, and `credentials`
+    identify the user to a server (None without a server).
     """
 
     def __init__(
@@ -173,13 +165,12 @@ class Repository(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close what is open. The repository can be used again."""
+        """Close connections and files. The repository can be used again."""
 
     @property
     @abstractmethod
     def meta_problem(self) -> DieselError | None:
-        """The reason why this process cannot use the metadata store; None if it can, or if a server
-        uses it."""
+        """Why this process cannot use the metadata store; None if it can, or if a server does."""
 
     # Finding datasets
 
@@ -192,8 +183,8 @@ class Repository(ABC):
         """The dataset of this name. Raises NoSuchDataset only if it certainly does not exist."""
 
     def newest_known(self, info: DatasetInfo) -> int:
-        """The greatest version of a dataset in the metadata store or among published snapshots; 0
-        for none. The metadata store may have lost a version that a snapshot has."""
+        """The greatest version of a dataset in the metadata store (which may have lost one) or
+        among published snapshots; 0 for none."""
         known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
@@ -209,12 +200,12 @@ class Repository(ABC):
 
     @abstractmethod
     def view_of(self, info: DatasetInfo) -> Snapshot:
-        """`view` for a dataset that the caller has found already."""
+        """`view` for a dataset that the caller has found."""
 
     def view_at(self, name: str, version: int) -> Snapshot:
-        """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
+        """A dataset at a kept version. Raises NoSuchDataset, NotFoundError."""
         identity = self.dataset(name).identity
-        if version not in self.snapshots.versions(identity):  # a private copy of it may be left
+        if version not in self.snapshots.versions(identity):  # only a private copy may be left
             raise NotFoundError(
                 f"version {version} of {name!r} is not kept",
                 advice=f"`dlcmd ls {name}@` lists those that are",
@@ -227,16 +218,12 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """The reason why `view` may not be the current version, or a description of the metadata
-        store's losses, with the view's age; empty if it is current and nothing is lost.
-
-        A user who may read the repository but not its metadata store always gets snapshots, so
-        there is no warning.
-        """
+        """Why `view` may not be current, or the losses of the metadata store, with the view's age;
+        else empty. A user without access to the metadata store gets snapshots without a warning."""
 
     def loss_warning(self, info: DatasetInfo) -> str:
-        """A description of the metadata store's losses for a dataset, and the cure; empty if there
-        are none. A server repairs its own losses."""
+        """The metadata store's losses for a dataset, and the cure, or "". A server repairs its own
+        losses."""
         return ""
 
     @abstractmethod
@@ -248,7 +235,7 @@ class Repository(ABC):
         """The current entries of a folder. Raises NoSuchPath if it is no folder."""
 
     def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
-        """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
+        """Read and check the header of a chunk. Raises FormatError, ObjectStoreError."""
         name = chunk_object(identity, chunk)
         size = self.objects.stat(name).bytes
         front = self.objects.get(name, 0, min(size, _HEADER_GUESS_BYTES))
@@ -271,37 +258,35 @@ class Repository(ABC):
 
     @abstractmethod
     def begin(self, name: str, *, create: bool = True) -> WriteSession:
-        """A writer's session on a dataset, which is created if it is missing and `create` is set.
+        """Begin a writer's session on a dataset. `create` makes a missing dataset.
 
         First, chunks that the metadata store lacks are committed, unless they belong to a put under
         way. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused if this
-        host's clock is ahead, before anything is written; LostChunks if the result would lack
-        something that the newest snapshot has.
+        host's clock is ahead, before any write; LostChunks if the result would lack something that
+        the newest snapshot has.
         """
 
     @abstractmethod
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
-        """The paths of a dataset that lie in a missing or short chunk, as far as that can be known
-        without reading chunks. Putting these files again heals the dataset. Raises NoSuchDataset,
-        MetadataError.
-        """
+        """The paths in missing or short chunks, as far as known without reading chunks. Putting
+        these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
 
     @abstractmethod
     def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
-        """The archives that a dataset was made from, as far as that is known. Raises
-        ObjectStoreError; NoSuchDataset from a server."""
+        """The archives that a dataset was made from, as far as known. Raises ObjectStoreError;
+        NoSuchDataset from a server."""
 
     @abstractmethod
     def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
         """Remember that an archive was put, in place of an older record of the same source and
-        target. Durable on return. Raises ObjectStoreError; NoSuchDataset from a server."""
+        target. Durable on return. Raises as `archive_records`."""
 
     @abstractmethod
     def publish(self, name: str, *, full: bool = False) -> int:
         """Write the snapshot of the current version beside the chunks; returns the version.
 
-        Everything committed so far is durable on return. `full` makes the snapshot from the
-        metadata store alone, not from the previous snapshot.
+        All earlier commits are durable on return. `full` makes the snapshot without the previous
+        one.
         """
 
     @abstractmethod
@@ -313,7 +298,7 @@ class Repository(ABC):
         """
 
     def check_no_overlap(self, source: Path) -> None:
-        """Raise UsageError if `source` lies in this repository, or the repository in `source`."""
+        """Raise UsageError if `source` lies in this repository, or the repository in it."""
         if self.url.scheme != "file":
             return
         real, store = Path(os.path.realpath(source)), self.url.path.resolve()
@@ -337,15 +322,15 @@ class Repository(ABC):
         """Build the metadata of a dataset again from its chunks: all of them into a fresh state, or
         those since a time (seconds since 1970).
 
-        All chunks that the live metadata or the newest snapshot name must be there. If one is lost
-        or damaged, the problems name it with its files, and the state is not changed. `forget_lost`
-        accepts the loss, and the notes list it. An orphan (a chunk that only the listing names)
-        that cannot be read is a problem and is left out. Readers see the old state until the new
-        one is complete, and writers continue meanwhile. A damaged metadata store is renamed, and a
-        new one made for all datasets.
+        All chunks in the live metadata or the newest snapshot must exist. If one is lost or
+        damaged, the problems name it with its files, and the state is not changed. `forget_lost`
+        accepts the loss, and the notes list it. An unreadable orphan (a chunk that only the listing
+        names) is a problem and is left out. Readers see the old state until the new one is
+        complete; writers continue. A damaged metadata store is renamed, and a new one made for all
+        datasets.
 
-        Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError if a chunk is unreachable
-        or this host's clock is ahead (the state is not changed then, either).
+        Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError, before a change, if a
+        chunk is unreachable or this host's clock is ahead.
         """
 
     @abstractmethod
@@ -356,8 +341,7 @@ class Repository(ABC):
 
         Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError if a
         purge deletes chunks too fast; the reason if the metadata store cannot be used. The loss of
-        an embedded one counts as damage like any other. If a reader of a read-only folder cannot
-        open it, it is not checked.
+        an embedded one counts as damage; one that a reader may not open is not checked.
         """
 
     @abstractmethod
@@ -368,32 +352,28 @@ class Repository(ABC):
         progress: ReportProgress = no_progress,
     ) -> PurgeReport:
         """Free the space of replaced and deleted entries (FORMAT.md, section 6). After an error,
-        the completed steps stay, and nothing is lost.
+        the completed steps stay.
 
-        Raises NoSuchDataset; BusyError if another purge is under way; CorruptError, before anything
-        is done, if chunks that the metadata name are not found; NoSpaceError if new chunks find no
-        room (deletable old ones have been deleted then).
+        Raises NoSuchDataset; BusyError if another purge is under way; CorruptError, before any
+        change, if chunks in the metadata are not found; NoSpaceError if new chunks find no room
+        (deletable old ones have been deleted then).
         """
 
     @abstractmethod
     def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
-        """About how many bytes of chunks belong to no file of the current version, headers
-        excluded. A caller that has this version passes it as `view`. Raises NoSuchDataset,
-        MetadataError.
-        """
+        """About how many bytes of chunks, without headers, belong to no file of the current
+        version. `view` saves loading it. Raises NoSuchDataset, MetadataError."""
 
 
-_HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header: one request instead of two
+_HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is enough
 
 
 def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
-    """Raise UsageError for options of `recover` that contradict each other."""
     if forget_lost and since_s is not None:
         raise UsageError("what is lost is found by looking at all chunks: leave out `--since`")
 
 
 def staleness_text(view: Snapshot, why: DieselError) -> str:
-    """A warning that `view` may not be the current version, with the reason and the view's age."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
     text = (
         f"{why.message.rstrip('.')}; this is version {view.version} of {view.dataset},"

@@ -1,11 +1,9 @@
 """Leases: small objects that name a process and the version that it reads, or its purge.
 
-A lease names a process and is valid for some minutes; a thread of its holder renews it (FORMAT.md,
-section 6). A purge keeps the versions that readers' leases name, and only one process can hold the
-lease of a purge. If a reader cannot write its lease, it reads all the same, protected only by the
-grace period.
-
-A lease belongs to the process that took it. In a forked child, a `ReadLease` does nothing.
+A lease is valid for some minutes; a thread of its holder renews it (FORMAT.md, section 6). A purge
+keeps the versions in readers' leases, and holds a lease that only one process can hold. A reader
+that cannot write its lease is protected only by the grace period. In a forked child, a `ReadLease`
+does nothing.
 """
 
 import json
@@ -39,30 +37,30 @@ from ..storage.objects.store import Leftover, ObjectInfo, ObjectStore
 log = logging.getLogger("diesel.leases")
 
 LEASE_S = 600.0
-"""Validity of a lease after it was written. The lease of a killed process of another host blocks a
-purge for the same time."""
+"""Validity of a lease after it was written. A killed process of another host blocks a purge for
+this time."""
 
 RENEW_S = 150.0
-"""Interval between renewals: three renewals may fail before the lease is over."""
+"""Interval between renewals: three may fail before the lease is over."""
 
 LEASE_ALLOWANCE_S = 300.0
 """The largest difference between the clocks of two hosts."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
-"""The most that the clock of a purge's host may be ahead of the object store's."""
+"""The most that a purge's host may be ahead of the object store's clock."""
 
 UNREADABLE_S = 86_400.0
 """Time for which an unreadable lease protects every version."""
 
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""Age at which a leftover (a half-written object) of another host counts as abandoned: this host
-cannot tell whether its process lives, but no object takes a week to write."""
+"""Age at which a leftover (a half-written object) of another host counts as abandoned: its process
+cannot be looked up here, but no object takes a week to write."""
 
 EVERY_VERSION = -1
-"""The version of a lease that cannot be read."""
+"""The version of an unreadable lease."""
 
 NO_VERSION = 0
-"""The version of a dataset before its first commit: there is nothing to protect."""
+"""The version of a dataset before its first commit, with nothing to protect."""
 
 CLEANUP_ONE_IN = 64
 """One renewal in 64 lists the leases, and removes those that ended long ago."""
@@ -72,15 +70,15 @@ STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
 
 PURGE = "purge"  # the token in the name of the lease of a purge
 POLICY = "policy"  # the object of this name, beside the leases, holds the retention policy
-_BYTES_MAX = 4096  # of a lease that are read: ours are far shorter
+_BYTES_MAX = 4096  # the bytes of a lease that are read; real ones are far shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The content of a lease. `host` to `pid` identify the process that holds it: `boot` is the run
-    of the machine, `space` its namespace of process numbers."""
+    """The content of a lease. `host` to `pid` identify the holder: `boot` is the run of the
+    machine, `space` its PID namespace."""
 
-    token: str  # random: tells two leases of one process apart
+    token: str  # random: distinguishes two leases of one process
     version: int
     until: float  # seconds since 1970
     host: str
@@ -90,17 +88,15 @@ class Lease:
 
     @classmethod
     def own(cls, token: str, version: int, seconds: float = LEASE_S) -> Self:
-        """A lease of this process, from now on."""
         host, boot, space = _process_namespace()
         return cls(token, version, time.time() + seconds, host, boot, space, os.getpid())
 
     def to_json(self) -> bytes:
-        """The content of its object."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes | bytearray) -> Self:
-        """The lease in an object. Raises ValueError for anything else."""
+        """Raises ValueError."""
         values = json.loads(bytes(text))
         types = {each.name: each.type for each in fields(cls)}
         if not isinstance(values, dict) or {k: type(v) for k, v in values.items()} != types:
@@ -110,11 +106,10 @@ class Lease:
         return cls(**values)
 
     def is_valid(self, now_s: float, written_s: float) -> bool:
-        """Whether the lease's time is not over, and its process is not known to be dead.
+        """Whether the lease has time left, and its process is not known to be dead.
 
         `written_s` is the time at which its object was written, by the store's clock. It counts if
-        `until` is impossible for this lease, because the clock of the holder is behind or far
-        ahead.
+        `until` is impossible, because the holder's clock is behind or far ahead.
         """
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
@@ -128,7 +123,6 @@ class Lease:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this host has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -139,8 +133,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
-    """Whether nobody will finish a half-written object: it is older than `age_s`, and its writer is
-    dead."""
+    """Whether a half-written object is older than `age_s`, and its writer is dead."""
     written_s = leftover.modified_ns / 1e9
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     if leftover.host == host:
@@ -150,19 +143,17 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 @cache
 def _process_namespace() -> tuple[str, str, str]:
-    """Host, boot and namespace: two processes with equal ones can tell each other by number."""
+    """Host, boot and namespace, in which a number identifies a process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        # Unknown: a random text equals no other, so no process counts as dead
+        # A random text equals no other, so no process counts as dead
         boot = space = secrets.token_hex(16)
     return os.uname().nodename, boot, space
 
 
 def _start_renewing(renew: Callable[[], None], ended: threading.Event, renew_s: float) -> None:
-    """Call `renew` every `renew_s` seconds, in a thread, until the lease has ended."""
-
     def renew_until_ended() -> None:
         while not ended.wait(renew_s):
             renew()
@@ -174,10 +165,10 @@ def _start_renewing(renew: Callable[[], None], ended: threading.Event, renew_s: 
 
 
 class ReadLease:
-    """The statement that this process is reading a version of a dataset."""
+    """Tells purges that this process reads a version of a dataset."""
 
     def __init__(self, objects: ObjectStore, identity: UUID, version: int) -> None:
-        """A lease that is not written yet: see `take`."""
+        """Call `take` instead."""
         self._objects = objects
         self._identity = identity
         self._token = secrets.token_hex(16)
@@ -192,7 +183,7 @@ class ReadLease:
     def take(
         cls, objects: ObjectStore, identity: UUID, version: int, *, renew_s: float = RENEW_S
     ) -> Self:
-        """Take a lease. If it cannot be written, this is logged, and the lease does nothing."""
+        """If the lease cannot be written, this is logged, and it does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
             _start_renewing(lease._renew, lease._ended, renew_s)
@@ -201,7 +192,6 @@ class ReadLease:
         return lease
 
     def switch_version(self, version: int) -> None:
-        """Protect another version instead, from now on."""
         if self._owner_pid != os.getpid():
             return
         with self._lock:
@@ -220,7 +210,7 @@ class ReadLease:
                     self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Write the lease; returns False if another try cannot help."""
+        """Returns False if another try cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -239,11 +229,11 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """One time in CLEANUP_ONE_IN, remove leases of readers that were killed. A purge would do this,
-    but a dataset may never be purged.
+    """One time in CLEANUP_ONE_IN, remove leases of killed readers, since a dataset may never be
+    purged.
 
-    `own` is the name of a lease that has just been written. The others are compared with its time,
-    which is by the store's clock, since the clock of this host may be wrong.
+    `own` is the name of a lease that has just been written. Its time by the store's clock is "now",
+    since the clock of this host may be wrong.
     """
     if secrets.randbelow(CLEANUP_ONE_IN):
         return
@@ -261,8 +251,7 @@ def write_lease_for(
 ) -> None:
     """Write a lease for a client of this server, which must renew it in time; 0 seconds end it.
 
-    The lease names no process, since this process may end before the client does, or after. Raises
-    DieselError.
+    It names no process, since this process and the client end independently.
     """
     name = lease_object(identity, token)
     if seconds <= 0:
@@ -275,8 +264,7 @@ def write_lease_for(
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
     """The readers' leases of a dataset: the object's name, the lease, and whether it is valid. An
-    unreadable lease counts as one on EVERY_VERSION that is valid for a day.
-    """
+    unreadable one counts as a lease on EVERY_VERSION for a day."""
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
         name = info.name.removeprefix(prefix)
@@ -297,11 +285,11 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
             if (info.bytes, info.modified_ns) == (before.bytes, before.modified_ns):
                 until = written_s + UNREADABLE_S
                 return Lease("", EVERY_VERSION, until, "", "", "", 0), until > now_s
-            # The lease was renewed between the listing and the read: read it again
+            # The lease was renewed between the listing and the read, so read it again
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
-    """The versions that somebody is reading, with EVERY_VERSION if a lease cannot be read."""
+    """The versions that are being read; EVERY_VERSION if a lease cannot be read."""
     versions = (
         lease.version for _, lease, is_valid in leases(objects, identity, now_s) if is_valid
     )
@@ -312,13 +300,13 @@ def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> froze
 
 
 class PurgeLease:
-    """The right to purge a dataset, which one process at a time has; a context manager.
+    """The exclusive right to purge a dataset; a context manager.
 
     Call `check` before every deletion: it raises BusyError once the right is lost.
     """
 
     def __init__(self, objects: ObjectStore, identity: UUID) -> None:
-        """A lease that is not written yet: see `take`."""
+        """Call `take` instead."""
         self._objects = objects
         self._token = secrets.token_hex(16)
         self._name = lease_object(identity, PURGE)
@@ -329,10 +317,10 @@ class PurgeLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Take the lease. Raises BusyError if another process has it, and ObjectStoreRefused if
-        this host's clock is ahead."""
+        """Raises BusyError if another process has the lease, and ObjectStoreRefused if this host's
+        clock is ahead."""
         lease = cls(objects, identity)
-        for _ in range(3):  # a lease that is over is removed; then another process may be faster
+        for _ in range(3):  # an ended lease is removed; then another process may be faster
             renewed_s = time.monotonic()
             try:
                 objects.put(lease._name, [Lease.own(lease._token, 0).to_json()])
@@ -358,8 +346,8 @@ class PurgeLease:
             raise _lost_error()
 
     def _check_clock(self) -> None:
-        """Raise ObjectStoreRefused, and end the lease, if this host's clock is ahead: by that
-        clock, valid leases would seem over, and young versions and tombstones old."""
+        """End the lease and raise ObjectStoreRefused if this host's clock is ahead: by that clock,
+        valid leases would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
             self._end()
@@ -398,7 +386,6 @@ class PurgeLease:
 
 
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
-    """Whether the lease of a purge of this dataset is valid."""
     try:
         return _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())[1]
     except ObjectMissing:
@@ -406,7 +393,7 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Remove the lease of a purge that has ended. Raises BusyError if the lease is valid."""
+    """Raises BusyError if the lease is valid."""
     try:
         lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:

@@ -6,8 +6,7 @@ from .stored import StoredRepository
 
 
 class LocalRepository(StoredRepository):
-    """All of `Repository` over two stores. The long jobs are functions in modules of their own,
-    over the methods of `StoredRepository`."""
+    """The long jobs are functions over the methods of `StoredRepository`."""
 
     recover = recover.recover
     verify = verify.verify

@@ -1,9 +1,8 @@
 """Snapshots in files: this user's private mapped copies, and files that a user saved.
 
-Only files in the user's own private folder are mapped: another file can be truncated or changed
-after the check, and a process that has a truncated file mapped is killed. So a snapshot from the
-object store or from a user's file is read into memory, checked whole, and written to the private
-folder once per node, user and version. Thread-safe; files are replaced by rename only.
+Only files in the user's own private folder are mapped, since a process that maps a file is killed
+if another one truncates it. Other snapshots are read into memory, checked whole, and written to the
+private folder once per node, user and version. Thread-safe; files are replaced by rename only.
 """
 
 import logging
@@ -41,7 +40,7 @@ PRIVATE_KEPT = 2
 
 
 def save_snapshot(view: Snapshot, file: Path) -> None:
-    """Write a snapshot to a file of the user's: whole or not at all, durable on return.
+    """Write a snapshot to a user's file, atomically and durably.
 
     Raises PermissionDenied, NoSpaceError; UsageError for a folder.
     """
@@ -53,7 +52,7 @@ def save_snapshot(view: Snapshot, file: Path) -> None:
 
 
 def open_snapshot_file(file: Path) -> Snapshot:
-    """The snapshot in a file that a user names, checked whole; then only a private copy is used.
+    """Check a snapshot in a user's file as a whole, and return a private copy of it.
 
     Raises FormatError, NoSuchFile, PermissionDenied, UsageError.
     """
@@ -61,7 +60,7 @@ def open_snapshot_file(file: Path) -> Snapshot:
         with file.open("rb") as handle:
             if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
                 raise UsageError(f"{file} is not a regular file")
-            check_magic(handle.read(MAGIC_BYTES))  # before gigabytes of something else are read
+            check_magic(handle.read(MAGIC_BYTES))  # before reading gigabytes of something else
             handle.seek(0)
             data = memoryview(handle.read())
     except FileNotFoundError as error:
@@ -73,7 +72,7 @@ def open_snapshot_file(file: Path) -> Snapshot:
 
 
 def _map_private(path: Path) -> Snapshot:
-    """Map a snapshot file of this user's private folder, and compare its checksums. Raises OSError,
+    """Map a file of this user's private folder, and compare its checksums. Raises OSError,
     ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -82,7 +81,7 @@ def _map_private(path: Path) -> Snapshot:
 
 @cache
 def boot_id() -> str:
-    """The ID of this run of the machine: unsynced data is lost when the next one begins."""
+    """The ID of this run of the machine: unsynced data is lost when it ends."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
@@ -92,8 +91,8 @@ def _private_path(identity: UUID, version: int) -> Path:
 
 
 def snapshot_descriptor(snapshot: Snapshot) -> int:
-    """A descriptor of a file that holds the snapshot, for another process on this machine.
-    Raises OSError."""
+    """A descriptor of a file with the snapshot, for another process on this machine. Raises
+    OSError."""
     try:
         path = _private_path(snapshot.identity, snapshot.version)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -105,10 +104,10 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 
 
 def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
-    """This user's private copy of a version, mapped; None if there is none.
+    """This user's private copy of a version, mapped, or None.
 
-    A process compares all checksums of a copy before it uses any of it. It removes one that does
-    not match, and the caller loads the version again.
+    All checksums are compared first. A damaged copy is removed, and the caller loads the version
+    again.
     """
     try:
         path = _private_path(identity, version)
@@ -124,7 +123,7 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
 
 
 def newest_private_copy(identity: UUID) -> int:
-    """The greatest version of which this user has a private copy; 0 for none."""
+    """The version, or 0 for none."""
     try:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):
@@ -137,8 +136,8 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
     """Write a checked snapshot (its parts) to the private folder and map it; None if that is
     impossible.
 
-    It is not synced, which would take as long as making it. So it is used only until the next boot
-    of the machine.
+    It is not synced, which would take as long as making it, and so is used only until the next
+    boot.
     """
     try:
         path = _private_path(identity, version)
@@ -146,7 +145,7 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
             file.writelines(parts)
         copies = sorted(path.parent.glob(f"{identity.hex}-*"))
         for old in copies[:-PRIVATE_KEPT]:
-            if old != path:  # it may be older than those: a kept version
+            if old != path:  # a kept version may be older than those
                 old.unlink(missing_ok=True)
         return _map_private(path)
     except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
@@ -154,8 +153,8 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
 
 
 def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
-    """The private copies in a cache folder of this user that another process uses (`cache` is its
-    XDG_CACHE_HOME), by identity and version; those of former boots, too. Raises OSError."""
+    """The private copies of this user, of all boots, that another process uses (`cache` is its
+    XDG_CACHE_HOME), by identity and version. Raises OSError."""
     found = {}
     with suppress(FileNotFoundError):
         for path in (cache / "diesel" / "snapshots").iterdir():
@@ -165,8 +164,8 @@ def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
 
 
 def open_listed_copy(path: Path) -> Snapshot:
-    """A copy that `list_copies` has found. Compares its checksums, to refuse a copy that a crash
-    has damaged. Raises FormatError, OSError."""
+    """Open a result of `list_copies`, and compare its checksums, since a crash may have damaged it.
+    Raises FormatError, OSError."""
     try:
         return _map_private(path)
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Which archives the entries of a dataset came from: one record for each archive and target folder.
+"""Records the archives that the entries of a dataset came from, for each archive and target folder.
 
-A record lets a put skip an archive that it has put before (DLCache, section III-C.1). It is derived
-and may be lost: then the archive is fetched once more, and its members are compared one by one. So
-a record proves nothing by itself: `LiveFiles.has_all` says whether a version of the dataset still
-has what the record names. FORMAT.md, section 2, has the object's name.
+With a record, a put skips an archive that it has put before (DLCache, section III-C.1). A lost
+record only means that the archive is fetched again and its members are compared one by one.
+`LiveFiles.has_all` checks that a version of the dataset still has its content. FORMAT.md, section
+2, has the object's name.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ log = logging.getLogger("diesel.provenance")
 
 RECORD_BYTES_MAX = 4 << 20
 OTHERS_BYTES_MAX = 1 << 20
-"""Of the paths of links and folders. An archive with more has no record."""
+"""The limit for paths of links and folders. An archive with more has no record."""
 
 _ID_BYTES = 16
-_READS = 16  # of records at once
+_READS = 16  # parallel reads of records
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +40,39 @@ class ArchiveRecord:
     """An archive that was put whole."""
 
     source: str
-    """Its address, without a query: that may hold a secret."""
+    """Its address, without the query, which may hold a secret."""
     source_id: bytes
     """The first 16 bytes of the SHA-256 of the whole address."""
     target: bytes
     """The folder of the dataset that it was put to."""
     tag: str
-    """What the place where it lies calls just these bytes (an ETag). Says no more than 'unchanged
-    at this address'."""
+    """The ETag of these bytes at their place. Equal tags mean only "unchanged at this address"."""
     size: int
-    """Of the archive, in bytes."""
     sha256: bytes
-    """Of the whole archive; empty where it is not known."""
+    """The SHA-256 of the whole archive; empty if not known."""
     seconds: float
-    """How long it took to fetch, decompress and pack it: the cost of bringing it back."""
+    """The time to fetch, decompress and pack it: the cost of restoring it."""
     entries: int
     is_alone: bool
-    """Whether the files in its chunks are just those of the archive."""
+    """Whether its chunks hold no other files."""
     chunks: tuple[ChunkId, ...]
     files: tuple[int, ...]
-    """How many live files (extents, of files with several) each of the chunks had."""
+    """The number of live files (extents, for files with several) in each of the chunks."""
     others: tuple[bytes, ...]
     """The paths of its links and folders in the dataset."""
     writer: str = ""
-    """The user who put it, as a server knows it; empty for an administrator, and where there is no
-    server. A record cannot be checked without the archive, so only these are believed by others."""
+    """The user who put it, according to a server; empty for an administrator, and without a server.
+    A record cannot be checked without the archive, so other users trust only the empty value."""
     yields_to: tuple[bytes, ...] = ()
-    """The `source_id` of each archive that was named behind it in the same put and had a file or
-    link at one of its paths. The dataset has the archive's own only together with theirs."""
+    """The `source_id` of each archive that came later in the same put and had a file or link at one
+    of its paths. The dataset has the archive's content only together with theirs."""
 
     @property
     def name(self) -> str:
-        """The name of its object is made of this: target and source."""
+        """The name of its object, made of target and source."""
         return hashlib.sha256(self.source_id + self.target).hexdigest()[:32]
 
     def pack(self) -> bytes:
-        """The record as bytes."""
         packed: bytes = msgpack.packb(
             {
                 "source": self.source,
@@ -98,7 +95,7 @@ class ArchiveRecord:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview) -> Self:
-        """The record in some bytes. Raises CorruptError, UsageError for any others."""
+        """Raises CorruptError, UsageError."""
         if len(packed) > RECORD_BYTES_MAX:
             raise UsageError(f"a record of an archive has at most {RECORD_BYTES_MAX} bytes")
         sent = Fields(unpack(packed), "a record of an archive")
@@ -134,13 +131,13 @@ def _split(ids: bytes) -> list[bytes]:
 
 
 def source_id(address: str) -> bytes:
-    """What identifies a source: made of its whole address, which it does not give away."""
+    """Identifies a source by its whole address, without revealing it."""
     return hashlib.sha256(address.encode("utf-8", "surrogateescape")).digest()[:16]
 
 
 class LiveFiles:
-    """How many files of a version each of its chunks has. `unreadable` are indices of files whose
-    chunk is lost."""
+    """The number of a version's files in each of its chunks, without those in lost chunks (the
+    indices `unreadable`)."""
 
     def __init__(self, view: Snapshot, unreadable: Collection[int] = ()) -> None:
         self._view = view
@@ -150,7 +147,7 @@ class LiveFiles:
             np.subtract.at(self._counts, view.chunk_of(lost), 1)
 
     def counts(self, chunks: Iterable[ChunkId]) -> list[int]:
-        """Of each of these chunks; 0 for one that the version has not."""
+        """The counts of these chunks; 0 for a chunk that the version lacks."""
         ids = self._view.chunk_ids
         found = []
         for chunk in chunks:
@@ -159,7 +156,7 @@ class LiveFiles:
         return found
 
     def others(self, record: ArchiveRecord) -> tuple[bytes, ...]:
-        """Those of the links and folders of a record that the version has."""
+        """The links and folders of a record that the version has."""
         found = self._view.lookup_many(record.others).tolist() if record.others else []
         return tuple(
             path
@@ -168,14 +165,13 @@ class LiveFiles:
         )
 
     def has_all(self, record: ArchiveRecord) -> bool:
-        """Whether the version has everything that an archive brought."""
+        """Whether the version has all content of an archive."""
         if self.counts(record.chunks) != list(record.files):
             return False
         return self.others(record) == record.others
 
 
 def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
-    """The number of a chunk in a table in ascending order, or -1."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -192,7 +188,7 @@ def write_record(objects: ObjectStore, identity: UUID, record: ArchiveRecord) ->
 
 
 def read_records(objects: ObjectStore, identity: UUID) -> list[ArchiveRecord]:
-    """All records of a dataset. A damaged one is left out, and named in the log. Raises
+    """All records of a dataset, without damaged ones, which are logged. Raises
     ObjectStoreError."""
 
     def read(name: str) -> ArchiveRecord | None:

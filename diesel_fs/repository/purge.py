@@ -1,10 +1,9 @@
-"""`purge`: give back the space of replaced and deleted entries (FORMAT.md, section 6).
+"""`purge`: frees the space of replaced and deleted entries (FORMAT.md, section 6).
 
-An entry that is replaced or deleted leaves a hole in its chunk. A purge copies the other entries of
-chunks with too many holes into new chunks, then deletes chunks without any live entry that no
-version and no reader needs (`retention.py` decides that). One purge per dataset at a time; readers
-and writers go on beside it. It may be killed at any step: nothing is lost, and the next purge
-continues.
+A replaced or deleted entry leaves a hole in its chunk. A purge copies the other entries of chunks
+with too many holes into new chunks, then deletes chunks without live entries that no version and no
+reader needs (`retention.py` decides that). One purge per dataset at a time; readers and writers
+continue. It may be killed at any step: nothing is lost, and the next purge continues.
 """
 
 import logging
@@ -66,10 +65,10 @@ UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
 """Smaller chunks are merged, since each chunk costs a request and a line of a listing."""
 
 LEFTOVER_AGE_S = 86_400
-"""A leftover (half-written object) of a dead process is removed only when it is this old: the
-process number may be that of a container with the same host name."""
+"""A leftover (half-written object) of a dead process is removed only at this age: the process
+number may be that of a container with the same host name."""
 
-_ENDED_LEASE_AGE_S = 86_400  # before the object of a lease that is over is removed
+_ENDED_LEASE_AGE_S = 86_400  # age at which the object of an ended lease is removed
 _LEASE_CHECK_S = 10.0  # how often a deletion looks for new readers
 _HEADER_ENTRY_BYTES = 60  # of an entry in a chunk's header, with a name of some 20 bytes
 _UNUSED = ChunkUse(0, 0)  # of a chunk that a version does not name
@@ -81,7 +80,7 @@ def purge(
     options: PurgeOptions | None = None,
     progress: ReportProgress = no_progress,
 ) -> PurgeReport:
-    """`Repository.purge` over stores that this process has opened."""
+    """`Repository.purge`."""
     options = options or PurgeOptions()
     deleted = list(repository.catalogue.deleted_named(name))  # earlier datasets of this name
     removed = 0
@@ -102,10 +101,10 @@ def purge(
 
 
 def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
-    """Raise CorruptError if a chunk that the metadata name is lost, or is not listed.
+    """Raise CorruptError if a chunk in the metadata is lost or not listed.
 
-    In this case the store may hide other chunks, too, and an entry that looks replaced may be the
-    only copy.
+    The store may then hide other chunks, too, and an entry that looks replaced may be the only
+    copy.
     """
     identity, meta = info.identity, repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -123,8 +122,7 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
 
 
 def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
-    """`Repository.reclaimable_bytes` over stores that this process has opened. Loads a snapshot
-    only if a chunk has holes."""
+    """`Repository.reclaimable_bytes`. Loads a snapshot only if a chunk has holes."""
     identity = repository.dataset(name).identity if view is None else view.identity
     records = [each for each in repository.meta.chunks(identity) if each.holes]
     if not records:
@@ -168,12 +166,11 @@ class _Purge:
         self._planned: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
         self._versions_before = frozenset(self._versions.versions(self._identity))
         self._removed_versions: set[int] = set()
-        self._listing_complete = True  # all that the metadata name is there, and listed
+        self._listing_complete = True  # all chunks in the metadata exist and are listed
         self._policy, self._grace_s = self._update_policy()
 
     def _update_policy(self) -> tuple[RetentionPolicy, float]:
-        """Write the options that change the dataset's retention policy into it. Returns it, and the
-        grace period of this purge."""
+        """Apply the options to the dataset's retention policy. Returns it, and the grace period."""
         options = self._options
         policy = RetentionPolicy()
         if options.keep < 0:
@@ -213,7 +210,7 @@ class _Purge:
         return self._report
 
     def _publish(self) -> None:
-        """Publish the current state: who opens the dataset from now on reads the new chunks."""
+        """Publish the current state, so that new readers use the new chunks."""
         if self._session is None:
             return
         head = self._meta.head(self._info.name)
@@ -221,7 +218,6 @@ class _Purge:
             self._repository.publish(self._info.name)
 
     def _check_lease(self) -> None:
-        """Raise BusyError if another purge may have begun since."""
         if self._lease is not None:
             self._lease.check()
 
@@ -255,7 +251,6 @@ class _Purge:
     def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
     ) -> None:
-        """Find the tombstones that hide nothing any more, and whether anything may be deleted."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
         unlisted = [record for record in records if record.id not in listed]
@@ -265,7 +260,7 @@ class _Purge:
         tombstones: dict[bytes, ActiveTombstone] = {}
         for record in records:
             files = used.get(record.id, _UNUSED).entries
-            # Of the entries that are no holes, those that are not used are tombstones
+            # The entries that are neither holes nor used are tombstones
             if record.id in listed and record.entries - record.holes > files:
                 header = self._purgeable_header(record.id)
                 if header is not None:
@@ -281,7 +276,7 @@ class _Purge:
         self._droppable = droppable_tombstones(old, with_dead, self._header)
 
     def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
-        """Whether every chunk that was not listed is an empty one whose deletion was interrupted.
+        """Whether every unlisted chunk is an empty one with an interrupted deletion.
 
         Otherwise the listing is incomplete, or the object store was set back to an older copy: then
         a chunk that looks empty may hold the only copies.
@@ -291,15 +286,15 @@ class _Purge:
             if chunk_exists(self._objects, self._identity, record.id):
                 self._note(f"the listing lacks chunk {text}: nothing is deleted")
             elif record.holes == record.entries:
-                continue  # a deletion of it was interrupted
+                continue  # its deletion was interrupted
             else:
                 self._note(f"chunk {text} is lost: nothing is deleted; run `dlcmd verify`")
             return False
         return True
 
     def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
-        """Whether every chunk that only kept versions name, but not the metadata, is gone from the
-        object store, too."""
+        """Whether every chunk in kept versions but not in the metadata is gone from the store,
+        too."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:
@@ -312,14 +307,14 @@ class _Purge:
         )
 
     def _dead_entries(self, record: ChunkRecord) -> int:
-        """The number of a chunk's entries that need not be copied."""
+        """The number of entries that need not be copied."""
         return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
-        """The chunks to rewrite, in order of their IDs: those that waste space, and small ones if
-        merging them gives fewer chunks."""
+        """The chunks to rewrite, in order of their IDs: wasteful ones, and small ones if merging
+        gives fewer chunks."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
             dead = self._dead_entries(record)
@@ -339,7 +334,6 @@ class _Purge:
         return sorted(chosen)
 
     def _allowed_bytes(self, record: ChunkRecord) -> int:
-        """The number of bytes of a chunk that may be unused."""
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
@@ -356,14 +350,13 @@ class _Purge:
         return True
 
     def _dead_places(self, chunk: ChunkId) -> set[int]:
-        """The places of the entries of a chunk that need not be copied."""
+        """The places of the entries that need not be copied."""
         holes = self._meta.holes(self._identity, chunk).tolist()
         return {*holes, *self._droppable.get(chunk, ())}
 
     # Writing
 
     def _rewrite(self, session: WriteSession, chosen: Sequence[ChunkRecord]) -> None:
-        """Copy the live entries of these chunks into new chunks."""
         largest = max((record.object_bytes for record in chosen), default=0)
         chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
         builder = ChunkBuilder(self._identity, chunk_bytes, "none")
@@ -379,9 +372,9 @@ class _Purge:
         self._progress(len(chosen), len(chosen))
 
     def _copy(self, session: WriteSession, builder: ChunkBuilder, chunk: ChunkId) -> None:
-        """Copy the live entries of a chunk; stamps and stored bytes stay as they are.
+        """Copy the live entries of a chunk with their stamps and stored bytes.
 
-        Raises CorruptError if one of them is damaged; then none has been copied.
+        Raises CorruptError, before copying any, if one is damaged.
         """
         dead = self._dead_places(chunk)
         header, bodies = read_chunk(self._objects, self._identity, chunk)
@@ -402,9 +395,8 @@ class _Purge:
                 self._store(session, builder)
 
     def _store(self, session: WriteSession, builder: ChunkBuilder) -> None:
-        """Store a chunk, then commit it as written by a purge: its entries take the places of
-        entries with equal stamps, and no others. If the lease is lost in between, the chunk is not
-        committed, and nothing is lost."""
+        """Store a chunk, then commit it as written by a purge: its entries replace only entries
+        with equal stamps. If the lease is lost in between, nothing is lost."""
         chunk, _, header = seal_and_store(builder, self._objects, self._identity, session.new_id)
         self._check_lease()
         batch = replace(batch_of(header, stored=True), by_purge=True)
@@ -416,7 +408,7 @@ class _Purge:
     # Deleting
 
     def _reclaim(self) -> None:
-        """Remove versions and chunks that nobody needs, from the metadata before the objects."""
+        """Remove unneeded versions and chunks, from the metadata before the objects."""
         newest = LOWEST if self._planned else self._meta.head(self._info.name).newest
         empty = {
             record.id: record
@@ -445,7 +437,7 @@ class _Purge:
             except (FormatError, ObjectMissing) as error:
                 self._note(f"nothing is deleted, since a kept version cannot be read: {error}")
         deleted = chosen if self._session is None else self._delete(chosen, unreferenced)
-        if deleted:  # another version has been published since
+        if deleted:  # `_delete` has published another version
             leased = leased_versions(self._objects, self._identity, time.time())
             self._expire(leased, {**planned, now_us + 1: now_us} if self._session is None else {})
         report, empty_bytes = self._report, sum(each.object_bytes for each in empty.values())
@@ -456,16 +448,15 @@ class _Purge:
         report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk is lost or can be read, so that the contents to be deleted are
+        """Whether an empty chunk is lost or readable, so that the contents to be deleted are
         known."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._purgeable_header(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
-        """Remove versions that need not be kept. Returns those that are left, ascending, and when
-        each was published (us since 1970); `planned` are versions of a dry run, in the same
-        form."""
+        """Remove versions that need not be kept. Returns the others, ascending, with the time of
+        each publication (us since 1970); `planned` are a dry run's versions, in the same form."""
         published = self._versions.published(self._identity)
         retained = retained_versions(
             self._versions, self._identity, published, self._policy, self._grace_s, planned
@@ -487,8 +478,8 @@ class _Purge:
     def _delete(
         self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks in the metadata, then delete the objects of those that stay `unreferenced`;
-        returns the deleted chunks."""
+        """Forget chunks in the metadata, then delete the objects that stay `unreferenced`; returns
+        the deleted chunks."""
         if not chunks:
             return []
         self._check_lease()
@@ -508,14 +499,14 @@ class _Purge:
             else:
                 deleted.append(chunk)
         again = {record.id for record in self._meta.chunks(self._identity)}.intersection(deleted)
-        if again:  # a rebuild had read them before they were deleted
+        if again:  # a rebuild had read them before their deletion
             self._forget(again)
             self._publish()
         return deleted
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Make the metadata store forget chunks, and drop the tombstones in them that hide nothing.
-        Returns the chunks that it has forgotten."""
+        """Make the metadata store forget chunks, with the tombstones in them that hide nothing.
+        Returns the forgotten chunks."""
         plain = [chunk for chunk in chunks if chunk not in self._droppable]
         with_tombstones = [chunk for chunk in chunks if chunk in self._droppable]
         forgotten = self._meta.forget(self._identity, plain)
@@ -524,7 +515,6 @@ class _Purge:
     # Leftovers
 
     def _sweep(self) -> None:
-        """Remove leases that ended long ago, and half-written objects of dead writers."""
         now_s = time.time()
         for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):

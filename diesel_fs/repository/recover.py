@@ -1,7 +1,7 @@
-"""`recover`: build the metadata of a dataset again from its chunks, which are the truth.
+"""`recover`: builds the metadata of a dataset again from its chunks, which are the truth.
 
-`expected_chunks.py` reads the chunks, decides which of them count as lost, and refuses a rebuild
-that would lose files. Blocking; one thread, beside which others read headers ahead.
+`expected_chunks.py` reads the chunks, decides which count as lost, and refuses a rebuild that would
+lose files. Blocking; one thread, for which others read headers ahead.
 """
 
 from contextlib import suppress
@@ -27,7 +27,7 @@ def recover(
     *,
     forget_lost: bool = False,
 ) -> Findings:
-    """`Repository.recover` over stores that this process has opened."""
+    """`Repository.recover`."""
     check_recover_options(since_s, forget_lost=forget_lost)
     findings = Findings()
     if isinstance(repository.meta_problem, FormatError):
@@ -40,7 +40,7 @@ def recover(
         since_s = None
     before: Snapshot | None = None
     if forget_lost:
-        with suppress(DieselError):  # it only serves the report
+        with suppress(DieselError):  # only for the report
             before = repository.view_of(info)
     chunks = RebuildSource(
         repository, meta, name, info.identity, info.head,
@@ -50,7 +50,7 @@ def recover(
         if since_s is None:
             repository.rebuild(chunks, info)
         else:
-            # A chunk committed then may have been sealed so long before, by a clock that was behind
+            # A chunk committed at `since_s` may be this much older, by a clock that was behind
             first = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
             for batch in list(chunks.since(first)):  # all are read before any is committed
                 repository.commit_batches(info.identity, batch)
@@ -69,8 +69,8 @@ def recover(
 
 
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
-    """What an accepted loss has changed in a dataset. With a chunk its replacements and deletions
-    are lost, too: an older version of a file may show again, and a deleted file may be back."""
+    """The effects of an accepted loss. A chunk's replacements and deletions are lost with it, so an
+    older version of a file may show again, and a deleted file may be back."""
     diff = diff_snapshots(before, after)
     forgotten = np.ones(len(before), np.bool_)
     forgotten[diff.same_path[diff.same_path >= 0]] = False
@@ -89,7 +89,6 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findings) -> None:
-    """Rename a damaged metadata store, and make a new one with all datasets but this one."""
     problem = repository.meta_problem
     assert problem is not None
     findings.notes.append(f"{problem.message}: it was renamed, and a new one made")

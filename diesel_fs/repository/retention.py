@@ -1,10 +1,9 @@
-"""Decides which versions and chunks of a dataset must be kept, and which are no longer needed.
+"""Decides which versions and chunks of a dataset must be kept.
 
-The rules are those of FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace
-period keep versions; versions and leases (objects that name the version a process reads) keep
-chunks; a chunk of tombstones stays as long as one of them hides an older entry. This module only
-decides, except that it removes expired versions and the objects of a deleted dataset; `purge.py`
-does the rest. Blocking; one thread.
+The rules are in FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace period
+keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of them
+hides an older entry. This module only decides, except that it removes expired versions and the
+objects of a deleted dataset; `purge.py` does the rest. Blocking; one thread.
 """
 
 import json
@@ -49,20 +48,18 @@ GRACE_S = 86_400
 
 _RECENT = 8
 _PERIODS = 8
-"""Of the versions within a grace period, the newest `_RECENT` are kept, and of the others the last
-one in each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
+"""The newest `_RECENT` versions within a grace period are kept, and of the others the last one in
+each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The greatest value in a policy. More seconds would not fit into the times of clocks and files."""
+"""The greatest value in a policy: more seconds do not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """How many of the last versions of a dataset are kept (`keep`), and for how many seconds a
-    version stays after it was current. `grace_s` may lengthen the usual grace period, never shorten
-    it.
-    """
+    """The number of last versions to keep (`keep`), and the seconds for which a version stays after
+    it was current. `grace_s` may lengthen the usual grace period, never shorten it."""
 
     keep: int = 0
     grace_s: int = 0
@@ -87,7 +84,7 @@ def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPoli
 
 
 def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
-    """Set a dataset's policy. Durable on return."""
+    """Durable on return."""
     text = json.dumps(asdict(policy)).encode() + b"\n"
     objects.replace(lease_object(identity, POLICY), [text])
 
@@ -103,11 +100,11 @@ def retained_versions(
     grace_s: float,
     planned: Mapping[int, int] = NONE_PLANNED,
 ) -> set[int]:
-    """The published versions that are kept, whether somebody reads them or not. `published` has
-    the versions, ascending, and when each was published (us since 1970).
+    """The published versions to keep, apart from their readers. `published` has the versions,
+    ascending, and the time of each publication (us since 1970).
 
-    `planned` are versions of a dry run, in the same form: the result is as if they had been
-    published by now, with the content of the newest published one.
+    `planned` are versions of a dry run, in the same form: they count as published, with the content
+    of the newest published one.
     """
     last = _last_distinct(versions, identity, [*published], policy.keep)
     if planned:
@@ -118,7 +115,7 @@ def retained_versions(
 def _last_distinct(
     versions: VersionStore, identity: UUID, published: Sequence[int], count: int
 ) -> set[int]:
-    """The last `count` versions (they ascend). If neighbours have equal content, only the newest
+    """The last `count` versions (they ascend). Of neighbours with equal content only the newest
     counts."""
     last, later_mark = set[int](), b""
     for version in reversed(published):
@@ -137,8 +134,8 @@ def _last_distinct(
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
-    """The versions (ascending, with the time in us at which each was published) that were current
-    within the grace period, thinned as `_PERIODS` says, and the newest."""
+    """The versions (as in `retained_versions`) that were current within the grace period, thinned
+    by `_PERIODS`, and the newest."""
     versions = [*published]
     horizon_us = (now_s - grace_s) * 1e6
     period_us = max(int(grace_s * 1e6) // _PERIODS, 1)
@@ -149,7 +146,7 @@ def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) 
 
 
 def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identity: UUID) -> None:
-    """Remove versions that need not be kept, but not the one before the newest. An error is only
+    """Remove versions that need not be kept, but not the one before the newest. Errors are only
     logged: the next publication tries again."""
     try:
         published = versions.published(identity)
@@ -172,15 +169,14 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class ChunkUse(NamedTuple):
-    """The use of a chunk by the files of a version: entries, and bytes of bodies."""
+    """A version's entries of files, and bytes of bodies, in a chunk."""
 
     entries: int
     stored_bytes: int
 
 
 def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
-    """The number of extents in each chunk, by its number, of all files of a version, including
-    shadowed files."""
+    """The number of extents in each chunk, by its number, of all files, with shadowed ones."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers = [columns.extents["chunk"]]
     for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
@@ -190,21 +186,19 @@ def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
-    """The chunks that hold files of a version."""
     return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
-    """The use of each chunk in a version's table by the version's files."""
     stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
     rows = map(ChunkUse, extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
 
 
 class DeletableChunks:
-    """Which of some candidates, chunks that are empty in the current state, nobody needs any more.
+    """Decides which of the `candidates`, chunks that are empty in the current state, can go.
 
-    `planned_version` is a version that a dry run only plans; the candidates are empty in it, too.
+    They are also empty in `planned_version`, a version of a dry run.
     """
 
     def __init__(
@@ -224,10 +218,10 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are the published ones, ascending, with the time at which each was published (us
-        since 1970); `leased` are those that somebody reads. A reader without a lease may still use
-        the version that was current at `before_us`. Raises FormatError if a version cannot be read,
-        and ObjectMissing if it was removed since: then the chunks that it needs are unknown.
+        `versions` are the published ones, as in `retained_versions`; `leased` are those with
+        readers. A reader without a lease may still use the version that was current at `before_us`.
+        Raises FormatError if a version cannot be read, and ObjectMissing if it was removed
+        meanwhile: then the chunks that it needs are unknown.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
@@ -239,12 +233,12 @@ class DeletableChunks:
         for version in versions:
             table, used = self._candidates_of(version)
             left -= used
-            if version in oldest_in_use:  # it shows that they were empty already
+            if version in oldest_in_use:  # it shows that they were already empty
                 left &= table
         return left
 
     def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """Of the candidates: those in a version's table, and those that hold files of it."""
+        """The candidates in a version's table, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
@@ -252,17 +246,17 @@ class DeletableChunks:
         return self._known[version]
 
 
-# Which tombstones nothing needs any more
+# Which tombstones can go
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""Age from which a tombstone can be dropped. A chunk that was sealed before the tombstone is
-refused if its commit comes this late, so nothing older than the tombstone can still arrive."""
+"""Age from which a tombstone can be dropped. A chunk sealed before the tombstone is refused if its
+commit comes this late, so nothing older can still arrive."""
 
 ReadHeader = Callable[[ChunkId], ChunkHeader]
 
 
 class ActiveTombstone(NamedTuple):
-    """A tombstone that counts: no newer entry of its path has replaced it."""
+    """A tombstone that no newer entry of its path has replaced."""
 
     stamp: Stamp
     chunk: ChunkId
@@ -282,8 +276,8 @@ def active_tombstones(
 def old_enough(
     tombstones: Mapping[bytes, ActiveTombstone], began_s: float
 ) -> dict[bytes, ActiveTombstone]:
-    """The tombstones that are older than TOMBSTONE_AGE_S. `began_s` was read before the chunks were
-    listed."""
+    """The tombstones older than TOMBSTONE_AGE_S at `began_s`, a time before the listing of
+    chunks."""
     limit_s = began_s - TOMBSTONE_AGE_S
     return {
         path: each
@@ -297,11 +291,10 @@ def droppable_tombstones(
     suspects: Iterable[ChunkId],
     read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
-    """By chunk, the places of the tombstones (`old_enough`) that hide nothing any more.
+    """The places, for each chunk, of the tombstones (`old_enough`) that hide nothing any more.
 
     `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
-    those that the metadata store does not know. If one of them cannot be read, no tombstone is
-    dropped.
+    those that the metadata store lacks. If one cannot be read, no tombstone is dropped.
     """
     left = dict(tombstones)
     for chunk in suspects if left else ():
@@ -328,14 +321,12 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """The result of deleting a dataset: the number of removed objects, and of those left because
-    somebody still reads or writes them."""
+    """The numbers of removed objects, and of those left because they are still read or written."""
 
     removed: int
     left: int
 
-    def tell_left(self, name: str) -> None:
-        """Log how many objects of the dataset of this name are left, if any."""
+    def log_left(self, name: str) -> None:
         if self.left:
             log.warning(
                 "%s: %d objects are left, since somebody is still reading it; "
@@ -347,8 +338,8 @@ class Deletion:
 def remove_dataset(
     objects: ObjectStore, versions: VersionStore, identity: UUID, *, but_name: bool = False
 ) -> Deletion:
-    """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
-    those that somebody is writing.
+    """Remove the objects of a deleted dataset, except those that leases pin and those that are
+    being written.
 
     Repeatable: the object with the dataset's name goes last, since the others are found through it.
     With `but_name` it stays.

@@ -1,13 +1,11 @@
 """A repository over an object store and a metadata store: all operations except the long jobs.
 
-The chunks in the object store are the only truth; metadata and snapshots can be made from them
-again. This module keeps the order of writing (FORMAT.md, section 5): it decides which chunks may be
-committed, how the metadata store gets missing chunks, and which snapshot a reader gets. Readers
-never need the metadata store: if it cannot be used, they get the newest snapshot in the object
-store.
+This module keeps the order of writing (FORMAT.md, section 5): it decides which chunks may be
+committed, how the metadata store gets missing chunks, and which snapshot a reader gets. If the
+metadata store cannot be used, readers get the newest snapshot in the object store.
 
 A `StoredRepository` may be used from several threads and in forked children. `LocalRepository`
-(`local.py`) adds the long jobs, which are built on this class.
+(`local.py`) adds the long jobs.
 """
 
 import logging
@@ -71,8 +69,7 @@ _RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
 class StoredRepository(Repository):
-    """Datasets over an object store and a metadata store. Without a metadata store (None) it can
-    only be read."""
+    """Datasets over an object store and a metadata store; read-only without the latter (None)."""
 
     snapshots: VersionStore
 
@@ -83,11 +80,11 @@ class StoredRepository(Repository):
         super().__init__(objects, VersionStore(objects), url, ids)
         self._meta = meta
         self._meta_problem: DieselError | None = None
-        # Datasets of which a newer version was published than their head, when both were read last
+        # Datasets with a newer published version than their head, at the last look
         self._maybe_behind: set[UUID] = set()
         self.catalogue = Catalogue(objects)
         self.clock = StoreClock(lambda: self.meta.now_s())  # noqa: PLW0108 (`meta` may change)
-        # By dataset: of the entries of chunks that this process has committed and not yet published
+        # For each dataset, by the chunks that this process has committed and not yet published
         self._digests: dict[UUID, dict[ChunkId, EntryDigest]] = {}
 
     @classmethod
@@ -103,11 +100,9 @@ class StoredRepository(Repository):
         return repository
 
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
-        """Open the metadata store. `replace_damaged` first renames an embedded one that cannot be
-        used.
+        """Open the metadata store. `replace_damaged` first renames an unusable embedded one.
 
-        If the store cannot be opened, this does not fail: reading continues without it, and `meta`
-        raises the reason.
+        If the store cannot be opened, reading continues without it, and `meta` raises the reason.
         """
         self._close_metadata()
         self._meta = None  # the known problem stays meanwhile: other threads may read it
@@ -115,7 +110,7 @@ class StoredRepository(Repository):
             rename_unusable_metadata(self.url)
         try:
             self._meta = open_metadata(self.url, self.objects, create=create)
-            self._meta.heads()  # a damaged file opens, and fails when it is read
+            self._meta.heads()  # a damaged file opens, and fails at its first read
         except ConfigError:
             raise
         except DieselError as error:
@@ -134,7 +129,7 @@ class StoredRepository(Repository):
 
     @property
     def meta(self) -> MetadataStore:
-        """The metadata store. Raises the reason if it cannot be used."""
+        """Raises the reason if the metadata store cannot be used."""
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
@@ -238,14 +233,13 @@ class StoredRepository(Repository):
                 log.warning(
                     "the metadata store fails; readers get the snapshot of version %d", newest
                 )
-        if newest:  # the metadata store cannot be used, or lost what the snapshot has
+        if newest:  # the metadata store cannot be used, or has lost the version
             return self.snapshots.load(info.identity, newest)
         if next(iter(self.objects.housekeeping.names(chunk_prefix(info.identity))), None) is None:
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
 
     def behind_error(self, name: str) -> MetadataBehind:
-        """The error for a metadata store that lacks acknowledged entries of a dataset."""
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
         return MetadataBehind(
             f"the metadata of {name!r} is behind its chunks{why}",
@@ -268,7 +262,7 @@ class StoredRepository(Repository):
         if record is not None and record["kind"] == Kind.FOLDER:
             return _stat_of(record)
         if len(meta.children(info.identity, path)):
-            return Stat(Kind.FOLDER, 0o755, 0, 0)  # only its entries imply it
+            return Stat(Kind.FOLDER, 0o755, 0, 0)  # an implicit folder
         if record is None:
             raise NoSuchPath(f"no {path!r} in dataset {info.name!r}")
         return _stat_of(record)
@@ -309,7 +303,7 @@ class StoredRepository(Repository):
             for batch in self._batches_of(info.head, unknown):
                 try:
                     self.commit_batches(info.identity, batch)
-                except NoSpaceError as error:  # whoever has come to make room must get on
+                except NoSpaceError as error:  # a session that is to make room must begin
                     if batch.chunk.id in unknown.acknowledged:
                         raise
                     text = chunk_id_text(batch.chunk.id)
@@ -317,10 +311,8 @@ class StoredRepository(Repository):
         return LocalWriteSession(self, self.dataset(name))
 
     def rebuild(self, chunks: RebuildSource, info: DatasetInfo) -> None:
-        """Replace a dataset's metadata by the fold over its chunks (of the entries of one path, the
-        newest counts). The new version is greater than any that is published. Raises as
-        `MetadataStore.rebuild`, and LostChunks.
-        """
+        """Replace a dataset's metadata by the fold over its chunks, as a version greater than any
+        published one. Raises as `MetadataStore.rebuild`, and LostChunks."""
         newest = self.snapshots.newest(info.identity)
         self.meta.rebuild(
             info.name, info.identity, chunks.since(LOWEST), chunks.late, newer_than=newest
@@ -331,7 +323,7 @@ class StoredRepository(Repository):
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """Create a dataset. If several writers do so at once, the metadata store lets one win."""
+        """The metadata store lets one of several writers win."""
         try:
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
@@ -344,9 +336,9 @@ class StoredRepository(Repository):
         return DatasetInfo(name, head.identity, created_ns, head)
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
-        """Repair a dataset's metadata if the metadata store has been restarted since they were last
-        confirmed: it may have lost its last commits. `run` is the ID of the store's new run, where
-        it is known."""
+        """Repair a dataset's metadata if the metadata store, restarted since they were last
+        confirmed, may have lost its last commits. `run` is the ID of the store's new run, if
+        known."""
         run = run or self.meta.needs_repair(identity)
         head = self._heads().get(identity) if run else None  # read from the new run
         if head is not None:
@@ -354,10 +346,10 @@ class StoredRepository(Repository):
             self.meta.repair(identity, run, self._batches_of(head, unknown))
 
     def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[CommitBatch]:
-        """The entries of the chunks that the metadata store does not know.
+        """The entries of the chunks that the metadata store lacks.
 
-        An orphan that cannot be read is logged and left out: it must not stop all others, and every
-        put. Raises LostChunks for a chunk that was acknowledged.
+        An unreadable orphan is logged and left out, since it must not stop every put. Raises
+        LostChunks for a chunk that was acknowledged.
         """
         for chunk in chunks.unknown:
             batch, why = self._batch(head.identity, chunk)
@@ -378,8 +370,7 @@ class StoredRepository(Repository):
             return None, error.message
 
     def commit_batches(self, identity: UUID, *batches: CommitBatch) -> int:
-        """Commit; returns the version. If the metadata store has been restarted, it is repaired
-        first."""
+        """Commit, after a repair if the metadata store has been restarted; returns the version."""
         for _ in range(_RESTARTS_MAX):
             try:
                 return self.meta.commit(identity, *batches)
@@ -389,9 +380,8 @@ class StoredRepository(Repository):
         return self.meta.commit(identity, *batches)
 
     def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
-        """Commit again those of a writer's chunks that the metadata store has lost; returns how
-        many were. Raises NoSuchDataset.
-        """
+        """Commit again those of a writer's chunks that the metadata store has lost; returns their
+        number."""
         committed = 0
         for chunk in self.meta.missing(identity, chunks) if chunks else ():
             batch, _ = self._batch(identity, chunk)
@@ -402,11 +392,10 @@ class StoredRepository(Repository):
         return committed
 
     def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """Check a durable chunk for `commit_all`. Raises as `validation.validate_chunk`."""
         return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
 
     def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
-        """Commit chunks together: all of them or none. Idempotent; returns the version."""
+        """Commit all chunks or none. Idempotent; returns the version."""
         batches = [chunk.batch for chunk in chunks]
         version = self.commit_batches(identity, *batches)
         digests = self._digests.setdefault(identity, {})
@@ -422,9 +411,8 @@ class StoredRepository(Repository):
         write_record(self.objects, identity, record)
 
     def publish(self, name: str, *, full: bool = False) -> int:
-        """As `Repository.publish`. Compares the metadata store's data about chunks that this
-        process has committed with their headers. Raises CorruptError, and publishes nothing, if
-        they differ."""
+        """As `Repository.publish`. Raises CorruptError, and publishes nothing, if the metadata
+        store's data about chunks of this process differ from their headers."""
         info = self.dataset(name)
         if info.head is None:
             raise self.behind_error(name)
@@ -454,7 +442,6 @@ class StoredRepository(Repository):
         return Deletion(removed, left)
 
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
-        """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
         removed_before = 0
         if not self.meta_is_lost:
             try:
@@ -467,13 +454,11 @@ class StoredRepository(Repository):
                     self.open_metadata(create=False)
                 self.meta.drop(identity)
         done = remove_dataset(self.objects, self.snapshots, identity)
-        done.tell_left(name)
+        done.log_left(name)
         return Deletion(removed_before + done.removed, done.left)
 
 
 class LocalWriteSession(WriteSession):
-    """One writer on one dataset, who commits to the metadata store."""
-
     def __init__(self, repository: StoredRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
         self._repository = repository

@@ -1,10 +1,10 @@
-"""Which chunks may be committed, and by which clock that is judged.
+"""Checks whether a chunk may be committed.
 
 A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
-before those of all others. These are the checks of FORMAT.md, section 5: the chunk is not older
-than the put window, its ID is not from the future, and a client may choose its stamps (which order
-the versions of a path). A chunk that fails is deleted, so that no recovery takes it for an orphan.
-Safe from any thread.
+before all others. By FORMAT.md, section 5, the chunk must not be older than the put window, its ID
+must not be from the future, and a client may choose its stamps (which order the versions of a
+path). A chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any
+thread.
 """
 
 import math
@@ -28,34 +28,34 @@ CLOCK_ALLOWANCE_S = 300
 """How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
 
 FOLLOW_ALLOWANCE_S = 60
-"""How far an ID may be ahead of the newest committed ID, where that one is ahead of the clock
-itself: a writer that follows another one needs a second or two."""
+"""How far an ID may be ahead of the newest committed ID if that one is ahead of the clock: a writer
+that follows another one needs a second or two."""
 
 
 class StoreClock:
     """The time by the metadata store's clock.
 
-    The store is asked once, and again where it matters; between, this host's monotonic clock counts
-    on, so a change of its wall clock has no effect. Thread-safe.
+    Between reads of that clock, this host's monotonic clock counts on, so changes of the wall clock
+    have no effect. Thread-safe.
     """
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
-        """`read_clock` gives seconds since 1970, as `MetadataStore.now_s`."""
+        """`read_clock` returns seconds since 1970, as `MetadataStore.now_s`."""
         self._read_clock = read_clock
         # The store's time less this host's monotonic time
         self._offset_s: float | None = None
 
     def now_s(self, *, refresh: bool = False) -> float:
-        """Seconds since 1970; `refresh` asks the store. Raises MetadataError."""
+        """Seconds since 1970; `refresh` reads the store's clock. Raises MetadataError."""
         offset_s = self._offset_s
         if refresh or offset_s is None:
-            asked_s = time.monotonic()  # before: a slow answer puts our time ahead
-            offset_s = self._offset_s = self._read_clock() - asked_s
+            began_s = time.monotonic()  # before the read: a slow answer puts our time ahead
+            offset_s = self._offset_s = self._read_clock() - began_s
         return offset_s + time.monotonic()
 
     def check_local_clock(self) -> None:
-        """Raise ObjectStoreRefused where this host's clock is ahead: the IDs of all other writers
-        would have to follow the IDs that it makes."""
+        """Raise ObjectStoreRefused if this host's clock is ahead: the IDs of all other writers
+        would have to follow its IDs."""
         own_s, right_s = time.time(), self.now_s(refresh=True)
         if own_s > right_s + CLOCK_ALLOWANCE_S:
             right = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(right_s))
@@ -67,7 +67,7 @@ class StoreClock:
 
 
 class StaleChunk(BusyError):
-    """A chunk was older than the put window at its commit; it has been deleted again."""
+    """A chunk, older than the put window at its commit, has been deleted."""
 
     def __init__(self, message: str, paths: Sequence[bytes]) -> None:
         super().__init__(message, advice="put these files again")
@@ -76,7 +76,7 @@ class StaleChunk(BusyError):
 
 @dataclass(frozen=True, slots=True)
 class ValidatedChunk:
-    """A chunk that may be committed, and how many files end in it, with their bytes."""
+    """A chunk that may be committed, and the number and bytes of the files that end in it."""
 
     batch: CommitBatch
     files: int
@@ -91,10 +91,10 @@ def validate_chunk(
     preamble: bytes,
     header: bytes,
 ) -> ValidatedChunk:
-    """Check a chunk that is durable, given its preamble and its stored header.
+    """Check a durable chunk, given its preamble and its stored header.
 
-    Raises CorruptError for an ID from the future or stamps that a client may not choose,
-    StaleChunk for an ID older than the put window (the chunk is deleted).
+    Raises CorruptError for an ID from the future or stamps that a client may not choose, StaleChunk
+    for an ID older than the put window (the chunk is deleted).
     """
     front = parse_preamble(preamble, identity=identity)
     parsed = parse_header(front, header)
@@ -104,14 +104,13 @@ def validate_chunk(
         _delete_stale(objects, meta, identity, parsed, stale)
     try:
         check_claims(parsed, meta, clock)
-    except CorruptError:  # nor may a later recovery take it for an orphan
+    except CorruptError:  # a later recovery must not take it for an orphan
         objects.delete(chunk_object(identity, front.id))
         raise
     return as_validated(parsed)
 
 
 def check_age(header: ChunkHeader) -> None:
-    """Raise StaleChunk where an ID is older than the put window."""
     chunk = header.preamble.id
     if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
         paths = [header.path(place) for place in range(len(header))]
@@ -119,13 +118,10 @@ def check_age(header: ChunkHeader) -> None:
 
 
 def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) -> None:
-    """Raise CorruptError for an ID from the future, or stamps that a client may not choose.
-
-    Where a committed ID is from the future, the IDs that follow it have to be, too: that is
-    allowed.
-    """
+    """Raise CorruptError for an ID from the future (unless it follows a committed one), or stamps
+    that a client may not choose."""
     chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
-    if id_seconds(chunk) > limit_s:  # only then are the stores asked
+    if id_seconds(chunk) > limit_s:  # only then the stores are read
         identity = header.preamble.identity
         newest = next((m.newest for m in meta.heads() if m.identity == identity), LOWEST)
         now_s = clock.now_s(refresh=True)
@@ -140,7 +136,7 @@ def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) ->
 
 
 def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
-    """A note on IDs that are ahead of the clock by more than is allowed; empty where none is."""
+    """A note on IDs that are too far ahead of the clock; empty if there are none."""
     limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
     ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
     if not ahead:
@@ -154,8 +150,7 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
 
 
 def as_validated(header: ChunkHeader) -> ValidatedChunk:
-    """A chunk that has passed the checks. A file of several extents counts where its last one
-    is."""
+    """A file of several extents counts in the chunk of its last one."""
     files = header.records["kind"] == Kind.FILE
     for place, part in header.extents.items():
         files[place] = part.number == part.total - 1
@@ -170,10 +165,9 @@ def _delete_stale(
     header: ChunkHeader,
     stale: StaleChunk,
 ) -> None:
-    """Delete a chunk that came after the put window and raise `stale`; do nothing where a recovery
-    has committed it."""
+    """Delete a late chunk and raise `stale`; do nothing if a recovery has committed it."""
     chunk = header.preamble.id
-    # The lock keeps a recovery from committing the chunk between the question and the deletion
+    # The lock keeps a recovery from committing the chunk between the check and the deletion
     with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):
         try:
             meta.holes(identity, chunk)
@@ -185,7 +179,7 @@ def _delete_stale(
 
 
 def batch_of(header: ChunkHeader, *, stored: bool = False) -> CommitBatch:
-    """What a metadata store commits of a chunk.
+    """The part of a chunk that a metadata store commits.
 
     `stored`: the chunk was found in the object store, and a purge may have written it. Then its
     stamps may be those of other chunks, but are never greater than its ID (FORMAT.md, Z6 and Z12).

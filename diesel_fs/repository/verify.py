@@ -1,9 +1,9 @@
-"""`verify`: does every chunk have the bytes it should, and do the metadata say what the chunks say?
+"""`verify`: checks every chunk's bytes, and the metadata against the chunks.
 
-The chunks are the truth. `verify` folds them (of the entries of one path, the newest counts) into a
-temporary metadata store, and compares the live metadata and the newest published snapshot with
-that. It changes nothing. `expected_chunks.py` decides which chunks count as lost. Blocking; one
-thread, beside which others read headers ahead.
+It folds the chunks (of the entries of one path, the newest counts) into a temporary metadata store,
+and compares the live metadata and the newest published snapshot with that. It changes nothing.
+`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, for which others read
+headers ahead.
 """
 
 import tempfile
@@ -65,9 +65,9 @@ def verify(
     headers_only: bool = False,
     progress: ReportProgress = no_progress,
 ) -> Findings:
-    """`Repository.verify` over stores that this process has opened."""
+    """`Repository.verify`."""
     if not (repository.meta_is_lost or _metadata_forbidden(repository)):
-        _ = repository.meta  # raises the reason where it cannot be used
+        _ = repository.meta  # raises the reason if it cannot be used
     info = repository.dataset(name)
     findings = Findings()
     published = _published(repository, info.identity, findings)  # before the live metadata
@@ -102,10 +102,9 @@ _ATTEMPTS = 5  # to read metadata and chunks of one moment while others write
 class _Check:
     """Reads each chunk once, and commits those that the metadata store knows to `scratch`.
 
-    A purge may delete, meanwhile, chunks that the metadata store knew at the beginning. Then the
-    metadata are read again, and the chunks that are new since. After `run`, `live` are the live
-    metadata (None where the metadata store does not have them) and `live_mark` their mark, `listed`
-    the chunks of the listing, and `unusable` says why a chunk is damaged.
+    If a purge deletes such chunks meanwhile, the metadata and the new chunks are read again. After
+    `run`, `live` are the live metadata (or None) and `live_mark` their mark, `listed` the chunks of
+    the listing, and `unusable` has the reason for each damaged chunk.
     """
 
     def __init__(
@@ -121,17 +120,17 @@ class _Check:
         self.live_mark = b""
         self.listed: set[ChunkId] = set()
         self.unusable: dict[ChunkId, str] = {}
-        self.all_reached = True  # whether the store gave every chunk of the listing
+        self.all_reached = True  # whether the store delivered every chunk of the listing
         self._repository = repository
         self._info = info
         self._findings = findings
         self._scratch = scratch
         self._headers_only = headers_only
-        self._entries: dict[ChunkId, int] = {}  # how many, of chunks that the metadata lack
+        self._entries: dict[ChunkId, int] = {}  # number of entries, for chunks not in the metadata
         self._folded: set[ChunkId] = set()
 
     def run(self, progress: ReportProgress) -> None:
-        """Read all chunks. Raises BusyError where a purge deletes chunks faster than that."""
+        """Read all chunks. Raises BusyError if a purge deletes chunks faster than that."""
         for _ in range(_ATTEMPTS):
             known = self._read_live()  # before the listing
             self._read(known, progress)
@@ -149,7 +148,7 @@ class _Check:
             self._findings.notes.append(text)
 
     def _read_live(self) -> set[ChunkId]:
-        """Read the live metadata; returns the chunks that they know."""
+        """Returns the chunks in the live metadata."""
         self.live = live = _live(self._repository, self._info, self._findings)
         if live is None:
             return set()
@@ -159,7 +158,7 @@ class _Check:
     def _read(self, known: Collection[ChunkId], progress: ReportProgress) -> None:
         """Read the chunks that are new since the last call; `known` are those of `live`."""
         identity, findings = self._info.identity, self._findings
-        for chunk in sorted(self._entries.keys() & known):  # that a put has committed since
+        for chunk in sorted(self._entries.keys() & known):  # committed since by a put
             with suppress(FormatError, ObjectMissing):
                 self._fold(self._repository.read_header(identity, chunk))
                 del self._entries[chunk]
@@ -180,15 +179,14 @@ class _Check:
                     self._entries[chunk] = len(header)
 
     def _outcomes(self, chunks: Sequence[ChunkId]) -> Generator[tuple[ChunkId, Outcome]]:
-        """For each chunk a function that reads its header. Whole chunks are large: one at a
-        time."""
+        """For each chunk a function that reads its header. Whole chunks are large, so they are read
+        one at a time."""
         if self._headers_only:
             return prefetch_headers(self._repository, self._info.identity, chunks)
         return ((chunk, partial(self._check_bodies, chunk)) for chunk in chunks)
 
     def _check_bodies(self, chunk: ChunkId) -> ChunkHeader:
-        """A chunk's header. Bodies that are damaged when they are read a second time are
-        problems."""
+        """A chunk's header. Bodies that are still damaged at a second read are problems."""
 
         def read() -> tuple[ChunkHeader, list[int]]:
             header, bodies = read_chunk(self._repository.objects, self._info.identity, chunk)
@@ -205,15 +203,15 @@ class _Check:
         return header
 
     def _header(self, chunk: ChunkId, outcome: Outcome) -> ChunkHeader | None:
-        """A header; None where it cannot be read, which is noted."""
+        """None if it cannot be read, which is noted."""
         try:
             return outcome()
         except ObjectMissing:
-            return None  # lost, or deleted since it was listed
+            return None  # lost, or deleted since the listing
         except FormatError as error:
             self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
         except ObjectStoreError as error:
-            # Raises where the whole store cannot be reached
+            # Raises if the whole store cannot be reached
             self._repository.objects.stat(STORE_MARKER)
             self.all_reached = False
             self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
@@ -224,7 +222,6 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
-        """Whether the metadata store has forgotten some of these chunks."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -232,8 +229,8 @@ class _Check:
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
-    """Report the chunks that the metadata or the newest snapshot name and that the store lacks or
-    has damaged; returns them."""
+    """Report and return the chunks in the metadata or the newest snapshot that the store lacks or
+    has damaged."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -257,7 +254,7 @@ def _report_lost_chunks(
 def _live(
     repository: StoredRepository, info: DatasetInfo, findings: Findings
 ) -> MetadataChanges | None:
-    """The live metadata of one moment; None where the metadata store does not have them."""
+    """The live metadata of one moment; None if the metadata store does not have them."""
     if info.head is None:
         problem = repository.meta_problem
         why = problem.message if problem else "the metadata store does not know the dataset"
@@ -270,7 +267,6 @@ def _live(
 
 
 def _metadata_forbidden(repository: StoredRepository) -> bool:
-    """Whether this user may read the chunks but not the metadata store beside them."""
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
@@ -281,8 +277,8 @@ def _compare(
     lost: Collection[ChunkId],
     findings: Findings,
 ) -> None:
-    """Report the paths for which the metadata store and the fold over its chunks differ. Paths in
-    lost chunks have been reported already."""
+    """Report the paths that differ between the metadata store and the fold over its chunks, except
+    those in lost chunks, already reported."""
     if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
     actual, expected = _by_path(live), _by_path(read_folded())
@@ -301,7 +297,7 @@ def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
     """A state as the parts of a snapshot, which are equal for equal states. `read` is called here,
-    so that the merge can free the rows: of millions of entries they are large."""
+    so that the merge can free the rows, which are large for millions of entries."""
     changes = read()
     head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
@@ -321,7 +317,7 @@ def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
-    """By path: an entry's record, its chunk, and what the record has no place for."""
+    """An entry's record, its chunk, and the data outside the record, by path."""
     rows = changes.rows
     return {
         rows.path(i): (
@@ -334,7 +330,7 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A published version that has been checked. Its content is not kept in memory."""
+    """A checked version. Its content is not kept in memory."""
 
     identity: UUID
     version: int
@@ -346,7 +342,7 @@ class _Published(NamedTuple):
 def _published(
     repository: StoredRepository, identity: UUID, findings: Findings
 ) -> _Published | None:
-    """The newest published snapshot, as the object store has it. A damaged one is a problem."""
+    """The newest published snapshot in the object store. A damaged one is a problem."""
     for version in reversed(repository.snapshots.versions(identity)):
         load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
@@ -368,8 +364,8 @@ def _check_published(
     live_mark: bytes,
     findings: Findings,
 ) -> None:
-    """Compare the newest published snapshot with the live metadata, column by column. It was the
-    newest before `live` was read, so the live metadata should not be older."""
+    """Compare the newest published snapshot with the live metadata, column by column. It was read
+    before `live`, which should not be behind it."""
     meta, identity, version = repository.meta, published.identity, published.version
     if version > live.head.version:
         findings.problems.append(
@@ -395,7 +391,7 @@ def _check_published(
     try:
         view = published.load()
     except ObjectMissing:
-        return  # it was removed since it was checked: there is a newer one
+        return  # it was removed since the check: there is a newer one
     with suppress(FormatError, UsageError):
         if version < live.head.version:
             view = _built(since, view)
@@ -417,7 +413,6 @@ def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
 
 
 def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
-    """The differences of two snapshots that should be equal: paths, or else columns."""
     diff = diff_snapshots(actual, expected)
     lines = [
         f"{shown(expected.path(i))} is " + ("another" if diff.same_path[i] >= 0 else "missing")
@@ -445,7 +440,7 @@ def _check_kept(
     findings: Findings,
 ) -> None:  # fmt: skip
     """Check the published versions before `newest`. A damaged one is a problem. A lost chunk that
-    only they need is a note: no put and no recovery can bring it back."""
+    only they need is a note: nothing can restore it."""
     versions = repository.snapshots
     for version in versions.versions(identity):
         if version >= newest:

@@ -1,9 +1,9 @@
 """Published versions of datasets: snapshots as objects beside the chunks, and how they are made.
 
 A snapshot is all metadata of a dataset at one version, in one object. A version is the time of its
-commit in microseconds since 1970. Snapshots are derived: one that is damaged counts as missing, and
-is made again from the metadata store. A reader gets a copy in a file of this user's, mapped into
-memory, where such a file can be written (`private_copies.py`). Thread-safe.
+commit in microseconds since 1970. Snapshots are derived: a damaged one counts as missing, and is
+made again from the metadata store. If possible, a reader gets a private copy in a mapped file
+(`private_copies.py`). Thread-safe.
 """
 
 import logging
@@ -33,8 +33,7 @@ _NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0,
 
 
 class KeptVersion(NamedTuple):
-    """A version that can be read: when it was committed (ns since 1970), its files and their
-    bytes."""
+    """A version that can be read, its time in ns since 1970, its files and their bytes."""
 
     version: int
     published_ns: int
@@ -43,22 +42,19 @@ class KeptVersion(NamedTuple):
 
 
 def empty_snapshot(identity: UUID, name: str) -> Snapshot:
-    """The snapshot of a dataset without any entry, version 0."""
     parts = build_snapshot(None, _NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0)
     return Snapshot(memoryview(b"".join(parts)), verify=True)
 
 
 class PublishedVersions(Protocol):
-    """What every repository knows of the published versions of its datasets."""
-
     def newest(self, identity: UUID) -> int:
-        """The greatest version that is published; 0 for none."""
+        """The greatest published version; 0 for none."""
 
     def versions(self, identity: UUID) -> list[int]:
-        """The published versions that are there, ascending."""
+        """The published versions, ascending."""
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
-        """The versions that can be read, ascending. One that is damaged is left out."""
+        """The versions that can be read, ascending, without damaged ones."""
 
     def load(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot of a published version. Raises FormatError, ObjectMissing."""
@@ -80,11 +76,11 @@ class VersionStore(PublishedVersions):
         return sorted(number for number in numbers if number is not None)
 
     def published(self, identity: UUID) -> dict[int, int]:
-        """The published versions, ascending, and when each was published (us since 1970).
+        """The published versions, ascending, and the time at which each was published (us since
+        1970).
 
-        That is a version's own time, or the time of its object where that is later: what a killed
-        put has committed is published by the next put, and until then readers use the version
-        before.
+        That is a version's own time, or the time of its object if that is later: the commits of a
+        killed put are published by the next put, and until then readers use the version before.
         """
         published = {}
         for info in self._objects.list(snapshot_prefix(identity)):
@@ -123,8 +119,8 @@ class VersionStore(PublishedVersions):
     def load_current(
         self, meta: MetadataStore, head: DatasetHead, *, full: bool = False
     ) -> Snapshot:
-        """The snapshot of the metadata store's current version, made if it is not published. `full`
-        makes it from the metadata store alone."""
+        """The snapshot of the metadata store's current version, made if it is not published; with
+        `full` from the metadata store alone."""
         if head.version == 0:
             return empty_snapshot(head.identity, head.name)
         if not full:
@@ -151,9 +147,9 @@ class VersionStore(PublishedVersions):
     ) -> int:
         """Write the snapshot of the current version to the object store; returns the version.
 
-        `entry_digests` are of the entries of chunks that were committed. Raises CorruptError, and
-        publishes nothing, where the metadata store has other entries of such a chunk, or where the
-        version has been published with another content.
+        `entry_digests` are of the entries of committed chunks. Raises CorruptError, and publishes
+        nothing, if the metadata store has other entries of such a chunk, or if the version is
+        published with another content.
         """
         version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
         name = snapshot_object(head.identity, version)
@@ -176,16 +172,15 @@ class VersionStore(PublishedVersions):
         return version
 
     def remove(self, identity: UUID, version: int) -> None:
-        """Remove a published version."""
         self._objects.delete(snapshot_object(identity, version))
 
     def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
-        """`load`, without a private copy being made."""
+        """As `load`, without making a private copy."""
         return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
-        """The snapshot of a version, read from the object store and checked whole. Raises
-        FormatError, ObjectMissing."""
+        """Read a snapshot from the object store and check it whole. Raises FormatError,
+        ObjectMissing."""
         name = snapshot_object(identity, version)
         snapshot = Snapshot(memoryview(self._objects.get(name)), verify=True)
         if (snapshot.identity, snapshot.version) != (identity, version):
@@ -200,8 +195,8 @@ class VersionStore(PublishedVersions):
         full: bool,
         entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> tuple[int, Sequence[Bytes]]:
-        """The current version and its snapshot in parts, made from the previous one and what has
-        changed since; `full`: from the metadata store alone."""
+        """The current version and its snapshot in parts, made from the previous one and the changes
+        since, or with `full` from the metadata store alone."""
         previous = None if full else self._previous(head)
         changes = meta.changes(head.identity, previous.version if previous else 0)
         if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):
@@ -209,7 +204,7 @@ class VersionStore(PublishedVersions):
             previous = None
             changes = meta.changes(head.identity, 0)
         now, chunks, rows = changes.head, changes.chunks, [changes.rows]
-        del changes  # lets the merge free the rows: of millions of entries they are large
+        del changes  # lets the merge free the rows, which are large for millions of entries
         try:
             parts = build_snapshot(
                 previous,
@@ -229,8 +224,7 @@ class VersionStore(PublishedVersions):
         return now.version, parts
 
     def _previous(self, head: DatasetHead) -> Snapshot | None:
-        """The newest snapshot that can be read and is not newer than `head`; None if there is
-        none."""
+        """The newest readable snapshot that is not newer than `head`, or None."""
         for version in reversed(self.versions(head.identity)):
             if version <= head.version:
                 try:

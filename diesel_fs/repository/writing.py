@@ -1,8 +1,7 @@
-"""One writer's session on a dataset, and storing one chunk under an ID that is free.
+"""One writer's session on a dataset, and storing one chunk under a free ID.
 
-`WriteSession` holds what a local and a remote repository share: which chunks this writer has
-committed, tombstones, and the question whether somebody else wrote too. How a chunk is checked and
-committed differs, and stands in the subclasses. A session belongs to one thread at a time.
+`WriteSession` is the common part of local and remote repositories; subclasses check and commit
+chunks. A session belongs to one thread at a time.
 """
 
 from abc import ABC, abstractmethod
@@ -28,8 +27,8 @@ _STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
 class WriteSession(ABC):
     """One writer on one dataset: it makes IDs, commits chunks, deletes paths.
 
-    Commits are acknowledged by `finish`: from then on they survive any crash. After a
-    deletion of the dataset every method raises ConflictError.
+    Commits survive any crash once `finish` has acknowledged them. After a deletion of the dataset
+    every method raises ConflictError.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class WriteSession(ABC):
         ids: IdSource,
         load_view: Callable[[DatasetInfo], Snapshot],
     ) -> None:
-        """`load_view` gives the snapshot of the version that `info.head` names."""
+        """`load_view` returns the snapshot of the version in `info.head`."""
         assert info.head is not None
         self.name = info.name
         self.identity = info.identity
@@ -55,7 +54,7 @@ class WriteSession(ABC):
 
     @abstractmethod
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """Check a chunk that is durable, given its preamble and its stored header.
+        """Check a durable chunk, given its preamble and its stored header.
 
         Raises CorruptError for an ID from the future or for stamps that a writer may not choose,
         StaleChunk for an ID older than the put window.
@@ -63,20 +62,19 @@ class WriteSession(ABC):
 
     @abstractmethod
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
-        """Commit chunks together: all of them or none. Idempotent; returns the version."""
+        """Commit all chunks or none. Idempotent; returns the version."""
 
     @abstractmethod
     def finish(self) -> int:
         """Acknowledge: all commits are durable and their snapshot is published, even if the
-        metadata store has lost some of them meanwhile. Returns the version."""
+        metadata store has lost some meanwhile. Returns the version."""
 
     @abstractmethod
     def _head(self) -> DatasetHead:
-        """The dataset's head, as it is now. Raises ConflictError after a deletion."""
+        """The dataset's current head. Raises ConflictError after a deletion."""
 
     @property
     def version(self) -> int:
-        """The version at which the session began."""
         return self._started_at.version
 
     @property
@@ -87,7 +85,7 @@ class WriteSession(ABC):
         return self._view
 
     def use_view(self, view: Snapshot) -> None:
-        """Take `view`, which the caller has loaded already, if it is of the right version."""
+        """Use the caller's snapshot as `view`, if it is of the right version."""
         if view.identity == self.identity and view.version == self.version:
             self._view = view
 
@@ -96,13 +94,12 @@ class WriteSession(ABC):
         return self._ids.next(self._head().newest, writer_of)
 
     def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """`validate_chunk`, then commit the chunk."""
         chunk = self.validate_chunk(preamble, header)
         self.commit_all([chunk])
         return chunk
 
     def delete(self, paths: Sequence[bytes]) -> int:
-        """Write and commit tombstones for `paths`. Repeatable; returns how many paths."""
+        """Write and commit tombstones for `paths`. Repeatable; returns the number of paths."""
         builder = ChunkBuilder(self.identity, _TOMBSTONE_BODY_BYTES, "none")
         for path in paths:
             builder.add_tombstone(split(check_path(path)))
@@ -114,15 +111,13 @@ class WriteSession(ABC):
 
     @property
     def committed_chunks(self) -> Set[ChunkId]:
-        """The chunks that this session has committed."""
         return self._committed_ids.keys()
 
     def others_committed(self) -> bool:
-        """Whether anybody else has committed or purged chunks since this session began."""
+        """Whether other writers or purges have committed since this session began."""
         return self._head().digest != chunks_digest(self._committed_ids, self._started_at.digest)
 
     def _remember(self, chunks: Iterable[ValidatedChunk]) -> None:
-        """Note chunks that have been committed."""
         for chunk in chunks:
             self._committed_ids[chunk.batch.chunk.id] = None
             self.folders.update(chunk.batch.rows.folders)
@@ -140,7 +135,7 @@ def seal_and_store(
     new_id: Callable[[], ChunkId],
 ) -> tuple[ChunkId, Sequence[Bytes], ChunkHeader]:
     """Seal a chunk and make it durable; returns its ID, its parts (preamble, stored header, bodies)
-    and its header. Where another writer has drawn the same ID, the chunk is sealed again.
+    and its header. If another writer has drawn the same ID, the chunk is sealed again.
 
     The parts are valid until the builder is cleared. Raises ObjectStoreError.
     """

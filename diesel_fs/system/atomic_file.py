@@ -1,15 +1,14 @@
 """Writes a file under a name that a user gave: whole or not at all.
 
 `atomic_file` writes a temporary file and renames it; the next writer in the folder removes the
-temporary files of killed ones. A name that leads to something other than a regular file (a device,
-a fifo, the pipe behind /dev/stdout) is written to as it is: a file renamed over /dev/null would
-break the machine.
+temporary files of killed writers. Anything but a regular file (a device, a fifo, the pipe behind
+/dev/stdout) is written to directly: a file renamed over /dev/null would break the machine.
 
 Links are followed, except links that may have been **planted**: made by another user in a folder
-where others may write, such as /tmp. With such a link, another user would choose which file of this
-user is overwritten. A file that may have been planted is not written to either.
+that others may write to, such as /tmp, to choose the file that is overwritten. A file that may have
+been planted is not written to either.
 
-Concurrency: any thread; of several writers of one name the last rename wins.
+Any thread; of several writers of one name the last rename wins.
 """
 
 import errno
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # CIFS and some FUSE
-_LINKS_MAX = 40  # as the kernel's own limit
+_LINKS_MAX = 40  # the kernel's own limit
 
 _TEMPORARY = re.compile(
     r"\.dlcmd-(?:(?P<pid_space>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
@@ -42,7 +41,7 @@ _FOREIGN_AGE_S_MAX = 86_400
 
 
 class _FileWithName(io.FileIO):
-    """A file whose errors have the file name that the user gave: write(2) reports none."""
+    """A file whose errors have the user's file name: write(2) reports none."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
         super().__init__(descriptor, "wb")
@@ -55,7 +54,6 @@ class _FileWithName(io.FileIO):
 
 @contextmanager
 def _errors_named(shown: str) -> Iterator[None]:
-    """Give an OSError in the `with` this file name."""
     try:
         yield
     except OSError as error:
@@ -64,12 +62,11 @@ def _errors_named(shown: str) -> Iterator[None]:
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """A file to write to a descriptor, which it closes; its errors have the name `shown`."""
+    """Its errors have the name `shown`; closing it closes the descriptor."""
     return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
-    """The DIESEL-FS error for an OSError while writing a file."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if is_full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
@@ -114,8 +111,7 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
 
 def check_links(path: Path) -> None:
     """Raise PermissionDenied if a link on the way to `path`, or `path` itself, may have been
-    planted, and OSError if links form a circle.
-    """
+    planted, and OSError if links form a circle."""
     folder, names_left, links = "/", _names_reversed(os.path.join(os.getcwd(), path)), 0
     while names_left:
         name = names_left.pop()
@@ -125,7 +121,7 @@ def check_links(path: Path) -> None:
         current = os.path.join(folder, name)
         try:
             target = os.readlink(current)
-        except OSError:  # not a link, or missing: opening it will tell
+        except OSError:  # not a link, or missing, which opening it will report
             folder = current
             continue
         if folder.startswith("/proc/"):  # the kernel's own link to an open file
@@ -140,9 +136,8 @@ def check_links(path: Path) -> None:
 
 
 def check_file(path: Path, status: os.stat_result) -> None:
-    """For a file that is written to as it is: raise PermissionDenied if it may have been planted,
-    or is a hard link that others may have made to a file of this user.
-    """
+    """Raise PermissionDenied if a file that is written to directly may have been planted, or is a
+    hard link that others may have made to a file of this user."""
     folder = os.path.dirname(os.path.realpath(path))
     if folder.startswith("/proc/"):  # an open file of this process
         return
@@ -152,17 +147,16 @@ def check_file(path: Path, status: os.stat_result) -> None:
 
 
 def temporary_name() -> str:
-    """`.dlcmd-<pid space>-<pid>-<start>-<random>`: a name that says which process writes the
-    file."""
+    """`.dlcmd-<pid space>-<pid>-<start>-<random>`: a name that identifies the writing process."""
     pid = os.getpid()
     return f".dlcmd-{_pid_space()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(folder: Path | int) -> None:
-    """Remove the temporary files in a folder (or its descriptor) whose process has ended.
+    """Remove the temporary files of ended processes in a folder (or its descriptor).
 
-    A process of another machine, of an earlier boot of this one, or of another PID namespace cannot
-    be looked up here: its files are removed when they are a day old.
+    A process of another machine, boot or PID namespace cannot be looked up here: its files are
+    removed when they are a day old.
     """
     descriptor, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
     with suppress(OSError):
@@ -183,8 +177,7 @@ def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bo
 
 @cache
 def _pid_space() -> str:
-    """Names where process numbers have one meaning: in this PID namespace of this boot of this
-    machine."""
+    """The scope of process numbers: this PID namespace of this boot of this machine, hashed."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -196,7 +189,7 @@ def _own_start(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process started, in ticks (proc(5)); empty if there is no such process."""
+    """The start of a process in ticks (proc(5)); empty if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -205,13 +198,13 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Close the descriptor of a folder, ignoring errors: nothing was written through it."""
+    """Ignores errors, as nothing was written through the descriptor."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether a path is a link to this process's standard output, as /dev/stdout is."""
+    """Whether a path is a link to this process's standard output, such as /dev/stdout."""
     try:
         return path.is_symlink() and os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -219,7 +212,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _path_to_replace(path: Path) -> Path | None:
-    """The path to rename a new file to; None if `path` is written to as it is."""
+    """The path to rename a new file to; None if `path` is written to directly."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -229,21 +222,19 @@ def _path_to_replace(path: Path) -> Path | None:
     if not stat.S_ISREG(status.st_mode):
         return None
     target = Path(os.path.realpath(path))
-    # Only an open file without a name (/dev/fd/3) is written to as it is: truncating one that has a
+    # Only an open file without a name (/dev/fd/3) is written to directly: truncating one with a
     # name could kill a process that has mapped it.
     return target if target.exists() else None
 
 
 def _names_reversed(path: str) -> list[str]:
-    """The names in a path, the last first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def _may_be_planted(status: os.stat_result, folder: str, *, is_last: bool) -> bool:
-    """Whether another user may have planted a file or link in `folder`. A link to a folder on the
-    way to the path's last name counts only if every user may write to `folder`: people who share
-    folders also link them.
-    """
+    """Whether another user may have planted a file or link in `folder`. A link in the middle of a
+    path counts only if every user may write to `folder`, since people who share folders also link
+    them."""
     if status.st_uid in (0, os.geteuid()):
         return False
     everybody_may_write = os.stat(folder).st_mode & stat.S_IWOTH != 0
@@ -264,7 +255,7 @@ def _planted_error(what: str, path: str) -> PermissionDenied:
 
 
 def fsync_folder(path: str | os.PathLike[str]) -> None:
-    """Make the names in a folder durable. A file system that cannot sync folders is no error."""
+    """Make the names in a folder durable, if its file system can sync folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,5 @@
-"""How much memory a cache may take if the user does not say: half of what is free.
-
-Free is what the machine has available, or less if a control group (how Linux limits a container)
-allows less. Any thread.
+"""The default memory of a cache: half of the memory that is available on the machine, or that a
+control group (how Linux limits a container) allows if that is less. Any thread.
 """
 
 import os
@@ -14,24 +12,22 @@ MEMORY_DIVISOR = 2
 """A program takes one part in this many of the available memory."""
 
 MEMORY_BYTES_MIN = 64 << 20
-"""The least that a cache takes: some chunks of the default size."""
+"""The minimum for a cache: some chunks of the default size."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def default_memory_bytes() -> int:
-    """Bytes of memory that a program may take by default."""
     return max(available_memory_bytes() // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
 
 
 def available_memory_bytes() -> int:
-    """Bytes of memory that are free on the machine, or the control group's limit if that is
-    less."""
+    """The machine's free memory, or the control group's limit if that is less."""
     return min(_free_bytes(), _own_cgroup_limit_bytes())
 
 
 def memory_limit_bytes() -> int:
-    """Bytes of memory that all programs may use: the machine's, or the control group's limit."""
+    """The machine's memory, or the control group's limit if that is less."""
     return min(_machine_bytes(), _own_cgroup_limit_bytes())
 
 
@@ -55,11 +51,11 @@ def _machine_bytes() -> int:
 
 
 def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
-    """The smallest limit of the control groups (v2 or v1) that `listed`, the text of
-    /proc/self/cgroup, names, and of the groups above them. `mounted` is the folder of all groups.
+    """The smallest limit of the control groups (v2 or v1) in `listed`, the text of
+    /proc/self/cgroup, and of the groups above them. `mounted` is the folder of all groups.
 
-    In a container the listed path may be the host's, and need not exist here; the container's own
-    limit is at the top.
+    In a container the listed path may be the host's and be missing here; the container's own limit
+    is at the top.
     """
     limits = [1 << 62]  # no limit
     for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):

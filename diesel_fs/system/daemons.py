@@ -1,9 +1,8 @@
-"""Starts a background program of DIESEL-FS (a daemon), and hears whether it came up.
+"""Starts a background program of DIESEL-FS (a daemon), and waits until it reports that it is ready.
 
-A daemon is detached from its starter, the process that starts it. It gets one request (JSON) on
-stdin and the starter's environment without secrets; it reports in JSON lines on stdout (`pid`,
-`step`, `warning`, then `ready` or `error`), and logs to a file. Each program defines its own
-request (a subclass of `DaemonRequest`). Any thread.
+A daemon is detached from its starter. It gets one request (JSON; a subclass of `DaemonRequest`) on
+stdin, and the environment without secrets. It reports in JSON lines on stdout (`pid`, `step`,
+`warning`, then `ready` or `error`), and logs to a file. Any thread.
 """
 
 import json
@@ -36,14 +35,13 @@ LOG_LINES_SHOWN = 15
 """Lines of a daemon's log that an error message repeats."""
 
 END_DEADLINE_S = 5.0
-"""How long to wait for the end of a daemon that was told to end while it starts. It needs at most
-2 s."""
+"""The time for a starting daemon to end on request. It needs at most 2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
-"""Errors that do not say by themselves what went wrong."""
+"""Errors that do not name the cause."""
 
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
-"""How a daemon is ended that has not come up: at first so that it can end what it has begun."""
+"""Signals that end a starting daemon. With the first it can clean up."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
@@ -52,18 +50,18 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 # terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 DETACH = ("-I", "-S", "-c", _DETACH)
-"""Arguments of the interpreter that starts the command behind them as a process without parent."""
+"""Arguments of the interpreter that starts the following command as a process without parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRequest:
-    """What a daemon is started for: a dataclass of JSON values, tuples, and other requests."""
+    """A dataclass of JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
-    """The largest length of the request as JSON."""
+    """As JSON."""
 
     def to_json(self) -> bytes:
-        """The request as JSON. Raises UsageError if it is too long."""
+        """Raises UsageError if the request is too long."""
         text = json.dumps(asdict(self)).encode()
         if len(text) > self.BYTES_MAX:
             raise UsageError(f"a request of {len(text)} bytes (at most {self.BYTES_MAX})")
@@ -71,7 +69,7 @@ class DaemonRequest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """The request in this JSON. Raises UsageError if there is none."""
+        """Raises UsageError for malformed JSON."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -80,14 +78,13 @@ class DaemonRequest:
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """The request with these values, which come from JSON. Raises UsageError for others."""
+        """Raises UsageError for others than JSON values of the fields."""
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError(f"not a {cls.__name__}: other fields than this version's")
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
 
 
 def _field(field_type: object, value: object) -> object:
-    """The value of a field, from a value that comes from JSON."""
     if isinstance(field_type, type) and issubclass(field_type, DaemonRequest):
         return field_type.from_values(value)
     return tuple(value) if isinstance(value, list) else value
@@ -106,12 +103,11 @@ def start(
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
-    `request` is its request as JSON, `log` its log. Its warnings also go to `logger`, in this
-    process. `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the
-    same numbers. Raises the error that the daemon reports, DieselError if it ends without a report,
-    and DeadlineError if it is not ready within `deadline_s`, or within that time after the last
-    step that it has reported. It is told to end then, and also if this call is interrupted; it is
-    killed if it does not. After an error or an interruption the daemon has ended.
+    `request` is JSON. The daemon's warnings also go to `logger`, in this process. `daemon_name` is
+    for messages. The daemon inherits the descriptors `pass_fds` under the same numbers. Raises the
+    error that the daemon reports, DieselError if it ends without a report, and DeadlineError if it
+    is not ready within `deadline_s`, counted again from each step that it reports. After an error
+    or an interruption of this call the daemon has been ended, or killed.
     """
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
@@ -140,15 +136,14 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without secrets, and with the path by which it finds modules."""
+    """This process's environment without secrets, and with its path of modules."""
     public = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {**public, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def minimal_environment() -> dict[str, str]:
-    """The environment of a program that opens no store, or is not part of DIESEL-FS: only the
-    variables it needs, so that no secret is passed to it under whatever name.
-    """
+    """The environment of a program that opens no store, or is not part of DIESEL-FS: only needed
+    variables, so that no secret is passed under any name."""
     needed = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     return {**needed, "LC_ALL": "C"}
 
@@ -156,7 +151,7 @@ def minimal_environment() -> dict[str, str]:
 @contextmanager
 def minimal_environment_set() -> Iterator[None]:
     """Give this process the minimal environment during the `with`, so that programs that a library
-    starts have it, too."""
+    starts inherit it."""
     before, minimal = dict(os.environ), minimal_environment()
     for name in before.keys() - minimal:
         del os.environ[name]
@@ -169,14 +164,13 @@ def minimal_environment_set() -> Iterator[None]:
 
 
 def report(line: Mapping[str, object]) -> None:
-    """Called by a daemon: write a line of its report. That the starter has ended is no error."""
+    """In a daemon: write a line of its report. Ignores that the starter has ended."""
     with suppress(OSError):
         os.write(1, json.dumps(line).encode() + b"\n")
 
 
 def notify_systemd() -> None:
-    """Tell systemd that this process is ready, if it is a service of `Type=notify`; see
-    sd_notify(3)."""
+    """Report to systemd that this process is ready (service of `Type=notify`; sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -186,15 +180,13 @@ def notify_systemd() -> None:
 
 
 def is_starter_gone() -> bool:
-    """Called by a daemon: whether its starter has ended or given up, and reads no report."""
+    """In a daemon: whether its starter has ended or given up, and reads no report."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 class _Report:
-    """The report of a daemon that is starting."""
-
     def __init__(self, file: FileIO, daemon_name: str) -> None:
         self._file = file
         self._daemon_name = daemon_name
@@ -202,7 +194,7 @@ class _Report:
         self._pid = 0
 
     def wait_until_ready(self, logger: logging.Logger, deadline_s: float) -> Mapping[str, object]:
-        """The line that says that the daemon is ready. Raises the error that it reports,
+        """The line of the report that has `ready`. Raises the error that the daemon reports,
         DieselError or DeadlineError."""
         for line in self._lines(deadline_s):
             if "error" in line:
@@ -214,9 +206,8 @@ class _Report:
         raise DieselError(f"{self._daemon_name} did not come up")
 
     def wait_for_end(self, *signals: signal.Signals) -> None:
-        """Wait for the daemon's end. It is sent the first of these signals, and, if it takes too
-        long to end, the next; without signals, it ends by itself.
-        """
+        """Wait for the daemon's end. Send the first of these signals, and the next one if it takes
+        too long; without signals, it ends by itself."""
         with suppress(DeadlineError):
             if not self._pid:  # the daemon reports its number first
                 next(self._lines(END_DEADLINE_S), None)
@@ -229,7 +220,7 @@ class _Report:
                     return
 
     def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
-        """The lines of the report. Raises DeadlineError if they do not go on in time; each step has
+        """The lines of the report. Raises DeadlineError if the next one is late; each step starts
         the time anew."""
         until_s, since = time.monotonic() + deadline_s, f"within {deadline_s:g} s"
         while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
@@ -248,9 +239,8 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied,
-    also for a file or link that may have been planted (see `atomic_file.py`).
-    """
+    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied, also
+    for a file or link that may have been planted."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
         check_links(path)
@@ -271,10 +261,9 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Add the lines that were logged since `start` to an error that does not say what went wrong.
+    """Add the lines that were logged since `start` to an error that does not name the cause.
 
-    At most the last `LOG_LINES_SHOWN` lines are added. A line that repeats the error's own text is
-    left out; lines that another daemon, which this one started, has logged are added as they are.
+    At most the last `LOG_LINES_SHOWN` lines are added, without repeats of the error's own text.
     """
     if type(error) not in _UNEXPLAINED:
         return

@@ -1,7 +1,4 @@
-"""Limits how fast a daemon logs: a store that fails all night must not fill the disk with one line.
-
-Any thread.
-"""
+"""Limits how fast a daemon logs, since a store that fails all night must not fill the disk."""
 
 import logging
 import math
@@ -14,29 +11,28 @@ LINES_AT_ONCE = 20
 """Lines of one kind that may come at once, so that a few bad files are all named."""
 
 LINES_PER_S = 1.0
-"""Lines of one kind per second after that."""
+"""Further lines of one kind per second."""
 
 SAME_S = 1.0
-"""Lines of one kind and of the same subject (what `extra={"subject": ...}` names, such as a file)
-come this far apart, so that one subject leaves room for lines of others."""
+"""The interval of lines of one kind and subject (`extra={"subject": ...}`, such as a file), so that
+one subject leaves room for others."""
 
 _SUBJECTS_MAX = 1024
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines from one place in the code: how many may still come, and how many were left out."""
+    """Lines from one place in the code."""
 
     last_line_s: float
     allowance: float = LINES_AT_ONCE
     left_out: int = 0
     subjects: dict[str, float] = field(default_factory=dict)
-    """When the last line of a subject was written."""
 
 
 class LogRateLimit(logging.Filter):
     """A filter that drops lines of one kind (from one place in the code) that come too fast. The
-    next line of that kind says how many were left out."""
+    next line of that kind has their number."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -45,7 +41,6 @@ class LogRateLimit(logging.Filter):
         self._kinds: dict[tuple[str, int], _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
         with self._lock:
             now = self._clock()
             kind = self._kinds.setdefault((record.pathname, record.lineno), _Kind(now))

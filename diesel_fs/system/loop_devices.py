@@ -1,6 +1,6 @@
 """Loop devices: block devices of the kernel that show the content of a file.
 
-They need root, and the nodes `/dev/loop*`. Any thread.
+Any thread. They need root, and the nodes `/dev/loop*`.
 """
 
 import errno
@@ -15,8 +15,7 @@ _CONFIG = struct.Struct("II 52xI 240x")  # the file, the block size, the flags
 _READ_ONLY, _AUTOCLEAR = 1, 4
 
 _DEADLINE_S = 5.0
-"""How long to try: processes that want a device at one moment are all told of the same one, and
-one of them gets it."""
+"""The time for all tries: processes that want a device at once are all offered the same one."""
 
 _PAUSE_S = 0.001
 
@@ -24,9 +23,9 @@ _PAUSE_S = 0.001
 def open_loop_device(file: int) -> int:
     """A descriptor of a new loop device, which is read-only and shows an open file.
 
-    The kernel keeps the file open, and frees the device when neither a process nor a mount has it
-    open any more, so it never stays behind. Raises OSError (Linux 5.8 is needed); the errno is
-    ENOSPC where there is no free device.
+    The kernel keeps the file open, and frees the device when no process or mount has it open, so it
+    never stays behind. Raises OSError (Linux 5.8 is needed); the errno is ENOSPC if no device is
+    free.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)
@@ -47,7 +46,7 @@ def open_loop_device(file: int) -> int:
 
 
 def _free_number(control: int) -> int:
-    """The number of a device that is free at the moment. Raises OSError."""
+    """The number of a free device, which another process may take. Raises OSError."""
     try:
         return fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
     except OSError as error:

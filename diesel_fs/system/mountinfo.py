@@ -1,6 +1,6 @@
-"""Reads from `/proc/*/mountinfo` which file systems are mounted where.
+"""Reads the mounted file systems from `/proc/*/mountinfo`.
 
-No function here touches a mount: one whose server hangs would never answer. Any thread.
+No function here touches a mount: one with a server that hangs would never answer. Any thread.
 """
 
 import os
@@ -18,8 +18,6 @@ _NETWORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line of mountinfo."""
-
     mount_id: int
     parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
@@ -30,15 +28,14 @@ class MountEntry:
 
 
 def mounts(process: str = "self") -> Iterator[MountEntry]:
-    """All mounts that a process sees. Raises OSError."""
     return parse_mounts(Path(f"/proc/{process}/mountinfo").read_bytes())
 
 
 def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
-    """The mount at exactly this path that hides the others there; None where there is none.
+    """The mount at exactly this path that hides the others there, or None.
 
-    Their order in mountinfo does not tell: since Linux 6.8 it is the order in which they were made,
-    and one that is moved beneath another was made later.
+    The order in mountinfo does not show it: since Linux 6.8 it is the order of making, and a mount
+    that is moved beneath another was made later.
     """
     there = [each for each in entries if each.path == path]
     hidden = {each.parent_id for each in there}
@@ -46,7 +43,6 @@ def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
 
 
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
-    """The lines of the text of a mountinfo file, in its order."""
     for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped
         before, _, after = line.partition(b" - ")
         mount_id, parent_id, device, _, path, *_ = before.split(b" ")
@@ -64,8 +60,6 @@ def parse_mounts(table: bytes) -> Iterator[MountEntry]:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """The kind of the file system that holds a path, and its mount options."""
-
     kind: str
     options: frozenset[str]
 
@@ -76,8 +70,8 @@ class FileSystem:
 
 
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
-    """The file system that holds `path`, which need not exist. `table` is the text of a mountinfo
-    file (None: of this process)."""
+    """The file system that holds `path`, which may be missing. `table` is the text of a mountinfo
+    file (None: this process's)."""
     real = os.path.realpath(path)
     holder, longest = FileSystem("", frozenset()), -1
     for mount in mounts() if table is None else parse_mounts(table):

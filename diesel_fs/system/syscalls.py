@@ -1,9 +1,9 @@
 """System calls that Python lacks: mounts, settings of FUSE connections, inotify, page cache.
 
-A **connection** is the kernel's side of a FUSE mount, through which it asks the mount's daemon.
-Here `device` names it: the number of the mount's file system (`0:43`), as in `/proc/*/mountinfo`.
-So nothing here touches a file of the mount, which could wait for a daemon that has ended. Any
-thread.
+A **connection** is the kernel's side of a FUSE mount, through which it sends requests to the
+mount's daemon. `device` identifies it: the number of the mount's file system (`0:43`), as in
+`/proc/*/mountinfo`. So nothing here touches a file of the mount, which could wait for a daemon that
+has ended. Any thread.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ MNT_FORCE = 1
 MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
-# The same numbers on every architecture: they came after the tables had been unified.
+# The same numbers on every architecture: they came after the tables had been unified
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _SYS_PIDFD_GETFD = 438
@@ -55,13 +55,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    """The result of the system call with this number. Raises OSError."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(int(_libc.syscall(ctypes.c_long(number), *converted)))
 
 
 def _checked(result: int, path: str | None = None) -> int:
-    """`result` itself. Raises OSError where it says that a system call (on `path`) failed."""
+    """Raise OSError if a system call (on `path`) failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     return result
@@ -69,7 +68,7 @@ def _checked(result: int, path: str | None = None) -> int:
 
 def punch_hole(file: int, start: int, size: int) -> None:
     """Free these bytes of a file on the disk; they read as zeros (fallocate(2)). Raises OSError:
-    EOPNOTSUPP where the file system cannot."""
+    EOPNOTSUPP if the file system cannot."""
     offset, length = ctypes.c_int64(start), ctypes.c_int64(size)
     _checked(_libc.fallocate64(file, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length))
 
@@ -80,11 +79,11 @@ def umount2(mountpoint: str, flags: int = 0) -> None:
 
 
 def _control_folder(connection: str) -> int:
-    """A descriptor of the connection's folder in fusectl, the file system with the kernel's control
-    files of all FUSE connections. `connection` is the part of the device number behind the colon.
+    """A descriptor of the connection's folder in fusectl, the file system that controls all FUSE
+    connections. `connection` is the minor device number.
 
-    Where fusectl is not mounted, root mounts it at no path (fsmount(2)), so there is nothing to
-    clean up. Raises OSError.
+    If fusectl is not mounted, root mounts it at no path (fsmount(2)), so nothing has to be cleaned
+    up.
     """
     with suppress(OSError):
         return os.open(f"/sys/fs/fuse/connections/{connection}", os.O_PATH | os.O_DIRECTORY)
@@ -105,8 +104,7 @@ def _open_control(device: str, name: str) -> int:
 
 def open_abort(device: str) -> int:
     """A descriptor that aborts this connection when "1" is written to it, even if another mount has
-    got the same number meanwhile; -1 where this user may not have it.
-    """
+    got the same number meanwhile; -1 if this user may not have it."""
     try:
         return _open_control(device, "abort")
     except OSError:
@@ -114,8 +112,8 @@ def open_abort(device: str) -> int:
 
 
 def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
-    """Make READ requests large and let many wait at once, as far as this user may. How far the
-    kernel reads ahead holds for files that are opened later."""
+    """Make READ requests large and let many wait at once, as far as this user may. The read-ahead
+    applies to files that are opened later."""
     for name in ("max_background", "congestion_threshold"):
         with suppress(OSError), open(_open_control(device, name), "wb", buffering=0) as file:
             file.write(str(READS_AHEAD_MAX).encode())
@@ -124,8 +122,8 @@ def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
 
 
 def device_of(file: int) -> str:
-    """The device number of the file system of an open file or mount. The kernel asks no daemon for
-    it, as it would for stat(2). Raises OSError."""
+    """The device number of the file system of an open file or mount, without a request to a daemon
+    (unlike stat(2)). Raises OSError."""
     answer = (ctypes.c_uint32 * 64)()  # struct statx has 256 bytes
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     _checked(_libc.statx(file, b"", flags, 0, ctypes.byref(answer)))
@@ -134,8 +132,8 @@ def device_of(file: int) -> str:
 
 
 def set_read_ahead(file: int, kib: int) -> None:
-    """Set how far the kernel reads ahead in the file system of an open file, as far as this user
-    may. One that has no device number of its own has a name in sysfs (Linux 6.10)."""
+    """Set the kernel's read-ahead in the file system of an open file, as far as this user may. A
+    file system without a device number has a name in sysfs (Linux 6.10)."""
     device = os.fstat(file).st_dev
     names = [f"{os.major(device)}:{os.minor(device)}"]
     answer = bytearray(_SYSFS_PATH_BYTES)
@@ -160,10 +158,10 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """Mount a FUSE file system with these options, by mount(2) as root, else by fusermount3.
+    """Mount a FUSE file system, by mount(2) as root, else by fusermount3.
 
-    Returns the descriptor of its connection. Raises PermissionDenied with the reason and what to
-    do, and DeadlineError where fusermount3 hangs.
+    Returns the descriptor of its connection. Raises PermissionDenied with advice, and DeadlineError
+    if fusermount3 hangs.
     """
     mount = _mount_as_user if os.geteuid() else _mount_as_root
     return mount(mountpoint, options)
@@ -180,10 +178,10 @@ _ADVICE = {
     errno.ENFILE: "raise fs.file-max",
     errno.ENOSPC: "unmount something, or raise fs.mount-max",
 }
-"""What to do about an error of opening /dev/fuse, or of mounting."""
+"""Advice for errors of opening /dev/fuse and of mounting."""
 
 _HELPER_DEADLINE_S = 30.0
-"""How long fusermount3 may take; it needs milliseconds."""
+"""The time limit of fusermount3, which needs milliseconds."""
 
 
 def _open_fuse() -> int:
@@ -196,7 +194,7 @@ def _open_fuse() -> int:
 
 
 def new_fuse(options: Sequence[str]) -> tuple[int, int]:
-    """A FUSE mount with these options that is attached at no path; for root.
+    """Make a FUSE mount that is attached at no path; for root.
 
     Returns the descriptors of its connection and of the mount. Raises OSError, PermissionDenied.
     """
@@ -244,9 +242,9 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
 
 
 def mount_error(mountpoint: str, reason: str) -> PermissionDenied:
-    """The error for a mount that the kernel or fusermount3 has refused. If `reason` has the text of
-    an errno in it, the error says what to do."""
-    advice = next((said for number, said in _ADVICE.items() if os.strerror(number) in reason), "")
+    """The error for a mount that the kernel or fusermount3 has refused, with advice if `reason`
+    contains the text of a known errno."""
+    advice = next((text for number, text in _ADVICE.items() if os.strerror(number) in reason), "")
     return PermissionDenied(f"cannot mount on {mountpoint}: {reason}", advice=advice)
 
 
@@ -275,35 +273,33 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
         reason = done.stderr.decode(errors="replace").strip()
         if done.returncode:
             raise mount_error(mountpoint, reason)
-        theirs.close()  # so that this does not wait where nothing was sent
+        theirs.close()  # otherwise this would wait if nothing was sent
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
-        said = f": {reason}" if reason else ""
-        raise mount_error(mountpoint, f"fusermount3 gave no descriptor{said}")
+        detail = f": {reason}" if reason else ""
+        raise mount_error(mountpoint, f"fusermount3 gave no descriptor{detail}")
     os.set_inheritable(descriptors[0], False)
     return descriptors[0]
 
 
 def clone_mount(mountpoint: str, *, recursive: bool = False) -> int:
     """A descriptor of a second mount of the same file system, at no path (open_tree(2), Linux 5.2,
-    root only); `recursive`: with the mounts inside it. Files that are opened through it do not make
-    the first mount busy. The file system lives until the descriptor is closed. Raises OSError.
-    """
+    root only); `recursive`: with the mounts inside it. Files opened through it do not make the
+    first mount busy. The file system lives until the descriptor is closed. Raises OSError."""
     flags = _OPEN_TREE_CLONE_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), flags)
 
 
 def copy_mount(mount: int) -> int:
-    """The same for a mount that is attached somewhere, by its descriptor. Raises OSError."""
+    """As `clone_mount`, for the descriptor of an attached mount. Raises OSError."""
     return _syscall(_SYS_OPEN_TREE, mount, b"", _OPEN_TREE_CLONE_CLOEXEC | _AT_EMPTY_PATH)
 
 
 def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
-    """A descriptor of a new mount of a file system that is attached at no path (fsopen(2),
-    fsconfig(2), fsmount(2); Linux 5.2, root only). It ends with the descriptor unless it is
-    attached before.
+    """A descriptor of a new mount of a file system, attached at no path (fsopen(2), fsconfig(2),
+    fsmount(2); Linux 5.2, root only). It ends with the descriptor unless it is attached before.
 
-    An option with an empty value is a flag. Raises OSError, with what the kernel says about it.
+    An option with an empty value is a flag. Raises OSError with the kernel's reason.
     """
     context = _syscall(_SYS_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
     try:
@@ -321,17 +317,15 @@ def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) ->
 
 
 def _mount_log(context: int) -> str:
-    """What the kernel says about a mount that it could not make."""
     with suppress(OSError):
         return os.read(context, 4096).decode(errors="replace").strip()
     return ""
 
 
 def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: bool = False) -> None:
-    """Attach a detached mount at a path (move_mount(2), Linux 5.2), which is relative to `folder`
-    unless it is absolute. An empty path stands for what `folder` itself is a descriptor of.
-
-    `beneath`: below the topmost mount there, which hides it (Linux 6.5). Raises OSError.
+    """Attach a detached mount at a path relative to `folder` (move_mount(2), Linux 5.2); an empty
+    path is `folder` itself. With `beneath`, it goes below the topmost mount there, which hides it
+    (Linux 6.5). Raises OSError.
     """
     flags = _MOVE_MOUNT_FROM_ITSELF | (_MOVE_MOUNT_BENEATH if beneath else 0)
     flags |= 0 if path else _MOVE_MOUNT_TO_ITSELF
@@ -339,7 +333,7 @@ def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: boo
 
 
 def can_mount_beneath() -> bool:
-    """Whether the kernel knows how to attach a mount beneath another one (Linux 6.5)."""
+    """Whether the kernel can do so (Linux 6.5)."""
     try:
         attach_mount(-1, "/", beneath=True)
     except OSError as error:
@@ -348,14 +342,13 @@ def can_mount_beneath() -> bool:
 
 
 def mount_id(file: int) -> int:
-    """The number that mountinfo has for the mount of an open file."""
+    """The number in mountinfo of the mount of an open file."""
     lines = Path(f"/proc/thread-self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
 def detach_quietly(mountpoint: str) -> None:
-    """Unmount lazily (the mount disappears now, and ends when nothing uses it); errors are
-    ignored."""
+    """Unmount lazily (the mount disappears now, and ends when nothing uses it), without errors."""
     with suppress(OSError):
         umount2(mountpoint, MNT_DETACH)
         return
@@ -379,9 +372,9 @@ def clone(descriptor: int) -> int:
 
 
 def clone_of_process(pid: int) -> int:
-    """Another descriptor of the connection that a process has open, as `clone` gives one, although
-    the process may wait in the kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has
-    none open, EPERM if this user may not debug it."""
+    """A descriptor, as from `clone`, of a process's connection, even if the process waits in the
+    kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has none open, EPERM if this
+    user may not debug it."""
     process = os.pidfd_open(pid)
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -420,7 +413,7 @@ class _Cachestat(ctypes.Structure):
 
 
 def inotify_init() -> int:
-    """A non-blocking inotify descriptor. Raises OSError."""
+    """Non-blocking. Raises OSError."""
     return _checked(_libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK))
 
 
@@ -430,16 +423,15 @@ def inotify_add(descriptor: int, path: bytes, events: int) -> int:
 
 
 def inotify_remove(descriptor: int, watch: int) -> None:
-    """End a watch. Raises OSError."""
     _checked(_libc.inotify_rm_watch(descriptor, watch))
 
 
 def cached_bytes(file: int, start: int, size: int) -> int:
-    """How many of `size` bytes of an open file are in the page cache, in whole pages. `start`, the
-    first of them, is a multiple of the page size. Raises OSError.
+    """The number of bytes in the page cache, in whole pages, of the `size` bytes from `start` on, a
+    multiple of the page size. Raises OSError.
 
-    It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping. The first counts
-    pages of reads that have failed, too; see `read_bytes`.
+    It uses cachestat(2) if the kernel has it, else mincore(2) of a mapping. The first counts pages
+    of failed reads, too; see `read_bytes`.
     """
     if not size:
         return 0
@@ -467,36 +459,36 @@ def read_bytes(file: int, start: int, size: int) -> int:
 
 
 def map_large_allocations(least_bytes: int) -> None:
-    """Make the allocator map each piece of memory of at least this size by itself. It then takes
-    only what is written to, and goes back when it is freed. Does nothing without glibc."""
+    """Make the allocator map each piece of memory of at least this size by itself. Such a piece
+    uses only the pages that are written to, and returns to the kernel when freed. Does nothing
+    without glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, least_bytes)
 
 
 def keep_large_allocations(most_bytes: int) -> None:
-    """Undo `map_large_allocations`: the allocator gives memory that was freed again, up to 32 MiB
-    in one piece, and keeps so much of it. Getting 8 MiB from the kernel costs as much as reading
-    them from an SSD. Does nothing without glibc."""
+    """Undo `map_large_allocations`: the allocator reuses freed memory, up to 32 MiB in one piece,
+    and keeps up to `most_bytes` of it. Getting 8 MiB from the kernel costs as much as reading them
+    from an SSD. Does nothing without glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
         _libc.mallopt(_M_TRIM_THRESHOLD, most_bytes)
 
 
 def own_working_folder() -> None:
-    """Give the calling thread a working folder of its own, apart from the process's. Raises
-    OSError."""
+    """Give the calling thread its own working folder. Raises OSError."""
     _checked(_libc.unshare(_CLONE_FS))
 
 
 def own_descriptors() -> None:
-    """Give the calling thread descriptors of its own, which are those of the process now: it closes
-    and opens them apart from the process's. Such a thread must end. Raises OSError."""
+    """Give the calling thread its own copy of the process's descriptors. Such a thread must end.
+    Raises OSError."""
     _checked(_libc.unshare(_CLONE_FILES))
 
 
 def may_administrate() -> bool:
-    """Whether this process may mount file systems (it has CAP_SYS_ADMIN, perhaps in its user
-    namespace alone)."""
+    """Whether this process has CAP_SYS_ADMIN, perhaps only in its user namespace, and so may mount
+    file systems."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     effective = next((line for line in status.splitlines() if line.startswith("CapEff:")), "")
     return bool(int(effective.partition(":")[2] or "0", 16) >> _CAP_SYS_ADMIN & 1)
@@ -508,7 +500,6 @@ def die_with_parent(number: int) -> None:
 
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
-    """Whether a descriptor is readable, now or within the time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

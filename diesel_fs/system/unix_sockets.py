@@ -1,5 +1,5 @@
-"""Unix sockets at paths of any length (the address of a socket has room for 107 bytes only), and
-descriptors that come over them."""
+"""Unix sockets at paths of any length (a socket's address has room for 107 bytes only), and
+descriptors that they pass."""
 
 import array
 import os
@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 
 def connect_unix(client: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Connect a socket to the one at a path. Raises OSError."""
     with _short_path(path) as short:
         client.connect(short)
 
 
 def bind_unix(listener: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Bind a socket to a path that is free. Raises OSError."""
     with _short_path(path) as short:
         listener.bind(short)
 
@@ -31,7 +29,7 @@ def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]
 
 @contextmanager
 def _short_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A short path that leads to the same place, through a descriptor of its folder."""
+    """A short path to the same place, through a descriptor of its folder."""
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,21 +1,20 @@
-"""Writes several buffers with one system call, of which the call may take only the first bytes.
-
-For writev(2), sendmsg(2) and their like. Stateless.
+"""Writes several buffers with one system call, such as writev(2), which may take only some of the
+bytes. Stateless.
 """
 
 from collections.abc import Callable, Sequence
 
 BUFFERS_MAX = 1024
-"""The most buffers of one call (IOV_MAX of Linux)."""
+"""The maximum of buffers in one call (IOV_MAX of Linux)."""
 
 
 def byte_views(parts: Sequence["bytes | bytearray | memoryview"]) -> list[memoryview]:
-    """Views of the bytes of parts, without those that are empty."""
+    """Empty parts are left out."""
     return [memoryview(part).cast("B") for part in parts if len(part)]
 
 
 def drop_written(views: list[memoryview], count: int) -> None:
-    """Remove the first `count` bytes, which have been written, from views of bytes."""
+    """Remove the first `count` bytes, which have been written."""
     whole = 0
     while whole < len(views) and count >= len(views[whole]):
         count -= len(views[whole])
@@ -26,7 +25,7 @@ def drop_written(views: list[memoryview], count: int) -> None:
 
 
 def write_all(write: Callable[[list[memoryview]], int], views: list[memoryview]) -> None:
-    """Call `write`, which returns how many bytes it has taken, until it has taken all. Leaves
-    `views` empty."""
+    """Call `write`, which returns the number of bytes taken, until it has taken all. Leaves `views`
+    empty."""
     while views:
         drop_written(views, write(views[:BUFFERS_MAX]))
