@@ -60,10 +60,12 @@ class StagingArea:
         self._remove(parts["entry"], pages_of(parts))
 
     def _remove(self, entries: npt.NDArray[np.uint32], pages: npt.NDArray[np.uint32]) -> None:
-        some = np.unique(entries)
-        before = self.pages[some].sum(dtype=np.int64)
-        np.subtract.at(self.pages, entries, np.minimum(pages, self.pages[entries]))
-        self.bytes -= BLOCK_BYTES * int(before - self.pages[some].sum(dtype=np.int64))
+        some, at = np.unique(entries, return_inverse=True)
+        removed = np.bincount(at, pages).astype(np.uint32)
+        # Some may have been dropped before, and fewer pushed again.
+        removed = np.minimum(removed, self.pages[some])
+        self.pages[some] -= removed
+        self.bytes -= BLOCK_BYTES * int(removed.sum(dtype=np.int64))
 
     def staged(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         """Those of these files that have pages in the staging area."""
