@@ -1,7 +1,7 @@
 """The program `dlcmd`: finds the verb, runs it, and turns errors into exit codes.
 
-`VERBS` lists the verbs. The module of one, `verbs/NAME.py`, is imported only when the verb is used,
-so that the program starts fast. How results look is decided in `show/output.py`.
+A verb's module, `verbs/NAME.py`, is imported only when the verb is used, so that the program starts
+fast.
 
 Ctrl-C ends the program with 130, SIGTERM with 143, a closed terminal (SIGHUP) with 129. Everything
 that was committed by then stays, and the same command finishes the work when it is run again. When
@@ -54,15 +54,13 @@ VERBS = {
     "run": "Run a training command whose reads the mounts know ahead.",
     "shuffle": "Print the files in chunk-wise random order.",
     "forecast": "Predict what a training job will read, hit, cost and wait for.",
-    "doctor": "Check what a job needs here, and say what to do.",
+    "doctor": "Check what a job needs here, with advice.",
     "user": "Add, remove, list, export or import the users of a server.",
     "grant": "Give a user a role on a dataset.",
     "completion": "Print the code with which a shell completes dlcmd.",
 }
-"""Each verb, and its line in `dlcmd --help`."""
 
 ENDLESS = {"top", "dashboard"}
-"""The verbs that go on until they are ended, so that there is nothing to finish."""
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -71,22 +69,19 @@ SYNONYMS = {
     "status": "stats", "diagnose": "doctor", "debug": "doctor", "bench": "doctor",
     "support": "doctor", "plan": "forecast",
 }  # fmt: skip
-"""Words of other programs, and the verb of ours that does the same."""
 
 INTERRUPTED = 130
 READER_GONE = 141  # 128 + SIGPIPE: the exit code of a program that SIGPIPE ends
 
 
 class TerminatedBySignal(BaseException):
-    """A signal has asked this process to end."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
 class _Verbs(click.Group):
-    """The verbs of `VERBS`; the module of one is imported when the verb is used."""
+    """The module of a verb is imported when the verb is used."""
 
     def list_commands(self, _: click.Context) -> list[str]:
         return list(VERBS)
@@ -102,7 +97,7 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of a verb. Raises UsageError for an unknown verb, and proposes one."""
+        """Raises UsageError for an unknown verb, and proposes one."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
             near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
@@ -140,19 +135,19 @@ def program() -> None:
 
 def main() -> NoReturn:
     prepare_process()
-    if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
+    if COMPLETE in os.environ:
         complete(program, os.environ[COMPLETE])
     code = run(sys.argv[1:])
-    if code == READER_GONE:  # else the interpreter reports at its end that it cannot flush stdout
+    # Otherwise the interpreter reports at its end that it cannot flush stdout
+    if code == READER_GONE:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 
 def prepare_process() -> None:
-    """Prepare a process for `run`: its threads, and what signals do to it."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
-    # some when numpy is imported, and nothing here needs them.
+    # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP: that stays so
@@ -164,7 +159,7 @@ def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `dlcmd` with these arguments in this process, and return its exit code."""
+    """Run `dlcmd` in this process, and return its exit code."""
     own = {
         *itertools.takewhile(lambda word: word != "--", arguments)
     }  # not those of `run`'s command
@@ -211,14 +206,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether an error is no bug, so that its message suffices and no traceback is shown."""
+    """Whether the message suffices, without a traceback."""
     return (
         isinstance(error, DieselError) or as_diesel_error(error).exit_code != DieselError.exit_code
     )
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """The exceptions that led to an error, one line each; the nearest comes first."""
+    """The causes of an error, the nearest first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"
@@ -226,18 +221,17 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """What to do after an interruption; no context: it came before the verb was known."""
+    """What to do after an interruption; `context` is None if it came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:
-    """The notes that a verb has added to an error: how much it had done by then."""
+    """How much a verb had done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def as_diesel_error(error: Exception) -> DieselError:
-    """Any exception as an error of ours, with message, advice and exit code."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):
@@ -268,7 +262,6 @@ def _folder_is_gone() -> bool:
 
 
 def _reader_gone() -> bool:
-    """Whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

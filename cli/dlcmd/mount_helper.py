@@ -1,11 +1,11 @@
 """The programs `mount.diesel` and `umount.diesel`, which mount(8) and umount(8) start.
 
 The device of a line in fstab is `DATASET[@VERSION]`, and each option of `dlcmd mount` is a mount
-option without its dashes. So the options are read from the verb itself, and this module only
-translates: it knows no option of a mount but those of mount(8).
+option without its dashes. This module reads them from the verb itself, and knows only mount(8)'s
+own options.
 
-libmount's file `utab` (`utab.py`) tells umount(8) to start `umount.diesel` for the mounts that
-`mount.diesel` has made: a native mount is two mounts, which umount(8) alone would call busy.
+libmount's file `utab` (`utab.py`) makes umount(8) start `umount.diesel` for the mounts of
+`mount.diesel`: a native mount is two mounts, which umount(8) alone would call busy.
 """
 
 import difflib
@@ -30,30 +30,28 @@ from .utab import update_utab
 from .verbs.mount import mount as mount_verb
 
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
-"""Exit codes of mount(8) and umount(8)."""
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""The exit code of mount(8) for one of `dlcmd`; FAILED for all others."""
+"""mount(8)'s code for `dlcmd`'s; FAILED for all others."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
     "|lazytime|iversion|mand|symfollow)|defaults|ro|rw|_netdev|async|sync|dirsync|loud|silent"
     "|(user|comment)=.*|[xX]-.*"
 )
-"""Options that mount(8) itself acts on, or passes on without being asked (`rw`)."""
+"""Options that mount(8) itself acts on, or adds (`rw`)."""
 
 _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbose", "version"}
-"""Options of the verb that are no mount options, or are spelled in another way."""
+"""Not mount options, or under another name."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""The folders for logs and sockets, and for copies of snapshots, of a mount of root: those of the
-systemd unit. At boot there is no home folder."""
+"""The systemd unit has the same. At boot there is no home folder."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options of `dlcmd mount`, by their names behind `-o`."""
+    """The options by their names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -66,18 +64,15 @@ def mount_options() -> dict[str, click.Option]:
 
 
 def split_options(text: str) -> list[str]:
-    """The options in a list that is separated by commas. As for mount(8), a comma between double
-    quotes separates nothing; the quotes are removed."""
+    """Split at commas. As for mount(8), a comma between double quotes separates nothing; the quotes
+    are removed."""
     parts = re.findall(r'(?:[^,"]|"[^"]*"?)+', text)
     return [part.replace('"', "") for part in parts]
 
 
 def dlcmd_options(given: Sequence[str], *, sloppy: bool) -> list[str]:
-    """The options of `dlcmd mount` that stand for these mount options, which `split_options` gave.
-
-    Raises UsageError for one that is neither an option of `dlcmd mount` nor one of mount(8);
-    `sloppy` leaves it out. Underscores may stand for dashes.
-    """
+    """Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy`
+    leaves it out. Underscores may stand for dashes."""
     known, words = mount_options(), []
     for each in given:
         name, has_value, value = each.partition("=")
@@ -106,8 +101,6 @@ def _unknown(name: str, known: Sequence[str]) -> UsageError:
 
 
 class _OptionsHelp(click.Command):
-    """Its help lists the mount options behind those of the command line."""
-
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
             (name if each.is_flag else f"{name}={each.make_metavar(context)}", each.help or "")
@@ -145,8 +138,8 @@ def mount_program(
 
     The device is DATASET[@VERSION], and each option of `dlcmd mount` is a mount option without its
     dashes: `--memory 1G` is `memory=1G`. Only `--user` has another name, `username`. A value with a
-    comma stands in double quotes. The mount is always read-only. What mount(8) itself understands
-    (`noauto`, `nofail`, `_netdev`, `x-systemd.automount`, `user`, `noexec`) may stand there, too.
+    comma stands in double quotes. The mount is always read-only. mount(8)'s own options (`noauto`,
+    `nofail`, `_netdev`, `x-systemd.automount`, `user`, `noexec`) may stand there, too.
 
     A mount of root has its logs in /var/lib/diesel-mount/diesel, and reads no configuration file of
     root. `umount DIR` unmounts it.
@@ -210,9 +203,9 @@ def umount_program(
     verbose: bool,
     namespace: str | None,
 ) -> None:
-    """Unmount a dataset. umount(8) starts this program for what `mount -t diesel` has mounted.
+    """Unmount a dataset. umount(8) starts this program for mounts of `mount -t diesel`.
 
-    It does what `dlcmd umount` does, and returns when the processes of the mount have ended.
+    It works as `dlcmd umount`, and returns when the processes of the mount have ended.
 
     \b
     Exit codes are those of umount(8): 0 unmounted, 1 wrong usage, 32 the mount is in use.
@@ -232,12 +225,11 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """The last of these options, which take back each other; None if none is given."""
+    """The last one counts, since they undo each other."""
     return next((each for each in reversed(given) if each in names), None)
 
 
 def _use_system_folders() -> None:
-    """Make the folders of the system this process's own, in place of root's home."""
     for folder in (STATE_FOLDER, CACHE_FOLDER):
         try:
             Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -249,8 +241,8 @@ def _use_system_folders() -> None:
 
 
 def _load_environment(path: Path) -> None:
-    """Set the variables in a file of lines `NAME=value`, as for systemd's EnvironmentFile. Raises
-    ConfigError, PermissionDenied, UsageError."""
+    """Reads lines `NAME=value`, as systemd's EnvironmentFile. Raises ConfigError, PermissionDenied,
+    UsageError."""
     content = private_bytes(path, "the environment", ENVIRONMENT_BYTES_MAX)
     for line in content.decode("utf-8", "surrogateescape").splitlines():
         name, is_set, value = line.strip().partition("=")
@@ -271,7 +263,7 @@ def _is_mounted(mountpoint: str, name: str, version: int) -> bool:
 
 
 def _forbid_programs(mountpoint: str) -> None:
-    """Make the mount one from which no program can be started. Raises DieselError."""
+    """Raises DieselError."""
     options = "remount,bind,ro,nosuid,nodev,noatime,noexec"
     command = ["mount", "--internal-only", "-n", "-o", options, "--", mountpoint]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -287,7 +279,6 @@ def _note_helper(mountpoint: str) -> None:
 
 
 def _run_program(program: click.Command) -> NoReturn:
-    """Run one of the two programs with the arguments of this process, and end with its code."""
     prepare_process()
     flags, code = Flags(), FAILED
     try:

@@ -1,8 +1,8 @@
 """Simulates a training job with several policies and orders at once, in several processes.
 
 `dlcmd forecast` calls `compare` with one `Comparison` for each policy and order. The processes are
-spawned: forked ones might hang in threads that a client of a cloud has started. Each gets the files
-and the order once, and writes how far it is into an array that all share.
+spawned: forked ones might hang in threads of a cloud's client. Each gets the files and the order
+once, and writes its progress into a shared array.
 """
 
 import multiprocessing
@@ -25,17 +25,15 @@ from diesel_fs.format.snapshot.reader import Indices
 from .show.progress import ShowProgress
 
 PARALLEL_READS_MIN = 400_000
-"""Comparisons of fewer reads are simulated in this process: others would take longer to start."""
+"""Other processes would take longer to start."""
 
 POLL_S = 0.2
 
-_STEPS = 1000  # of a simulation's progress
+_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One simulation: a policy, and the job with the sizes that its cache gets."""
-
     policy: str
     job: ForecastJob
 
@@ -52,14 +50,13 @@ class Comparison:
 Made = TypeVar("Made")
 
 Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
-"""`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
-"""The part of each comparison that is done, 0 to 1, in memory that processes share."""
+"""The progress of each comparison, 0 to 1, in shared memory."""
 
 _inputs: list[
     tuple[ForecastFiles, Indices | None, Progress]
-] = []  # of a process of the pool: one item
+] = []  # one item, in a process of the pool
 
 
 def compare(
@@ -71,10 +68,8 @@ def compare(
     *,
     processes: int = 0,
 ) -> list[Made]:
-    """The results of all comparisons, in their order, from several processes if that is faster.
-
-    `processes` is their number; 0: as many as there are processors, or one for few reads.
-    """
+    """The results of all comparisons, in order. `processes` is 0 for one per processor, or a single
+    one for few reads."""
     steps = _STEPS * len(comparisons)
     if not processes:
         reads = sum(each.job.epochs for each in comparisons) * len(files)

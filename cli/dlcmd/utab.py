@@ -9,10 +9,8 @@ from contextlib import suppress
 
 
 def update_utab(source: str | None, mountpoint: str) -> None:
-    """Add a mount to utab, or take it out if `source` is None.
-
-    If libmount or its folder is missing, nothing happens: `umount -R` unmounts without it, too.
-    """
+    """Add a mount, or take it out if `source` is None. Without libmount or its folder, nothing
+    happens: `umount -R` unmounts, too."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL("libmount.so.1")
         for name in ("mnt_new_fs", "mnt_new_update"):

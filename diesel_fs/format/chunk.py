@@ -1,13 +1,7 @@
-"""Writes and reads the bytes of a chunk (FORMAT.md, section 4).
+"""Writes and reads the bytes of a chunk (FORMAT.md, section 4). Any thread.
 
-A **chunk** is one immutable object that packs the contents and the attributes of many files. It has
-a preamble of 96 bytes, a header with one column per attribute, and a body with the contents one
-after the other. An **entry** is one file, link, folder or tombstone in it; its **place** is its
-number in the chunk, from 0. `chunk_builder.py` gathers entries; this module alone knows the bytes.
-
-Bytes are untrusted: lengths and counts are checked against each other before any memory is taken
-for them, so a reader takes no more memory than the format allows. Pure functions; safe from any
-thread.
+`chunk_builder.py` gathers a chunk's entries. Lengths and counts are checked against each other
+before any memory is taken for them.
 """
 
 import struct
@@ -45,25 +39,24 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""Extents start at multiples of this in their file, so that no memory page holds bytes of two."""
+"""Alignment in the file: no memory page holds bytes of two extents."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
 OBJECT_BYTES_MAX = 1 << 32
-"""The largest chunk object. Offsets have 32 bits, and no reader takes more memory for one chunk."""
+"""Offsets have 32 bits, and this bounds a reader's memory."""
 
 ENTRIES_MAX = 65_536
-"""Entries per chunk. This bounds the time and memory to decode a header, and the size of the
-transaction that commits a chunk."""
+"""Per chunk; bounds the time and memory to decode a header, and the transaction that commits a
+chunk."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 _KNOWN_FLAGS = 0
 
-# A header or body may decode to at most ratio * its stored length + slack, so that a small hostile
-# object cannot make a reader take much memory (FORMAT.md, section 4).
+# See FORMAT.md, section 4: a small hostile object cannot make a reader take much memory
 _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
 _BODY_RATIO_MAX = 16
@@ -85,24 +78,24 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""The least that each entry takes in a decoded header: its columns, its folder, and a NUL."""
+"""An entry's columns, folder, and a NUL, in a decoded header."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """Which part of its file an entry is, if the file has several extents (in several chunks)."""
+    """An entry's part of a file with several extents (in several chunks)."""
 
-    number: int  # from 0
+    number: int
     total: int
     start: int  # in the file, bytes
-    size: int  # of this extent's content, bytes
+    size: int  # content, bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 96 bytes of a chunk, checked."""
+    """The first 96 bytes of a chunk."""
 
     identity: UUID
     id: ChunkId
@@ -116,20 +109,16 @@ class Preamble:
 
     @property
     def body_start(self) -> int:
-        """The offset in the object at which the body begins."""
+        """In the object."""
         return PREAMBLE_BYTES + self.header_stored
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """A chunk's preamble and the columns of its n entries, checked.
-
-    `folder` holds for each entry an index in `folders`. Mappings are keyed by place. Offsets in
-    `records` count from the start of the object. `extents` has the files that are extents. `stamps`
-    has the stamps that differ from (this chunk's ID, the entry's place): those of copies and of
-    later extents. `faults` maps the places of entries with a forbidden path to the reason; readers
-    skip such entries.
-    """
+    """A chunk's preamble and columns, checked. `folder` holds for each entry an index in `folders`.
+    Mappings are by place. Offsets in `records` count from the start of the object. `stamps` has
+    those other than (this chunk's ID, the entry's place): of copies and of later extents. `faults`
+    says why paths are forbidden; readers skip such entries."""
 
     preamble: Preamble
     folders: tuple[bytes, ...]
@@ -158,9 +147,9 @@ class ChunkHeader:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """The rows that a metadata store commits: the last entry of each allowed path; and `stamps`
+        """What a metadata store commits: rows of the last entry of each allowed path; and `stamps`
         by row number."""
-        if not self.faults and not self._has_repeats():  # nearly always
+        if not self.faults and not self._has_repeats():
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
             (folder, name, self.extents.get(place)): place
@@ -192,8 +181,7 @@ class ChunkHeader:
         return rows, stamps
 
     def tail(self, place: int) -> bytes:
-        """The part of the entry's row behind its record: a link's target, or the extent of a file
-        that has several; otherwise empty."""
+        """A link's target, or a file's extent if it has several; otherwise empty."""
         part = self.extents.get(place)
         if part is None:
             return self.links.get(place, b"")
@@ -212,7 +200,7 @@ class ChunkHeader:
 
     def check_stamps(self, put_window_s: int) -> None:
         """Raise CorruptError for a stamp that a client may not choose (FORMAT.md, section 5).
-        `put_window_s` is the longest time that the upload of one file may take."""
+        `put_window_s`: the longest upload of one file."""
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)
@@ -231,11 +219,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The entries of a chunk that is being built, in order, for `write_front`.
-
-    These are columns, so that many entries can be added at once. The offset of a body is not
-    stored: it is the sum of the lengths before it.
-    """
+    """The columns of a chunk that is being built. A body's offset is the sum of the lengths before
+    it."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -255,7 +240,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The preamble's bytes, and the header's bytes as they are stored."""
+    """The preamble and the stored header."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -281,7 +266,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """The content compressed by lz4; None if that saves too little or the format forbids it."""
+    """Return None if lz4 saves too little, or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(
@@ -298,11 +283,8 @@ def parse_preamble(
     id: ChunkId | None = None,  # noqa: A002 (the field's own name)
     object_bytes: int | None = None,
 ) -> Preamble:
-    """The preamble at the start of `data`. If the caller passes the dataset's identity, the chunk's
-    ID or the object's length, the chunk must have them.
-
-    Raises TruncatedError, ForeignError, CorruptError or NewerVersionError.
-    """
+    """The chunk must have the given identity, ID and object length. Raises TruncatedError,
+    ForeignError, CorruptError or NewerVersionError."""
     if len(data) < PREAMBLE_BYTES:
         raise TruncatedError(f"truncated chunk: {len(data)} bytes are less than a preamble")
     front = bytes(data[:PREAMBLE_BYTES])
@@ -345,8 +327,7 @@ def parse_preamble(
 
 
 def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
-    """The header, from its stored bytes (`data` begins behind the preamble). Raises TruncatedError
-    or CorruptError."""
+    """`data` begins behind the preamble. Raises TruncatedError or CorruptError."""
     if len(data) < preamble.header_stored:
         raise TruncatedError(
             f"truncated chunk: {len(data)} of {preamble.header_stored} header bytes"
@@ -384,10 +365,8 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
 
 
 def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryview:
-    """The decoded content of a body, checked against its checksum; `stored` itself if it is raw.
-
-    Raises CorruptError. Takes memory for at most `size` bytes, and no more than the format allows.
-    """
+    """A body's checked content; `stored` itself if it is raw. Raises CorruptError. Takes memory for
+    at most `size` bytes, and no more than the format allows."""
     content = stored
     if codec == Codec.LZ4:
         if size > _body_raw_max(len(stored)):
@@ -406,8 +385,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """The places of the entries whose bytes in `body` contradict the header. `body_start` is the
-    offset that `body` has in the object, if it is not the whole body."""
+    """Entries that contradict their bytes in `body`. `body_start` is the offset of `body` in the
+    object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -417,7 +396,7 @@ def damaged_places(
             sizes[i] = header.extents[place].size
     starts = records["offset"].astype(np.int64) - start
     ends = starts + records["stored"]
-    # Nearly all bodies are raw. They are checked by `map`, without Python code for each.
+    # Nearly all bodies are raw: `map` checks them, without Python code for each
     contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
     sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
     is_good = records["codec"] == Codec.RAW
@@ -478,7 +457,7 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
-    """The columns of a header: a map of exactly the known keys, each once, each a `bin`."""
+    """Exactly the known keys, each once, each a `bin`."""
 
     def without_repeats(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         if len({key for key, _ in pairs}) != len(pairs):
@@ -502,7 +481,7 @@ def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
         )
     except FormatError:
         raise
-    except Exception as error:  # the decoders raise many kinds; all mean the same here
+    except Exception as error:  # the decoders raise many kinds
         raise CorruptError("corrupt chunk: the header does not decode") from error
     if not isinstance(columns, dict) or set(columns) != _KEYS:
         _corrupt("the header's keys are not those of version 1")
@@ -521,7 +500,6 @@ def _column(
 
 
 def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
-    """The `count` strings that NULs join. They are counted before any string is made."""
     _check_count(joined, count, what)
     return tuple(joined.split(b"\0")) if count else ()
 
@@ -541,7 +519,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
 
 
 def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
-    """The extents in the column `extents`, by place; also sets `extents` of the records."""
+    """Extents by place; also sets the records' `extents`."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -585,8 +563,8 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 def _check_bodies(
     preamble: Preamble, records: npt.NDArray[np.void], extents: Mapping[int, ExtentInfo]
 ) -> None:
-    """Raise CorruptError unless the bodies fill the chunk's body in order and without gaps, and
-    each can decode to the length that it claims."""
+    """Raise CorruptError unless bodies fill the chunk's body in order, without gaps, and can decode
+    to their lengths."""
     if not len(records):
         if preamble.body_bytes:
             _corrupt("it has a body but no entries")
@@ -612,7 +590,7 @@ def _check_bodies(
 def _contradictions(
     codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
-    """Which bodies cannot have this stored length if they decode to `size` bytes."""
+    """Bodies that cannot decode from their stored length to `size` bytes."""
     is_raw, length = codec == Codec.RAW, stored.astype(np.uint64)
     is_too_much = size > np.uint64(_BODY_RATIO_MAX) * length + np.uint64(_BODY_SLACK_BYTES)
     wrong: npt.NDArray[np.bool_] = np.where(is_raw, size != length, is_too_much)
@@ -627,8 +605,7 @@ def impossible_bodies(
     offset: npt.NDArray[np.uint32],
     object_bytes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.bool_]:
-    """Which of these bodies, which decode to `size` bytes, cannot lie in a chunk of
-    `object_bytes`."""
+    """Bodies that cannot lie in a chunk of `object_bytes`."""
     start, length = offset.astype(np.uint64), stored.astype(np.uint64)
     is_outside = ((start < PREAMBLE_BYTES) & (length > 0)) | (start + length > object_bytes)
     return _contradictions(codec, stored, size) | is_outside
@@ -640,7 +617,7 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """By place, the reason why an entry's path is not allowed, for each such entry."""
+    """Why paths are forbidden, by place."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}

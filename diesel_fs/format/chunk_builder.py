@@ -1,9 +1,7 @@
 """Gathers entries into one chunk, and reuses its memory for the next one.
 
 The builder decides when a chunk is full and which contents are compressed; `chunk.py` knows the
-bytes. An entry's stamp orders the versions of its path: it is the ID of the first chunk of this
-version, and the place in that chunk. Without `set_stamp`, this is the chunk that is being built.
-Pure; a `ChunkBuilder` belongs to one thread.
+bytes. A `ChunkBuilder` belongs to one thread.
 """
 
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ from .chunk import (
 from .chunk_id import chunk_id_text, stamp_fields
 from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
 
-# With "auto", the builder spends little time on contents that lz4 does not make smaller.
+# "auto" spends little time on contents that lz4 does not make smaller
 _SAMPLE_BYTES = 64 << 10  # it first tries this much of the middle of a larger content
 _MISSES_MAX = 8  # after this many files in a row that did not get smaller ...
 _RETRY_ONE_IN = 16  # ... it tries only one file in 16, since JPEGs come by the thousand
@@ -37,12 +35,9 @@ _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 class ChunkBuilder:
     """Packs entries into one chunk of the dataset `identity`. The caller reads a content into
-    `room()` and then adds it.
-
-    The chunk is `full` at `body_bytes_max`; a single larger entry still fits if it is added first.
-    `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try every file), or "none". The
-    builder can be used again after `clear()`.
-    """
+    `room()` and then adds it. The chunk is `full` at `body_bytes_max`; a single larger entry still
+    fits if it comes first. `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try
+    every file), or "none". `clear()` lets the builder be used again."""
 
     def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
         self.identity = identity
@@ -51,16 +46,16 @@ class ChunkBuilder:
         self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
-        # Files in a row that lz4 did not make smaller. `clear` keeps the number, since the files of
-        # the next chunk are mostly like those of this one.
+        # Files in a row that lz4 did not make smaller. `clear` keeps it: the next chunk's files are
+        # mostly alike
         self._misses = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget all entries, and keep the memory."""
+        """Keeps the memory."""
         self.body_bytes = 0
-        self.left_bytes = self.body_bytes_max  # of contents and paths, until the chunk is full
-        self.full = False  # whether the chunk should be sealed now
+        self.left_bytes = self.body_bytes_max  # until the chunk is full, with paths
+        self.full = False
         self._path_bytes = 0
         self._last_folder: bytes | None = None
         self._last_folder_number = 0
@@ -71,17 +66,16 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """The ID of the file's first chunk, if this chunk holds a later extent of a file. (For a
-        put, in which only such an entry has a stamp of its own.)"""
+        """A file's first chunk, if this chunk holds a later extent. (For a put, in which only such
+        an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
     def room_bytes(self) -> int:
-        """How many bytes `room` can give without moving the body in memory."""
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
-        """`size` writable bytes at the end of the body, to read a content into."""
+        """Make room for a content at the end of the body."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
@@ -97,8 +91,7 @@ class ChunkBuilder:
         size: int,
         part: ExtentInfo | None = None,
     ) -> None:
-        """Add the file (folder, name) whose content, or whose extent `part`, the caller has read
-        into `room()`; `size` is the length of the whole file."""
+        """`room()` holds the content, or that of the extent `part`; `size` is the whole file's."""
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
@@ -120,11 +113,8 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder. The caller has read their contents into `room()`, one after the
-        other.
-
-        Nearly every file of a put comes this way, so no Python statement runs once per file.
-        """
+        """Files of one folder; `room()` has their contents, one after the other. Nearly every
+        file of a put comes this way, so no Python statement runs once per file."""
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
         contents = [*map(self._view.__getitem__, map(slice, ends, ends[1:]))]
@@ -151,25 +141,22 @@ class ChunkBuilder:
         self._grow(end)
 
     def add_link(self, path: tuple[bytes, bytes], mtime_ns: int, target: bytes) -> None:
-        """Add a symbolic link; `target` is kept verbatim."""
+        """`target` is kept verbatim."""
         self._entries.links.append(target)
         self._path_bytes += len(target)
         checksum = xxh3_64_intdigest(target)
         self._add(path, Kind.LINK, 0o777, len(target), mtime_ns, 0, _RAW, checksum)
 
     def add_folder(self, path: tuple[bytes, bytes], mode: int, mtime_ns: int) -> None:
-        """Add a folder; the dataset's root is (b"", b"")."""
+        """The dataset's root is (b"", b"")."""
         self._add(path, Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, _RAW, 0)
 
     def add_tombstone(self, path: tuple[bytes, bytes]) -> None:
-        """Add a tombstone: an entry that says that this path is deleted."""
         self._add(path, Kind.TOMBSTONE, 0, 0, 0, 0, _RAW, 0)
 
     def add_copy(self, source: ChunkHeader, place: int, stored: memoryview) -> None:
-        """Add an entry of another chunk unchanged, with its stamp; `stored` is its body there.
-
-        The body is not decoded here; `seal` checks it.
-        """
+        """Add another chunk's entry unchanged, with its stamp. `stored` is its body there, which
+        `seal` checks."""
         entries, record = self._entries, source.records[place]
         self.room(len(stored))[:] = stored
         if place in source.extents:
@@ -186,15 +173,12 @@ class ChunkBuilder:
         self.set_stamp(source.stamp(place))
 
     def set_stamp(self, value: Stamp) -> None:
-        """Give the entry that was added last another stamp than this chunk's ID and its place."""
+        """Replace the last entry's stamp, which is this chunk's ID and the entry's place."""
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], ChunkHeader]:
-        """The buffers of the chunk with this ID, in order, and its header, parsed back from them.
-
-        The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if
-        the bytes are no longer what was added (damaged memory).
-        """
+        """The chunk's buffers, in order, and its header, parsed back from them. The body's buffer
+        is the builder's: use it before `clear()`. Raises CorruptError if memory was damaged."""
         front, stored_header = write_front(self.identity, chunk, self._entries, self.body_bytes)
         body = self._view[: self.body_bytes]
         preamble = parse_preamble(front, identity=self.identity, id=chunk)
@@ -216,7 +200,6 @@ class ChunkBuilder:
         codec: int,
         checksum: int,
     ) -> None:
-        """Add one entry. Its stored body, if any, is already in the builder's body."""
         entries = self._entries
         folder, name = path
         entries.folder.append(self._number_of(folder))
@@ -245,7 +228,7 @@ class ChunkBuilder:
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """The compressed forms, by position, of the contents that lz4 makes small enough."""
+        """Pack the contents that lz4 makes small enough; returns them by position."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed
@@ -263,7 +246,7 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """The content compressed, or None; "auto" tries the middle of a large content first."""
+        """ "auto" tries the middle of a large content first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

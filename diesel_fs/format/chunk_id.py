@@ -1,12 +1,9 @@
-"""Chunk IDs and stamps: their fields, their text, and how a writer makes the next ID.
+"""Chunk IDs (FORMAT.md, section 3) and stamps: their fields, their text, and how a writer makes the
+next ID.
 
-A chunk ID (FORMAT.md, section 3) is 16 bytes that order chunks by time: a timestamp, the **writer
-part** (machine and process, which identify the writer), and a counter. A **stamp** orders two
-entries of one path: it is the ID of the chunk in which the entry begins, and the entry's place (its
-number) in that chunk.
-
-Pure: the caller passes the clock, the process number and the random bytes. `IdSource` has a lock of
-its own and may be used from any thread.
+A chunk ID orders chunks by time: a timestamp, the **writer part** (machine and process), and a
+counter. A **stamp** orders two entries of one path: the ID of the chunk in which the entry begins,
+and the entry's place (its number) there.
 """
 
 import struct
@@ -20,12 +17,12 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Smaller than every ID that is ever made. It stands for the newest ID if there is no chunk yet."""
+"""Less than every real ID; the newest ID if there is no chunk yet."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
 _FOLLOW_STEP_MAX = 4095
-"""The most by which a writer may raise the process part when it follows another writer's ID."""
+"""The most by which a writer raises the process part to follow another's ID."""
 _PROCESS_MAX = 0xFFFFFF
 _COUNTER_MAX = 0xFFFFFF
 _SECONDS_MAX = 0xFFFFFFFF
@@ -33,15 +30,14 @@ _SECONDS_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, order=True)
 class IdFields:
-    """The four fields of a chunk ID (the DIESEL paper, Table 1); they sort as the ID does."""
+    """Fields of a chunk ID (the DIESEL paper, Table 1), in its order."""
 
     seconds: int  # since 1970
     machine: int  # a hardware address
-    process: int  # random; the process number would not do, since containers share these
-    counter: int  # of the IDs in one second
+    process: int  # random: containers share process numbers
+    counter: int
 
     def id(self) -> ChunkId:
-        """The ID itself, 16 bytes."""
         return ChunkId(
             self.seconds.to_bytes(4)
             + self.machine.to_bytes(6)
@@ -55,23 +51,23 @@ def id_fields(chunk: ChunkId) -> IdFields:
 
 
 def id_seconds(chunk: ChunkId) -> int:
-    """In seconds since 1970."""
+    """Since 1970."""
     return int.from_bytes(chunk[:4])
 
 
 def lowest_id(seconds: int) -> ChunkId:
-    """The smallest ID of a second: a listing from it on has all chunks made since that second."""
+    """A listing from it on has all chunks since that second."""
     return IdFields(min(max(seconds, 0), _SECONDS_MAX), 0, 0, 0).id()
 
 
 def chunk_id_text(chunk: ChunkId) -> str:
-    """The text of an ID: 22 characters that sort as the ID does."""
+    """22 characters that sort as the ID does."""
     number = int.from_bytes(chunk) << 4
     return "".join(ALPHABET[number >> shift & 63] for shift in range(126, -1, -6))
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """The ID with this text. Raises ValueError for text that `chunk_id_text` cannot return."""
+    """Raises ValueError unless `chunk_id_text` can return it."""
     if len(text) != TEXT_CHARS:
         raise ValueError(f"a chunk ID has {TEXT_CHARS} characters, not {len(text)}")
     number = 0
@@ -85,12 +81,10 @@ def parse_chunk_id(text: str) -> ChunkId:
 
 
 def stamp(chunk: ChunkId, place: int) -> Stamp:
-    """The stamp of the entry at `place` of `chunk`."""
     return Stamp(_STAMP.pack(chunk, place))
 
 
 def stamp_fields(value: Stamp) -> tuple[ChunkId, int]:
-    """The chunk and the place that a stamp names."""
     chunk, place = _STAMP.unpack(value)
     return ChunkId(chunk), place
 
@@ -100,12 +94,10 @@ def same_writer(one: ChunkId, other: ChunkId) -> bool:
 
 
 class IdSource:
-    """Makes the IDs of one process, each greater than its last and than the newest committed one.
-
-    `machine` is a hardware address, `clock` returns seconds since 1970, and `entropy(n)` returns n
-    random bytes. `process_number` returns the number of the calling process: when it changes, this
-    is a forked child, and the process part of its IDs is drawn again. Thread-safe.
-    """
+    """Makes one process's IDs, each greater than its last and than the newest committed one.
+    Thread-safe. `machine` is a hardware address, `clock` gives seconds since 1970, `entropy(n)` n
+    random bytes, and `process_number` the calling process: when it changes, this is a forked child,
+    and draws another process part."""
 
     def __init__(
         self,
@@ -118,22 +110,19 @@ class IdSource:
         self._clock = clock
         self._entropy = entropy
         self._process_number = process_number
-        self._drawn_by = -1  # the process for which `_writer` was drawn
-        self._writer = (0, 0)  # machine and process part
+        self._drawn_by = -1
+        self._writer = (0, 0)
         self._seconds = 0
         self._counter = 0
         self._lock = threading.Lock()
 
     def next(self, newest: ChunkId, writer_of: ChunkId | None = None) -> ChunkId:
-        """The next ID, greater than `newest` (the rules are in FORMAT.md, section 3).
-
-        `newest` is the newest committed ID of the dataset. A chunk that continues a file passes the
-        ID of the file's first chunk as `writer_of`, and gets its writer part: a later extent is
-        accepted only from the writer of the first. Raises ConflictError if the ID would be later
-        than 2106, when the timestamps end.
-        """
+        """An ID greater than `newest`, the dataset's newest committed one (FORMAT.md, section 3). A
+        chunk that continues a file passes the file's first chunk as `writer_of`, and gets its
+        writer part: only the writer of the first extent may add others. Raises ConflictError after
+        2106, when the timestamps end."""
         if self._process_number() != self._drawn_by:
-            self._lock = threading.Lock()  # the old lock may have been held at the fork
+            self._lock = threading.Lock()  # it may have been held at the fork
         with self._lock:
             if self._process_number() != self._drawn_by:
                 self._drawn_by = self._process_number()
@@ -150,7 +139,7 @@ class IdSource:
             return fields.id()
 
     def _next_fields(self, newest: IdFields, writer_of: ChunkId | None) -> IdFields:
-        """The smallest ID that rules 1 to 3 of FORMAT.md, section 3, allow."""
+        """The smallest that rules 1 to 3 of FORMAT.md, section 3, allow."""
         seconds = max(int(self._clock()), newest.seconds, self._seconds)
         counter = self._counter + 1 if seconds == self._seconds else 0
         if counter > _COUNTER_MAX:
@@ -162,9 +151,7 @@ class IdSource:
             own = IdFields(seconds, first.machine, first.process, counter)
         if own > newest:
             return own
-        # Another writer has made `newest` in this second. If each such ID moved to the next second,
-        # writers that commit in turn would run ahead of the clock. So this writer continues its
-        # writer part.
+        # `newest` is another writer's, of this second (rule 3)
         process = newest.process + 1 + self._random(2) % _FOLLOW_STEP_MAX
         if writer_of is not None or process > _PROCESS_MAX:
             return replace(own, seconds=newest.seconds + 1, counter=0)

@@ -1,9 +1,8 @@
 """The entries of a dataset: their kinds, the rules for paths, and columns of many entries.
 
-An **entry** is a file, a symbolic link, a folder, or a tombstone (which says that a path is
-deleted). Metadata stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file
-larger than a chunk. `chunk.py` and `snapshot/` have byte layouts of their own. Pure values; safe
-from any thread.
+An **entry** is a file, a symbolic link, a folder, or a tombstone (the path is deleted). Metadata
+stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file larger than a
+chunk. `chunk.py` and `snapshot/` have byte layouts of their own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,11 @@ from ..errors import UsageError
 from ..names import cut, shown
 
 Bytes = bytes | bytearray | memoryview
-"""Types of buffers that are written or sent."""
+"""Buffers that are written or sent."""
 
 
 def whole_object(content: memoryview) -> bytes | memoryview:
-    """Return the underlying `bytes` if the view covers all of it, else the view, so that `bytes()`
-    does not copy."""
+    """The underlying `bytes` if the view covers all of it, so that `bytes()` does not copy."""
     found = content.obj
     return found if type(found) is bytes and len(found) == content.nbytes else content
 
@@ -32,26 +30,26 @@ ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 
 Stamp = NewType("Stamp", bytes)
-"""20 bytes, ordered as bytes: the ID of its first chunk (16), its place there (4). If two entries
-have one path, the entry with the greater stamp is the later one."""
+"""20 bytes, ordered as bytes: an entry's first chunk (16), its place there (4). The greater one of
+a path is the later one."""
 
 NAME_BYTES_MAX = 255
-"""NAME_MAX of Linux: a longer component could be stored but never opened."""
+"""NAME_MAX of Linux: a longer name could be stored but never opened."""
 
 PATH_BYTES_MAX = 262_144
-"""Enough for 1,000 nested folders with names of 250 bytes; no known system reaches longer paths."""
+"""For 1,000 nested folders with names of 250 bytes."""
 
-_BLOCK_BYTES = 1 << 22  # of joined names that are scanned for NULs at once
+_BLOCK_BYTES = 1 << 22  # of joined names, scanned for NULs at once
 
 MODE_MASK = 0o777
 """Set-user-ID, set-group-ID and sticky bits never travel."""
 
 ROOT = b""
-"""The path of a dataset's own root folder."""
+"""The path of a dataset's root."""
 
 
 class Kind(IntEnum):
-    """What an entry is. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     FILE = 0
     LINK = 1
@@ -60,38 +58,37 @@ class Kind(IntEnum):
 
 
 class Codec(IntEnum):
-    """How the bytes of an entry are stored. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     RAW = 0
     LZ4 = 1
 
 
 CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
-"""A range of a chunk object: `size` bytes from `start` on."""
+"""`size` bytes from `start` on."""
 
 ChunkRanges = npt.NDArray[np.void]
-"""An array of `CHUNK_RANGE`."""
 
 RECORD = np.dtype(
     [
         ("size", "<u8"),  # of the whole file, in bytes; for a link, its target's length
-        ("mtime_ns", "<i8"),  # since 1970, signed: files are older than that and younger than 2106
+        ("mtime_ns", "<i8"),  # since 1970, signed: files are older, and younger than 2106
         ("checksum", "<u8"),  # xxh3-64 of the content; 0 for a file of several extents
         ("offset", "<u4"),  # from the start of the chunk object
-        ("stored", "<u4"),  # bytes in the chunk
-        ("mode", "<u2"),  # permission bits
+        ("stored", "<u4"),
+        ("mode", "<u2"),
         ("kind", "u1"),
         ("codec", "u1"),
         ("place", "<u4"),  # its number among its chunk's entries
-        ("extents", "<u4"),  # how many extents the file has; if several, they are in its tail
+        ("extents", "<u4"),  # of the file; if several, they are in its tail
         ("spare", "<u4"),
     ]
 )
-"""The fixed part of an entry, 48 bytes. A metadata store looks only at `kind` and `extents`."""
+"""An entry's fixed part, 48 bytes. A metadata store looks only at `kind` and `extents`."""
 
 EXTENT = np.dtype(
     [
-        ("chunk", "V16"),  # the chunk that holds it
+        ("chunk", "V16"),
         ("start", "<u8"),  # in the file; a multiple of 64 KiB
         ("size", "<u8"),  # of the content, in bytes
         ("checksum", "<u8"),
@@ -103,11 +100,11 @@ EXTENT = np.dtype(
         ("spare", "V7"),
     ]
 )
-"""One extent of a file that has several, 64 bytes; a file's tail is these in order of `number`."""
+"""One of a file's several extents, 64 bytes; its tail is these in order of `number`."""
 
 
 class Stat(NamedTuple):
-    """The attributes of an entry. `mode` holds permission bits only; `size` is in bytes."""
+    """`mode` holds permission bits only; `size` is in bytes."""
 
     kind: Kind
     mode: int
@@ -116,7 +113,7 @@ class Stat(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk of a dataset: its ID and the length of its object in bytes."""
+    """A chunk's ID and the length of its object in bytes."""
 
     id: ChunkId
     object_bytes: int
@@ -126,17 +123,15 @@ AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 
 
 class Names(Sequence[bytes]):
-    """Names in one block of bytes, joined by NULs, as chunks hold them.
-
-    A name becomes a Python object only when it is read, since four million objects would take 250
-    MB. Iterating is as fast as over a list; indexing is slower.
-    """
+    """Names in one block of bytes, joined by NULs, as chunks hold them. Each becomes a Python
+    object only when it is read: four million would take 250 MB. Iterating is as fast as over a
+    list; indexing is slower."""
 
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
 
     def __init__(self, joined: bytes, count: int) -> None:
-        """`joined` holds `count` names with a NUL between each two, and no NUL in a name. (Empty
-        bytes can be no name or one empty name.)"""
+        """`joined` has a NUL between each two of `count` names, and none in a name. (Empty bytes
+        are no name or one empty name.)"""
         self.joined = joined
         self._count = count
         self._is_split_by_nuls = True
@@ -144,7 +139,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """Join these names, which may contain NULs."""
+        """The names may contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]
@@ -157,8 +152,7 @@ class Names(Sequence[bytes]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The offset of each name in `joined`, and the offset at which one more name would
-        start."""
+        """The offset of each name in `joined`, and of one more."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -175,8 +169,7 @@ class Names(Sequence[bytes]):
         return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
-        """The names without NULs between them: the offset of each (and of the last one's end), and
-        their bytes."""
+        """The names without NULs: the offset of each (and the end), and the bytes."""
         starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
         starts -= np.arange(self._count + 1)
         if self._is_split_by_nuls:
@@ -190,7 +183,7 @@ class Names(Sequence[bytes]):
         return np.flatnonzero(np.diff(self.starts) == 1)
 
     def are_allowed(self) -> bool:
-        """Whether every name may be a component of a path (`name_fault`)."""
+        """Whether each may be in a path (`name_fault`)."""
         enclosed = b"\0%b\0" % self.joined
         return (
             b"/" not in enclosed
@@ -224,7 +217,7 @@ class Names(Sequence[bytes]):
                 return Names(b"", 0)
             start, stop = int(self.starts[first]), int(self.starts[end]) - 1
             return Names(self.joined[start:stop], end - first)
-        index = range(self._count)[at]  # checks the bounds, and counts a negative one from the end
+        index = range(self._count)[at]  # checks the bounds; negative ones count from the end
         return self.joined[int(self.starts[index]) : int(self.starts[index + 1]) - 1]
 
     def __eq__(self, other: object) -> bool:
@@ -238,16 +231,14 @@ class Names(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """n entries as columns, in any order, each path once. **Row** i describes entry i.
-
-    `folder[i]` is an index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails`
-    maps i to its tail: the target of a link, or the `EXTENT`s of a file that has several.
-    """
+    """n entries as columns, in any order, each path once. **Row** i is entry i. `folder[i]` is an
+    index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails` maps i to a link's
+    target, or to the `EXTENT`s of a file with several."""
 
     folders: Sequence[bytes]
     folder: npt.NDArray[np.uint32]
     names: Sequence[bytes]
-    records: npt.NDArray[np.void]  # of dtype RECORD
+    records: npt.NDArray[np.void]
     chunk: npt.NDArray[np.uint32]
     chunks: Sequence[ChunkId]
     tails: Mapping[int, bytes] = field(default_factory=dict)
@@ -264,13 +255,13 @@ def join(folder: bytes, name: bytes) -> bytes:
 
 
 def split(path: bytes) -> tuple[bytes, bytes]:
-    """The folder and the name of a path; for the root `(b"", b"")`."""
+    """For the root `(b"", b"")`."""
     folder, _, name = path.rpartition(b"/")
     return folder, name
 
 
 def name_fault(name: bytes) -> str:
-    """The reason why `name` cannot be a component of a path; empty if it can."""
+    """Why `name` cannot be in a path; empty if it can."""
     if not name:
         return "an empty component"
     if name in (b".", b".."):
@@ -283,7 +274,7 @@ def name_fault(name: bytes) -> str:
 
 
 def path_fault(path: bytes) -> str:
-    """The reason why `path` cannot be a path in a dataset; empty if it can, as the root can."""
+    """Why no entry can have this path; empty if one can, or for the root."""
     if path == ROOT:
         return ""
     if len(path) > PATH_BYTES_MAX:

@@ -4,10 +4,9 @@
     cats/1.jpg,cat
     dogs/7.jpg,dog
 
-Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 10).
-`parse_manifest` reads one, and `find_samples` looks its files up in a snapshot. A manifest of a
+Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 10). A manifest of a
 million lines is held as a block of bytes and columns of numbers; a line is a Python object only
-while it is read. Pure values; safe from any thread.
+while it is read. Any thread.
 """
 
 import csv
@@ -27,13 +26,13 @@ from .entries import Kind, Names, join, path_fault
 from .snapshot.reader import Indices, Snapshot
 
 MANIFEST_NAME = b".manifest.csv"
-"""The name of a manifest in the folder whose files it names."""
+"""For the folder in which it lies."""
 
 MANIFEST_BYTES_MAX = 1 << 30
-"""A manifest is in memory while it is read: this one has some ten million lines."""
+"""While it is read: some ten million lines."""
 
 FAULTS_NAMED = 10
-"""Number of faults that are reported with line, path and reason; the others are only counted."""
+"""Faults reported with line, path and reason; further ones are only counted."""
 
 _LINE_BYTES_MAX = 1 << 20
 _BATCH = 1 << 14  # rows that are Python objects at once
@@ -47,53 +46,42 @@ _ADVICE = "a manifest is a table with commas or tabs, and its first line is `pat
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The samples of a manifest, in the order of its lines."""
+    """Samples, in the order of lines."""
 
     name: str
-    """The file's name, for messages."""
     paths: Names
-    """The file of each sample, relative to the folder of the manifest."""
+    """Relative to the manifest's folder."""
     lines: npt.NDArray[np.uint32]
-    """The line of each sample in the file, from 1 on."""
+    """Numbers of lines, from 1 on."""
     classes: list[str]
-    """The different targets: sorted as numbers if all are whole numbers, else as text."""
+    """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
-    """The target of each sample, as an index in `classes`."""
     names_files: bool
-    """Whether the targets are paths of files, too (the column `target_path`)."""
+    """Targets are paths of files, too (the column `target_path`)."""
 
     def __len__(self) -> int:
         return len(self.lines)
 
 
 class ManifestFault(NamedTuple):
-    """The reason why a line of a manifest names no sample of a dataset."""
-
     line: int
     path: bytes
     reason: str
 
 
 class FoundSamples(NamedTuple):
-    """The files of a manifest's samples in a snapshot. If there are faults, some are missing."""
+    """If there are faults, some samples are missing."""
 
     entries: npt.NDArray[np.int32]
-    """The entry of each sample."""
     target_entries: npt.NDArray[np.int32] | None
-    """The entry of each class, if the targets are files."""
+    """The entry of each class, if targets are files."""
     faults: list[ManifestFault]
-    """The first ones, in the order of the lines."""
     fault_count: int
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Read a manifest; `name` stands for it in messages.
-
-    The header decides whether commas separate the fields (then they may be in quotes, as in RFC
-    4180) or tabs do (then nothing is quoted). Lines end in LF or CRLF; empty lines are skipped.
-    Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError, which names the line,
-    for anything else.
-    """
+    """Raises UsageError, which names the line, unless FORMAT.md, section 10, holds. `name` is for
+    messages."""
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)
@@ -122,8 +110,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """The manifest as a dataset stores it: tabs become commas; a manifest with commas is kept to
-    the byte. Raises as `parse_manifest`."""
+    """The manifest as a dataset stores it: tabs become commas; one with commas stays to the byte.
+    Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -136,8 +124,8 @@ def as_csv(content: bytes, name: str) -> bytes:
 
 
 def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> FoundSamples:
-    """Look up the files of a manifest that lies in `folder`. These are faults: a missing file, a
-    link or a folder instead of a file, and a file that is named twice."""
+    """The manifest lies in `folder`. Faults: a missing file, a link or a folder instead of one, and
+    a file named twice."""
     entries = _lookup(manifest.paths, snapshot, folder)
     kinds = _kinds(snapshot, entries)
     is_bad = kinds != Kind.FILE
@@ -171,8 +159,6 @@ _TEXT = ("utf-8", "surrogateescape")
 
 
 class _Text:
-    """The `write` method that `csv.writer` needs."""
-
     def __init__(self) -> None:
         self.parts: list[str] = []
 
@@ -194,10 +180,8 @@ def _separator(header: str) -> str:
 
 
 class _Table:
-    """Reads a table from its bytes, once."""
-
     def __init__(self, content: bytes, name: str) -> None:
-        """Read the header. Raises UsageError."""
+        """Raises UsageError."""
         if content.startswith(_UTF_16):
             raise UsageError(f"the manifest {name} is UTF-16", advice="save it as UTF-8")
         separator = _separator(_first_line(content))
@@ -212,11 +196,11 @@ class _Table:
         self.header: list[str] = next(self._rows(1), [])
 
     def batches(self) -> Iterator[tuple[list[str], "array[int]"]]:
-        """The fields of a batch of rows, row after row, and the number of each row's first line.
-        Skips empty rows. Raises UsageError."""
+        """The fields of rows, row after row, and each row's first line. Skips empty rows. Raises
+        UsageError."""
         width = len(self.header)
         while True:
-            # One flat list, since a million small lists would keep the garbage collector busy
+            # One flat list: a million small ones would keep the garbage collector busy
             fields, lines = list[str](), array("I")
             for row in self._rows(_BATCH):
                 if len(row) != width:
@@ -229,8 +213,7 @@ class _Table:
             yield fields, lines
 
     def _rows(self, count: int) -> Iterator[list[str]]:
-        """The next `count` rows that are not empty, or fewer at the end; `_line` is each one's
-        first line."""
+        """The next rows that are not empty; `_line` is each one's first line."""
         after = self._reader.line_num
         try:
             for row in self._reader:
@@ -252,7 +235,6 @@ class _Table:
         return self.error(line, f"bad path {shown(path)}: it has {path_fault(path)}")
 
     def _blocks(self, content: bytes) -> Iterator[list[str]]:
-        """The lines, each with its end."""
         at = len(_BYTE_ORDER_MARK) if content.startswith(_BYTE_ORDER_MARK) else 0
         while at < len(content):
             end = min(at + _LINE_BYTES_MAX, len(content))
@@ -271,7 +253,7 @@ class _Table:
 def _raise_fault(
     table: _Table, paths: Sequence[str], targets: Sequence[str], lines: Sequence[int]
 ) -> NoReturn:
-    """Raise UsageError for the first sample that lacks its path or target, or has a NUL."""
+    """Raise UsageError for the first sample without path or target, or with a NUL."""
     for path, target, line in zip(paths, targets, lines, strict=True):
         if not path or not target:
             missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
@@ -285,9 +267,9 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
     """The columns of path and target, and whether the target is a path."""
     targets = [each for each in header if each in ("target", "target_path")]
     if header.count("path") != 1 or len(targets) != 1:
-        said = shown(_bytes(",".join(header)))[:80]
+        found = shown(_bytes(",".join(header)))[:80]
         raise UsageError(
-            f"{name}, line 1: the header {said!r} does not name one column `path`, and one that is"
+            f"{name}, line 1: the header {found!r} does not name one column `path`, and one that is"
             " `target` or `target_path`",
             advice=_ADVICE,
         )
@@ -306,7 +288,7 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
 
 
 def _check_paths(table: _Table, joined: bytes, lines: Sequence[int]) -> None:
-    """Raise UsageError for the first of the paths (joined by NULs) that no dataset can have."""
+    """Raise UsageError for the first path (they are joined by NULs) that no dataset can have."""
     components = joined.replace(b"/", b"\0")
     if Names(components, components.count(b"\0") + 1).are_allowed():
         return
@@ -323,8 +305,8 @@ def _check_targets(
     *,
     are_paths: bool,
 ) -> None:
-    """Raise UsageError for a target that is not UTF-8 or has a NUL, or that is a path which no
-    dataset can have."""
+    """Raise UsageError for a target that is not UTF-8, has a NUL, or is a path that no dataset can
+    have."""
     for number, each in enumerate(classes):
         if are_paths:
             is_good = not path_fault(_bytes(each))
@@ -351,14 +333,14 @@ def _lookup(paths: Names, snapshot: Snapshot, folder: bytes) -> npt.NDArray[np.i
 
 
 def _kinds(snapshot: Snapshot, entries: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """The kind of each entry; TOMBSTONE for a missing one."""
+    """TOMBSTONE for a missing entry."""
     indices: Indices = np.maximum(entries, 0).astype(np.int64)
     kinds = snapshot.stat_many(indices).kind
     return np.where(entries < 0, np.uint8(Kind.TOMBSTONE), kinds)
 
 
 def _missing_reason(kind: int) -> str:
-    """The reason why an entry of this kind is no sample; empty for a file."""
+    """Empty for a file."""
     if kind == Kind.FILE:
         return ""
     if kind == Kind.TOMBSTONE:

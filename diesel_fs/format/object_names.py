@@ -1,7 +1,4 @@
-"""Makes and parses the names of all objects in an object store (FORMAT.md, section 2).
-
-Pure functions of dataset identities, chunk IDs and versions.
-"""
+"""Makes and parses the names of all objects in an object store (FORMAT.md, section 2)."""
 
 import re
 from uuid import UUID
@@ -13,10 +10,10 @@ DATASETS = "datasets/"
 DELETED = "deleted/"
 STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
-_PREFIX_CHARS = 4  # the first characters of a chunk ID's text name its folder: 256 seconds each
+_PREFIX_CHARS = 4  # of a chunk ID's text, which name its folder: 256 seconds each
 
-# A name that matches none of these is foreign: it is never written, listed, read or deleted. A new
-# kind of object needs a line here and in FORMAT.md; older programs treat it as foreign.
+# Other names are foreign: never written, listed, read or deleted. A new kind of object needs a line
+# here and in FORMAT.md; older programs treat it as foreign
 _ID_CHARACTER = r"[0-9A-Za-z_-]"
 _DATASET = rf"datasets/{IDENTITY_TEXT}"
 _OBJECTS = {
@@ -36,37 +33,35 @@ FOLDER_NAME = re.compile(
 )
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
-"""The only objects whose bytes may change."""
+"""Names of objects that may change; all others never do."""
 
 
 def dataset_object(identity: UUID) -> str:
-    """The name of the object that holds a dataset's name and identity."""
+    """Holds a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """The name of the object that marks this dataset as deleted."""
+    """Marks the dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
 def dataset_prefix(identity: UUID) -> str:
-    """The prefix of the names of all objects of a dataset."""
     return f"{DATASETS}{identity.hex}/"
 
 
 def chunk_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's chunks."""
     return f"{dataset_prefix(identity)}chunks/"
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
-    """The name of a chunk's object. Names sort as IDs do."""
+    """Names sort as IDs do."""
     text = chunk_id_text(chunk)
     return f"{chunk_prefix(identity)}{text[:_PREFIX_CHARS]}/{text}"
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """The chunk ID in this object name; None if it is not the name of a chunk."""
+    """Returns None for other names."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -76,17 +71,16 @@ def chunk_of_object(name: str) -> ChunkId | None:
 
 
 def snapshot_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's snapshots."""
     return f"{dataset_prefix(identity)}snapshots/"
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
-    """The name of a snapshot's object. Names sort as versions do."""
+    """Names sort as versions do."""
     return f"{snapshot_prefix(identity)}{version:016x}"
 
 
 def version_of_object(name: str) -> int | None:
-    """The version in this object name; None if it is not the name of a snapshot."""
+    """Returns None for other names."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -95,28 +89,24 @@ def version_of_object(name: str) -> int | None:
 
 
 def archive_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's records of archives."""
     return f"{dataset_prefix(identity)}archives/"
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """The name of the object that records an archive."""
+    """Records an archive."""
     return f"{archive_prefix(identity)}{name}"
 
 
 def lease_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's leases."""
     return f"{dataset_prefix(identity)}leases/"
 
 
 def lease_object(identity: UUID, name: str) -> str:
-    """The name of a lease's object."""
     return f"{lease_prefix(identity)}{name}"
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The identity of the object's dataset, which is the second component of its name; None if that
-    is not an identity."""
+    """The name's second component; None if it is no identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

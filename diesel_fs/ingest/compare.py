@@ -1,9 +1,8 @@
 """Compares the source of a put with the dataset, to find new, conflicting and removed entries.
 
-A `Comparer` holds a view of the dataset and remembers which of its entries the source has, for
-`--delete`. If the entries of a source come one by one (a tar, a bucket, a file), the source asks
-about each. A folder can be listed, so a `FolderComparer` compares it folder by folder. Contents are
-read only with `--checksum`. This module changes nothing. One thread.
+A `Comparer` remembers which entries of the dataset the source has, for `--delete`. A source whose
+entries come one by one (a tar, a bucket, a file) looks up each; a `FolderComparer` compares folder
+by folder. Contents are read only with `--checksum`. This module changes nothing. One thread.
 """
 
 import logging
@@ -26,15 +25,15 @@ from .sources.walk import FolderListing, ReportFailure, failure_reason, open_fil
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks during the check: entries near each other share some
+_MEMORY_BYTES = 64 << 20  # for chunks: entries near each other share some
 
 
 class ReadabilityCheck:
-    """Finds out which entries of a dataset can be read. An unreadable entry is put again, even if
-    its attributes equal those of the source: this is how a dataset is healed.
+    """Finds unreadable entries of a dataset. They are put again even if their attributes equal
+    those of the source: this heals a dataset.
 
-    By default, an entry counts as readable if the store has its chunk in full length; with
-    `--checksum` each file in question is read, and its bytes are checked.
+    An entry is readable if the store has its chunk in full length; with `--checksum` the file is
+    read, and its bytes are checked.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class ReadabilityCheck:
                 raise
             paths = ()  # a dry run needs no metadata store, and no right to write
         self.lost = frozenset(view.lookup(path) for path in paths) - {-1}
-        """The indices of entries whose chunk is not in the store in its full length."""
         self._view = view
         self._reader: EntryReader | None = None
         if options.checksum:
@@ -74,36 +72,34 @@ class ReadabilityCheck:
 
 @dataclass(eq=False)
 class Comparer:
-    """A view of the dataset, the entries of it that the source has, and those that were replaced
-    since."""
+    """Records the entries of a view that the source has, and those that were replaced."""
 
     view: Snapshot
     target: bytes  # the path of the source in the dataset
     options: PutOptions
     path_filter: Filter
-    readable: Callable[[int], bool]  # whether the entry at an index can be read
+    readable: Callable[[int], bool]
 
     def __post_init__(self) -> None:
-        # The reason, by folder of the dataset, why nothing can be put into it
+        # By folder of the dataset, why nothing can be put into it
         self._folder_conflicts: dict[bytes, str] = {b"": ""}
         self._replaced: set[int] = set()
         self._seen = bytearray(self.view.entry_count if self.options.delete else 0)
-        self._any_found = False  # whether the source has anything in it
+        self._any_found = False
 
     def find(self, path: bytes) -> int:
-        """The index of the entry at a path of the dataset, or -1. The source has this path, too."""
+        """The entry at a path of the dataset, or -1. The source has this path, too."""
         self._any_found = True
         index = self.view.lookup(path)
         self._mark(index)
         return index
 
     def keep(self, path: bytes) -> None:
-        """Never list the entry at this path of the dataset among the removed paths."""
+        """Never list this path among the removed ones."""
         self._mark(self.view.lookup(path))
 
     def accepts_any_file(self, folder: bytes) -> bool:
-        """Whether a folder of the dataset is empty, so that any file can be put into it. The source
-        has entries in it."""
+        """Whether a folder of the dataset, into which the source puts entries, is empty."""
         self._any_found = True
         at = self.view.lookup(folder)
         if at >= 0 and len(self.view.children(at)):
@@ -111,8 +107,7 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """The reason why an entry cannot replace the entry `index` at a path, or the empty
-        string."""
+        """Why an entry cannot replace the entry `index`, or an empty string."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -121,7 +116,7 @@ class Comparer:
         return reason or self._replacement_conflict(index, kind)
 
     def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
-        """Whether the entry at `index` has exactly these attributes and has not been replaced."""
+        """Whether the entry has exactly these attributes and was not replaced."""
         return (
             index >= 0
             and index not in self._replaced
@@ -131,22 +126,18 @@ class Comparer:
         )
 
     def mark_replaced(self, index: int) -> None:
-        """Remember that an entry replaces the entry `index` (-1: nothing)."""
         if index >= 0:
             self._replaced.add(index)
 
     def removed_paths(self) -> list[bytes]:
-        """The paths that `--delete` removes, deepest first: the dataset has them and the source
-        does not.
-
-        Empty if the source is empty, unless that is allowed. Entries that the filters leave out
-        stay, and so does a folder that still contains something.
-        """
+        """The paths that `--delete` removes, deepest first. Empty if the source is empty, unless
+        that is allowed. Entries that the filters leave out stay, and so does a folder that still
+        contains something."""
         if not self.options.delete or not (self._any_found or self.options.allow_empty):
             return []
         top = self.view.lookup(self.target)
         paths: list[bytes] = []
-        staying: set[int] = set()  # folders in which something stays
+        staying: set[int] = set()
         for index in reversed(self.view.walk(top).tolist() if top >= 0 else []):
             if self._seen[index] or index == top:
                 continue
@@ -161,12 +152,8 @@ class Comparer:
         return self.path_filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
 
     def _replacement_conflict(self, index: int, kind: Kind) -> str:
-        """The reason why an entry of this kind cannot replace the entry `index`, or the empty
-        string.
-
-        A folder replaces no file or link, and these replace no folder, unless `--delete` removes
-        the old entry with all that is in it.
-        """
+        """A folder replaces no file or link, and these replace no folder, unless `--delete` removes
+        the old entry with all that is in it."""
         if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
             return ""
         if self.options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
@@ -176,8 +163,7 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """The reason why nothing can be put into a folder of the dataset, because of the folder
-        itself or of one above it; or the empty string."""
+        """Why nothing can be put into a folder, for it or for one above it."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -188,8 +174,7 @@ class Comparer:
         return ""
 
     def _mark(self, index: int, *, with_all_below: bool = False) -> None:
-        """Remember that the source has an entry, and perhaps (`with_all_below`) all entries below
-        it."""
+        """The source has an entry, and with `with_all_below` all entries below it."""
         if index < 0 or not self.options.delete:
             return
         self._seen[index] = 1
@@ -198,8 +183,7 @@ class Comparer:
                 self._seen[int(below)] = 1
 
     def _mark_above(self, folder: bytes) -> None:
-        """Remember that the source has this folder and those above it, as far as they are folders
-        in the dataset as well."""
+        """This folder and those above it, if the dataset has them as folders."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
@@ -209,8 +193,7 @@ class Comparer:
 
 
 def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
-    """Whether the file `name` in the descriptor `folder` has the content of the file at `index`, by
-    its checksums. Raises OSError."""
+    """Compares checksums; `folder` is a descriptor. Raises OSError."""
     file = open_file(folder, name)
     try:
         return same_content(view.extents(index), partial(os.pread, file))
@@ -220,8 +203,7 @@ def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """The entries of one folder that must be packed. `entry` is the folder's own (mode with all
-    bits, mtime_ns), if that changed."""
+    """`entry` is the folder's own (mode with all bits, mtime_ns), if that changed."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -232,8 +214,6 @@ class FolderChanges:
 
 @dataclass(eq=False)
 class FolderComparer(Comparer):
-    """Compares folders of a source with a view of the dataset."""
-
     failed: ReportFailure
     root: int  # a descriptor of the source
 
@@ -247,7 +227,6 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """The entries to pack, for each folder."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -268,7 +247,6 @@ class FolderComparer(Comparer):
             yield self._compare(listing, target)
 
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
-        """The entries to pack of one folder, which goes to `target`."""
         at = self.view.lookup(target)
         self._mark(at, with_all_below=listing.unread)
         found = self.view.stat(at) if at >= 0 else None
@@ -292,8 +270,8 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The new or different files and links of a folder, and the number of all others. `indices`
-        has this folder's entries in the dataset, by name."""
+        """New or different files and links, and the number of all others. `indices` are those of
+        the dataset, by name."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -320,7 +298,7 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """The reason why nothing of a folder can be put at a path, or the empty string."""
+        """Why nothing of a folder can be put there, or an empty string."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""

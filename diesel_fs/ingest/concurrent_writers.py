@@ -1,15 +1,14 @@
 """Mends paths that two writers made at once, one as a file and the other as a folder.
 
 A put refuses such a path when it can see the conflict (`compare.py`), but it cannot see the commits
-of other writers while it runs. The entry with the greater stamp wins (a stamp orders all entries of
-a dataset), so a folder would replace the file for good. Therefore a writer that finishes looks for
-files that a folder has replaced since the put began, if one of the two is its own, and puts the
-file again. Readers then show the folder, as always if a path is both; `verify` and the put name the
-path. Each of two writers checks after its own last commit, so at least one of them sees both
-entries.
+of other writers while it runs. The entry with the greater stamp wins, so a folder would replace the
+file for good. Therefore a writer that finishes looks for files that a folder has replaced since the
+put began, if one of the two is its own, and puts the file again. Readers then show the folder, as
+always if a path is both; `verify` and the put name the path. Each of two writers checks after its
+own last commit, so at least one of them sees both entries.
 
-Headers of other writers' chunks are read only if somebody else wrote during the put, and headers of
-own chunks only if such a path may be in them. One thread.
+Headers of other writers' chunks are read only if somebody else wrote during the put, and own
+headers only if such a path may be in them. One thread.
 """
 
 import io
@@ -36,17 +35,17 @@ from .packer import start_packer
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks, while files are put again
+_MEMORY_BYTES = 64 << 20  # for chunks
 _READ_BYTES = 1 << 20  # of a file that is put again
 
 
 class _Entry(NamedTuple):
-    """An entry of a new chunk, by its position in the chunk's header."""
+    """`position` is that in a new chunk's header."""
 
     stamp: Stamp
     header: ChunkHeader
     position: int
-    is_own: bool  # written by this session
+    is_own: bool
 
     @property
     def kind(self) -> Kind:
@@ -56,8 +55,8 @@ class _Entry(NamedTuple):
 def finish_put(
     repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
-    """Finish the session, then put the files again that folders have replaced. The report names
-    them by their paths below `prefix`, the path of the source in the dataset.
+    """Finish the session, then put replaced files again. The report names them by their paths below
+    `prefix`, the source's path in the dataset.
 
     Returns whether others have written since the session began. If so, continue with a new session:
     this one would look at all new chunks each time. `session.view` must have been loaded when the
@@ -79,7 +78,6 @@ def finish_put(
 def _put_again(
     repository: Repository, session: WriteSession, replaced: dict[bytes, list[_Entry]]
 ) -> None:
-    """Put these files again at their paths. `replaced` has each file's extents."""
     log.warning(
         "folders replaced these files, which are put again: %s", ", ".join(map(shown, replaced))
     )
@@ -104,7 +102,7 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """The extents of each file that a folder has replaced, if one of the two is of this session."""
+    """The file or the folder is of this session."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
@@ -131,8 +129,8 @@ def _files_replaced_by_folders(
 
 
 def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[bytes]:
-    """The paths of another writer's chunk that may conflict: its files and links, and its folders
-    inside a folder to which this session has committed something."""
+    """The files and links of another writer's chunk, and its folders inside a folder to which this
+    session has committed something."""
     kinds = header.records["kind"]
     for i in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
         yield header.path(i)
@@ -142,11 +140,9 @@ def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[
 
 
 def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
-    """The extents of the newest file or link among the entries of one path.
-
-    Empty unless the newest entry of all is a folder, one of the two is this session's, the file is
-    complete, and nobody has deleted it after it was put.
-    """
+    """The extents of the newest file or link at one path. Empty unless the newest entry is a
+    folder, one of the two is this session's, the file is complete, and nobody has deleted it after
+    it was put."""
     newest = max(entries, key=lambda entry: (entry.stamp, entry.header.preamble.id))
     files = [entry for entry in entries if entry.kind in (Kind.FILE, Kind.LINK)]
     if newest.kind != Kind.FOLDER or not files:
@@ -180,14 +176,15 @@ def _headers(
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """A snapshot of these files alone, to read their contents. The dataset's own snapshot does not
-    show them, since a folder stands at each path."""
+    """The dataset's own snapshot shows folders at their paths."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()
     for i, (path, extents) in enumerate(files.items()):
         folder.append(folders.setdefault(split(path)[0], len(folders)))
-        numbers = [chunks.setdefault(_chunk_of(entry), len(chunks)) for entry in extents]
+        preambles = [entry.header.preamble for entry in extents]
+        infos = [ChunkInfo(each.id, each.object_bytes) for each in preambles]
+        numbers = [chunks.setdefault(info, len(chunks)) for info in infos]
         chunk.append(numbers[0])
         if tail := b"".join(entry.header.tail(entry.position) for entry in extents):
             tails[i] = tail
@@ -205,8 +202,3 @@ def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Sna
         digest=0,
     )  # fmt: skip
     return Snapshot(memoryview(b"".join(parts)), verify=True)
-
-
-def _chunk_of(entry: _Entry) -> ChunkInfo:
-    preamble = entry.header.preamble
-    return ChunkInfo(preamble.id, preamble.object_bytes)

@@ -1,13 +1,12 @@
 """Checks and stores the manifest of a put, after the files that it names.
 
-The form of a manifest is checked before anything is put (`sources/manifest_file.py`). Only
-afterwards is it known whether the dataset has the files that it names; then it becomes a file of
-the dataset, `MANIFEST_NAME` in the folder to which the source went.
+Its form is checked before anything is put (`sources/manifest_file.py`), but whether the dataset has
+its files is known only afterwards. It becomes the file `MANIFEST_NAME` in the folder to which the
+source went.
 """
 
 import io
 from dataclasses import dataclass
-from functools import partial
 
 from ..format.entries import Kind, join, split
 from ..format.manifest import MANIFEST_NAME, Manifest, find_samples
@@ -21,15 +20,11 @@ _MODE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class FetchedManifest:
-    """A manifest that is to be put."""
-
     manifest: Manifest
     content: bytes
-    """The bytes that the dataset will have."""
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """Its path in the dataset, if the source goes to `target`."""
         return join(target, MANIFEST_NAME)
 
 
@@ -43,12 +38,9 @@ def put_manifest(
     *,
     is_readable: bool,
 ) -> None:
-    """Check a manifest against `view`, the dataset after the put, and put it unless it is there
-    already. `is_readable` says whether the stored one can be read.
-
-    If it names files that the dataset lacks, it is not put: the report names the first such lines,
-    and the stored manifest stays. Raises DieselError.
-    """
+    """Put a manifest unless it is there already and readable. If `view`, the dataset after the put,
+    lacks files that it names, the report has the first such lines, and the stored manifest stays.
+    Raises DieselError."""
     found = find_samples(fetched.manifest, view, target)
     for fault in found.faults:
         report.fail(fault.path, f"{fetched.manifest.name}, line {fault.line}: {fault.reason}")
@@ -81,8 +73,4 @@ def _is_same(view: Snapshot, index: int, content: bytes) -> bool:
     found = view.stat(index)
     if (found.kind, found.size) != (Kind.FILE, len(content)):
         return False
-    return same_content(view.extents(index), partial(_part, content))
-
-
-def _part(content: bytes, size: int, start: int) -> bytes:
-    return content[start : start + size]
+    return same_content(view.extents(index), lambda size, start: content[start : start + size])

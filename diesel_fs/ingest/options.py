@@ -16,14 +16,13 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """The options of a put. Raises UsageError for values that are not allowed.
+    """Raises UsageError for bad values.
 
-    `delete` deletes entries of the dataset that the source does not have; if the source is empty,
-    that needs `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include`
-    and `exclude` are globs. A glob with a slash is matched against the path below the source, a
-    glob without one against the last component; a glob that ends in a slash matches only folders. A
-    file is put if no `exclude` matches it or a folder above it and, if there are any `include`
-    globs, one of them matches it.
+    `delete` deletes entries of the dataset that the source lacks; for an empty source, that needs
+    `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include` and
+    `exclude` are globs: with a slash, for the path below the source, otherwise for the last
+    component; with a slash at the end, only for folders. A file is put if no `exclude` matches it
+    or a folder above it and, if there are `include` globs, one matches it.
     """
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
@@ -46,23 +45,21 @@ class PutOptions:
 
     @property
     def processes(self) -> int:
-        """The number of packing processes: by default one more than cores, since each waits for the
-        disk at times."""
+        """The default is one more than cores, since each process waits for the disk at times."""
         return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
 
 
 @dataclass(slots=True)
 class PutReport:
-    """The state of a put; `failed` names each file that was left out, with the reason.
+    """The state of a put; `failed` has each path that was left out, with the reason.
 
-    `files`, `content_bytes`, `chunks` and `entries` count committed data. `entries_found` counts
-    the entries to put that were found so far; `walked` is true once the whole source has been read.
-    `to_delete` has the paths that a dry run would delete, deepest first. `stripped` counts entries
-    that lost set-user-ID, set-group-ID or sticky bits, `hard_links` files that are stored once for
-    each of their names. `archives_skipped` of the `archives` had been put before and were not read
-    again; their entries count as unchanged. `backslashes` counts names in zips with backslashes
-    that were taken for slashes. `samples` counts the samples of the manifest, once the dataset has
-    it. `all_left_out`: the filters took no file of the source.
+    `files`, `content_bytes`, `chunks` and `entries` count committed data, `entries_found` the
+    entries to put so far; `walked`: the whole source has been read. `to_delete` has the paths that
+    a dry run would delete, deepest first. `stripped` counts entries that lost set-user-ID,
+    set-group-ID or sticky bits, `hard_links` files that are stored once for each name.
+    `archives_skipped` of the `archives` had been put before; their entries count as unchanged.
+    `backslashes` counts names in zips whose backslashes were taken for slashes, `samples` those of
+    a stored manifest. `all_left_out`: the filters took no file.
     """
 
     files: int = 0
@@ -85,44 +82,42 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """Count a committed chunk. `entries` is the number of entries that are complete with it: a
-        large file counts with its last extent."""
+        """A large file is complete with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes
         self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
-        """Note an entry that is left out, by its path below the source."""
+        """`path` is below the source."""
         self.failed.append((path, reason))
 
 
 PutProgress = Callable[[PutReport], None]
-"""Called after each change of the report, from the thread that puts."""
+"""Called after each change, from the thread that puts."""
 
 
 def no_progress(_: PutReport) -> None:
-    """Report no progress."""
+    """The default."""
 
 
 class Filter:
-    """`include` and `exclude` of a put (see `PutOptions`). Paths are relative to the source."""
+    """See `PutOptions`. Paths are relative to the source."""
 
     def __init__(self, options: PutOptions) -> None:
         self._include = [_Glob.of(pattern) for pattern in options.include]
         self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
         self.includes_all = not (self._include or self._exclude)
         self.has_taken = self.includes_all
-        """Whether a file or link was to be put."""
         if any(glob.folders_only for glob in self._include):
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
     def includes_folder(self, path: bytes) -> bool:
-        """Whether the folder at a path is to be put, if those above it are."""
+        """Assumes that the folders above it are put."""
         return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
     def includes_file(self, path: bytes) -> bool:
-        """Whether the file or link at a path is to be put, if the folders above it are."""
+        """Assumes that the folders above it are put."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
         is_taken = not self._include or any(
@@ -132,7 +127,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """Whether an entry is not to be put, by its own path or by that of a folder above it."""
+        """A folder above an entry may exclude it, too."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

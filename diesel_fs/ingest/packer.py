@@ -1,8 +1,8 @@
 """Packing: entries become chunks, and full chunks are stored while the next one is filled.
 
-A file that is longer than a chunk is cut into extents, one in each of its chunks. A file is packed
-only in the state that it had at one moment: if it changes during the reading, it is read again, and
-after some tries left out.
+A file that is longer than a chunk is cut into extents, one in each of its chunks. A file that
+changes during the reading is read again, and after some tries left out: it is packed only in the
+state of one moment.
 
 A `Packer` belongs to one thread. It seals and stores full chunks in a thread of its own, so at most
 `_BUILDERS` chunks (only one, if chunks are large) are in memory, however slow the store is.
@@ -28,19 +28,19 @@ from ..storage.objects.store import ObjectStore
 from .sources.walk import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
-"""Returns the next chunk ID, which follows the newest committed one. For a chunk that continues a
-file, it gets the ID of the file's first chunk, and the new ID has the same writer part (FORMAT.md,
+"""The next chunk ID follows the newest committed one. For a chunk that continues a file, the
+argument is the ID of the file's first chunk, and the new ID has the same writer part (FORMAT.md,
 section 3)."""
 
 Stored = Callable[[bytes, bytes, int], None]
-"""Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
-the number of entries that end in it (a file of several extents ends in its last chunk)."""
+"""Called for each durable chunk, in order of sealing: with its preamble, its stored header, and the
+number of entries that end in it (a file of several extents ends in its last chunk)."""
 
 FILE_BYTES_MAX = 16 << 40
 """The limit of ext4. A sparse file can claim more, and would take years to read."""
 
 MTIMES_NS = range(-(1 << 63), 1 << 63)
-"""The times that a chunk can hold: signed 64-bit numbers of nanoseconds."""
+"""A chunk holds signed 64-bit nanoseconds."""
 
 READ_TRIES = 3
 _BUILDERS = 4  # one is being filled, one is being stored, two wait for the store
@@ -49,29 +49,24 @@ _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bi
 _RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
 
 SplitPath = tuple[bytes, bytes]
-"""The folder of the dataset that an entry goes into, and its name."""
+"""Folder and name."""
 
 
 class Readable(Protocol):
-    """A content that is read once, from its beginning to its end."""
-
     def read(self, size: int, /) -> bytes | memoryview:
-        """The next bytes, `size` at most; none at the end."""
+        """Returns at most `size` bytes; none at the end."""
         ...
 
 
 class FileSkipped(Exception):
-    """A file could not be read in one unchanged state; the message is the reason."""
+    """A file could not be read in one unchanged state."""
 
 
 class Packer:
     """Fills chunks with entries and stores them. `finish` stores the last; then all is durable.
 
-    After a chunk could not be stored, every method except `close` raises the error: entries are
-    lost, and nothing may hide that. Continue with a new packer.
-
-    `stripped` counts entries that lost set-user-ID, set-group-ID or sticky bits. `hard_links`
-    counts files that have other names as well: each name becomes a file of its own.
+    After a chunk could not be stored, every method except `close` raises the error, since entries
+    are lost. Continue with a new packer. `stripped` and `hard_links` are those of `PutReport`.
     """
 
     def __init__(
@@ -98,19 +93,15 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
-        """The largest size of an extent: longer files have several extents."""
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """The number of entries in the chunk that is being filled."""
+        """Entries in the unfinished chunk."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """Read the file `name` in the descriptor `folder`.
-
-        Raises OSError, or FileSkipped if it is no regular file or keeps changing; then no part of
-        it is in any version of the dataset.
-        """
+        """`folder` is a descriptor. Raises OSError, or FileSkipped if the file is not regular or
+        keeps changing; then no part of it is in any version of the dataset."""
         if self._failure is not None:  # as `_check`, without a call for each file
             raise self._failure
         for attempt in range(READ_TRIES):
@@ -133,11 +124,8 @@ class Packer:
     def add_files(
         self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
     ) -> None:
-        """Read files in the descriptor `folder`, which is the folder `path` of the dataset.
-
-        Calls `failed` with the name of each file that could not be read in one unchanged state, and
-        the reason; no part of such a file is in any version of the dataset.
-        """
+        """`add_file` for files of the folder `path`, which calls `failed` with a name and the
+        reason instead of raising."""
         at = 0
         while at < len(names):
             self._check()
@@ -153,10 +141,10 @@ class Packer:
                 at += 1
 
     def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
-        """Read files one after the other, until the chunk is full or something is unusual; returns
-        the number of files that were added.
+        """Read files until the chunk is full or something is unusual; returns the number of added
+        files.
 
-        Nearly every file of a put is read in this loop. So it makes no avoidable call, and keeps no
+        Nearly every file of a put is read in this loop, so it makes no avoidable call, and keeps no
         object for each file.
         """
         builder = self._builder
@@ -178,7 +166,7 @@ class Packer:
                         break
                     if mtime_ns not in MTIMES_NS:
                         break
-                    # One byte more than the file should have, to notice a file that grows
+                    # One byte more, to notice a file that grows
                     count = readv(file, (room[end : end + size + 1],))
                     after = fstat(file)
                 finally:
@@ -205,7 +193,7 @@ class Packer:
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """Read the link `name` in the descriptor `folder`. Raises OSError, FileSkipped."""
+        """`folder` is a descriptor. Raises OSError, FileSkipped."""
         self._check()
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -214,7 +202,7 @@ class Packer:
         self._submit_if_full()
 
     def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
-        """Add a folder. Raises FileSkipped."""
+        """Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -222,7 +210,7 @@ class Packer:
         self._submit_if_full()
 
     def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """Add a link whose target the caller has read. Raises FileSkipped."""
+        """Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self._builder.add_link(path, mtime_ns, target)
@@ -231,7 +219,7 @@ class Packer:
     def add_stream(
         self, file: Readable, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
-        """Add the next `size` bytes of `file`. Raises FileSkipped, also if it ends before."""
+        """The next `size` bytes of `file`. Raises FileSkipped, also if it ends before."""
         self._check()
         check_storable(mtime_ns, size)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -256,7 +244,7 @@ class Packer:
         mtimes_ns: Sequence[int],
         contents: Sequence[memoryview],
     ) -> None:
-        """Add files of the folder `path` whose contents are in memory, each in one extent."""
+        """Each in one extent."""
         at = 0
         while at < len(names):
             self._check()
@@ -279,7 +267,7 @@ class Packer:
             self._submit_if_full()
 
     def finish(self) -> None:
-        """Store the rest, and wait until all is durable. The packer can be used again."""
+        """Wait until all is durable. The packer can be used again."""
         self._check()
         if len(self._builder):
             self._submit()
@@ -288,13 +276,13 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Stop storing. Entries outside of stored chunks are lost."""
+        """Loses entries outside of stored chunks."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Try once to read a file of one extent; returns False if the file changed meanwhile."""
+        """Returns False if the file changed meanwhile."""
         size, builder = before.st_size, self._builder
-        room = builder.room(size + 1)  # one byte more, to notice a file that grows
+        room = builder.room(size + 1)
         count = os.readv(file, (room,))
         if count != size:
             while 0 < count < size:  # a signal, or a file system that reads less at once
@@ -313,8 +301,8 @@ class Packer:
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Like `_read`, for a file of several extents. The last extent is added only if the file
-        did not change: without it, the file stays incomplete for ever, and no reader shows it."""
+        """Like `_read`. The last extent is added only if the file did not change: without it, no
+        reader ever shows the incomplete file."""
         first: Stamp | None = None
         for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
@@ -346,8 +334,8 @@ class Packer:
         """Add the file or extent (`part`) that the caller has read into the builder's room.
 
         Each extent except the last ends its chunk, so no chunk has two extents of one file. All
-        extents of a file have the stamp of the first (`first`), which is known when the first chunk
-        has its ID. Returns the stamp; None for a file of one extent.
+        have the stamp of the first (`first`), which is known when the first chunk has its ID.
+        Returns the stamp; None for a file of one extent.
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
@@ -367,8 +355,7 @@ class Packer:
             self._submit()
 
     def _submit(self, *, goes_on: bool = False) -> Future[ChunkId]:
-        """Store the chunk in the background, and continue with an empty builder. `goes_on`: the
-        chunk's last file continues in the next chunk."""
+        """`goes_on`: the chunk's last file continues in the next chunk."""
         builder = self._builder
         try:
             future = self._thread.submit(self._store, builder, len(builder) - goes_on)
@@ -382,7 +369,7 @@ class Packer:
         return future
 
     def _await_oldest(self) -> None:
-        """Wait for the oldest chunk. Only if it is stored, its builder is filled again."""
+        """The oldest chunk's builder is filled again only if it is stored."""
         future, builder = self._submitted[0]
         future.result()
         del self._submitted[0]
@@ -394,8 +381,8 @@ class Packer:
             raise self._failure
 
     def _fail(self, error: BaseException) -> DieselError:
-        """Refuse all further entries, since a chunk is lost. Returns the error as a DieselError, so
-        that it is not taken for an error of the file that was being read."""
+        """Refuse all further entries, since a chunk is lost. Returns a DieselError, so that it is
+        not taken for an error of the file that was being read."""
         if self._failure is None:
             self._failure = (
                 error
@@ -405,8 +392,7 @@ class Packer:
         return self._failure
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """Seal a chunk and make it durable, unless an earlier one failed. Runs in the storing
-        thread."""
+        """Seal a chunk and make it durable, unless an earlier one failed. In the storing thread."""
         self._check()
         try:
             chunk, parts, _ = seal_and_store(
@@ -427,8 +413,7 @@ def start_packer(
     compress: str,
     committed: Callable[[ValidatedChunk, int], None] | None = None,
 ) -> Packer:
-    """A packer for a session that commits chunks as soon as they are durable. Calls `committed`
-    with each chunk, and with the number of entries that end in it."""
+    """Durable chunks are committed. `committed` gets each, and its number of ended entries."""
 
     def commit(preamble: bytes, header: bytes, entries: int) -> None:
         chunk = session.commit(preamble, header)
@@ -439,7 +424,7 @@ def start_packer(
 
 
 def check_storable(mtime_ns: int, size: int = 0) -> None:
-    """Raise FileSkipped if no chunk can hold an entry with this time, or of this size."""
+    """Raise FileSkipped if no chunk can hold this time or size."""
     if mtime_ns not in MTIMES_NS:
         raise FileSkipped("refused: its mtime cannot be stored (years 1678 to 2261 can)")
     if not 0 <= size <= FILE_BYTES_MAX:
@@ -447,7 +432,7 @@ def check_storable(mtime_ns: int, size: int = 0) -> None:
 
 
 def _split_extents(size: int, extent_bytes: int) -> Iterator[ExtentInfo | None]:
-    """The extents of a file of `size` bytes; None alone if it has just one."""
+    """None alone if the file has just one."""
     if size <= extent_bytes:
         yield None
         return
@@ -457,7 +442,6 @@ def _split_extents(size: int, extent_bytes: int) -> Iterator[ExtentInfo | None]:
 
 
 def _is_same(before: os.stat_result, after: os.stat_result) -> bool:
-    """Whether a file did not change between the two."""
     return (
         before.st_size == after.st_size
         and before.st_mtime_ns == after.st_mtime_ns

@@ -1,9 +1,9 @@
 """A put: adds the entries of a source to a dataset, unless they are there already.
 
-`put` is the same for every source. It opens the source, compares it with the dataset, packs and
-commits new entries, deletes entries that the source lacks (with `--delete`), and publishes; a
-manifest comes last (`manifest.py`). A `Source` has everything that differs between sources;
-`sources/` has five of them. One thread; a source may start others.
+`put` opens the source, compares it with the dataset, packs and commits new entries, deletes entries
+that the source lacks (with `--delete`), and publishes; a manifest comes last (`manifest.py`). A
+`Source` has everything that differs between the sources in `sources/`. One thread; a source may
+start others.
 """
 
 from abc import ABC, abstractmethod
@@ -24,10 +24,10 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """Everything that a source needs during one put."""
+    """What a source needs during one put."""
 
     repository: Repository
-    target: bytes  # the path of the source in the dataset
+    target: bytes  # of the source
     options: PutOptions
     path_filter: Filter
     view: Snapshot  # the dataset before the put
@@ -37,24 +37,22 @@ class PutWork:
 
 
 class Source(ABC):
-    """Entries to put. Its methods are called in this order, for one put: `open`, `start`, then
-    `count`, or `pack` and `published`; and `close` in any case."""
+    """Entries to put. One put calls `open`, `start`, then `count`, or `pack` and `published`; and
+    `close` in any case."""
 
     shadowed_reason = ""
-    """The reason, for the report, to leave out a file whose path is also a folder of the source;
-    empty for a source that cannot have both."""
+    """Why a file is left out whose path is also a folder of the source; empty if a source cannot
+    have both."""
 
     _work: PutWork
     _comparer: Comparer
 
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Open the source, before a dataset is created. Raises NotFoundError, PermissionDenied,
-        UsageError."""
+        """The dataset does not exist yet. Raises NotFoundError, PermissionDenied, UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
-        """Begin; returns the comparer that will record the entries of the source. Raises
-        ConflictError."""
+        """Returns the comparer that will record the source's entries. Raises ConflictError."""
         self._work = work
         self._comparer = Comparer(
             work.view, work.target, work.options, work.path_filter, work.readable
@@ -63,17 +61,16 @@ class Source(ABC):
 
     @abstractmethod
     def count(self) -> bool:
-        """Dry run: count in the report the entries that would be put. Returns the same as
-        `pack`."""
+        """Dry run: count the entries that would be put. Returns the same as `pack`."""
 
     @abstractmethod
     def pack(self, session: WriteSession) -> bool:
-        """Pack and commit the new entries. Returns whether the source was read to its end: if not,
-        entries that it seems to lack must not be deleted. Raises DieselError; earlier commits
-        stay."""
+        """Commit the new entries. Returns whether the source was read to its end; otherwise,
+        entries that it seems to lack must not be deleted. Raises DieselError; earlier commits stay.
+        """
 
     def published(self, session: WriteSession) -> None:  # noqa: B027  # most have nothing to add
-        """Called when the put is durable and the snapshot of its version is published."""
+        """The put is durable, and the snapshot of its version is published."""
 
     def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
@@ -89,14 +86,12 @@ def put(
     *,
     manifest: FetchedManifest | None = None,
 ) -> PutReport:
-    """Put the entries of a source below the path `target` of a dataset, which is created if
-    missing.
+    """Put a source's entries below the path `target` of a dataset, which is created if missing.
 
-    Entries that are there unchanged are skipped, so a put can be repeated, and an interrupted put
-    continues. When this returns, all entries are durable, and the snapshot of the new version is in
-    the repository. The report names the entries that could not be put. A manifest is stored as a
-    file of the dataset, in a version of its own after that of the files it names. Raises
-    DieselError; earlier commits stay.
+    Unchanged entries are skipped, so a put can be repeated, and an interrupted put continues. When
+    this returns, all entries are durable, and the snapshot of the new version is in the repository.
+    The report names the entries that could not be put. A manifest becomes a file of the dataset, in
+    a version of its own after that of its files. Raises DieselError; earlier commits stay.
     """
     options = options or PutOptions()
     check_not_reserved(target)
@@ -138,11 +133,8 @@ def put(
 def _begin(
     repository: Repository, dataset: str, options: PutOptions
 ) -> tuple[WriteSession | None, Snapshot, ReadabilityCheck]:
-    """The session of a put, the dataset before it, and the check of its entries' readability.
-
-    A dry run has no session; it takes a missing dataset for an empty one and does not create it.
-    Raises DieselError.
-    """
+    """A dry run has no session; it takes a missing dataset for an empty one and does not create it.
+    Raises DieselError."""
     session = None if options.dry_run else repository.begin(dataset)
     try:
         view = session.view if session else repository.view(dataset)
@@ -154,11 +146,8 @@ def _begin(
 def _delete_shadowed_files(
     repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, reason: str
 ) -> None:
-    """Delete the files of this put at paths where it has also put folders. `before` is the dataset
-    before the put; the report gets the reason.
-
-    If others wrote meanwhile, the files may be theirs and stay: `verify` names them.
-    """
+    """Delete files of this put at paths where it has also put folders. If others wrote meanwhile,
+    the files may be theirs and stay: `verify` names them."""
     shadowed = sorted(_shadowed_files(repository.view(session.name)) - _shadowed_files(before))
     if shadowed and not session.others_committed():
         session.delete(shadowed)
@@ -168,5 +157,5 @@ def _delete_shadowed_files(
 
 
 def _shadowed_files(view: Snapshot) -> set[bytes]:
-    """The paths that are both a folder and a file, which readers do not see."""
+    """Readers do not see the files."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

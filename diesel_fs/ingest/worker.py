@@ -1,9 +1,9 @@
-"""Processes that pack the files of a folder, and their messages to the coordinator of a put.
+"""Processes that pack the files of a folder, and their messages to the coordinator of a put
+(`sources/folder.py`).
 
-The coordinator (`sources/folder.py`) walks the source and commits; each packing process reads files
-and stores chunks. A message is a msgpack list, a word and its values, over a pipe. A process is a
-fork of the coordinator. If the object store does not work in a fork, the process is a program of
-its own, and its first message is its job.
+A message is a msgpack list, a word and its values, over a pipe. A process is a fork of the
+coordinator, or, if the object store does not work in a fork, a program that gets its job in the
+first message.
 
     to the process
         ["job", source, target, identity, URL, chunk bytes, compression]
@@ -19,7 +19,7 @@ its own, and its first message is its job.
         ["error", class, message, advice]               the put cannot go on
 
 A packing process has three threads: one receives, one packs, one stores (in the `Packer`). It ends
-when its coordinator ends, for whatever reason.
+when its coordinator ends.
 """
 
 import gc
@@ -50,23 +50,21 @@ from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a packing process handles differently from its coordinator; blocked until then."""
+"""A packing process handles them differently from its coordinator; they are blocked until then."""
 
 _END_WAIT_S = 10.0  # for a process to end by itself
 
 FolderFiles = tuple[bytes, bytes, bytes]
-"""A folder below the source, and the names of files and of links in it to pack, NULs between."""
+"""A folder below the source, and the names of files and of links to pack, NULs between."""
 
 FolderEntry = tuple[bytes, int, int]
-"""A folder entry to create: path below the source, mode, mtime_ns."""
+"""Path below the source, mode, mtime_ns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """The facts that a packing process needs from the start."""
-
-    root: int  # descriptor of the source
-    target: bytes  # the path of the source in the dataset
+    root: int  # of the source
+    target: bytes  # of the source, in the dataset
     identity: UUID
     objects: ObjectStore
     chunk_bytes: int
@@ -77,8 +75,6 @@ class PackJob:
 
 
 class _PackProcess:
-    """A packing process: receives batches, packs them, and sends the results."""
-
     def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
         self._job = job
@@ -117,7 +113,7 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """Receive messages. When the coordinator ends, this process ends, too."""
+        """Ends this process when the coordinator ends."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -131,8 +127,8 @@ class _PackProcess:
             self.end()
 
     def end(self) -> NoReturn:
-        """End the process, after the current chunk is stored: otherwise half an object would stay
-        in the store. (The storing thread calls this between two chunks.)"""
+        """End the process after the current chunk is stored: otherwise half an object would stay in
+        the store. (The storing thread calls this between two chunks.)"""
         if threading.current_thread() is not self._storing:
             with self._arrived:
                 self._is_over = True
@@ -152,7 +148,7 @@ class _PackProcess:
     def _pack(
         self, folders: list[FolderFiles], entries: list[FolderEntry]
     ) -> list[tuple[bytes, str]]:
-        """Pack one batch; returns the paths that failed, with reasons."""
+        """Returns failed paths, with reasons."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in entries:
             target = target_path(self._job.target, path)
@@ -196,13 +192,9 @@ def _run_forked_worker(
     coordinators: "Sequence[Connection[bytes, bytes]]",
     job: PackJob,
 ) -> NoReturn:
-    """Run a packing process that is a fork, with `_OWN_SIGNALS` still blocked. It ignores Ctrl-C,
-    which is meant for the coordinator.
-
-    `coordinators` are the coordinator's ends of this pipe and of earlier ones, which the fork has
-    copied. They are closed here, since an open copy would keep the pipe open when the coordinator
-    dies.
-    """
+    """`_OWN_SIGNALS` are still blocked. `coordinators` are the coordinator's ends of this pipe and
+    of earlier ones, which the fork has copied: an open copy would keep the pipe open when the
+    coordinator dies."""
     for end in coordinators:
         end.close()
     gc.freeze()  # the collector skips objects from before the fork, so their pages stay shared
@@ -210,7 +202,6 @@ def _run_forked_worker(
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
-    """Run a packing process that is a program of its own, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -225,7 +216,7 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
 
 
 def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
-    """Install this process's own signal handlers, pack until the job is done, and end."""
+    """Ctrl-C is meant for the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
@@ -245,10 +236,7 @@ def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
 
 
 class WorkerHandle:
-    """One packing process, as the coordinator sees it.
-
-    `outstanding` counts the batches that it has not finished yet.
-    """
+    """A packing process, for the coordinator. `outstanding` counts its unfinished batches."""
 
     def __init__(
         self, job: PackJob, others: "list[WorkerHandle]", program: Sequence[str], url: str
@@ -256,8 +244,7 @@ class WorkerHandle:
         fork = get_context("fork")
         self.pipe: Connection[bytes, bytes]
         self.pipe, theirs = fork.Pipe()
-        # Blocked, since a signal before the process has its own handlers would run the
-        # coordinator's
+        # Blocked: a signal before the process has its own handlers would run the coordinator's
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
         try:
             self._process: ForkProcess | subprocess.Popen[bytes]
@@ -280,7 +267,7 @@ class WorkerHandle:
     def _start_program(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
-        """Start a program that inherits only the pipe and the source, with the signals blocked."""
+        """It inherits only the pipe and the source, with the signals blocked."""
         if not program:
             raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
         process = subprocess.Popen(
@@ -293,19 +280,18 @@ class WorkerHandle:
         return process
 
     def close_requests(self) -> None:
-        """Close the sending side, which ends the process. Its messages still arrive. Repeatable."""
+        """Ends the process. Its messages still arrive. Repeatable."""
         self._end_s = self._end_s or time.monotonic() + _END_WAIT_S
         with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(SHUT_WR)
 
     @property
     def patience_s(self) -> float:
-        """The time left for the process to end, after it was told to."""
         assert self._end_s is not None
         return max(0.0, self._end_s - time.monotonic())
 
     def end(self) -> None:
-        """Wait for the process to end, after it was told to, and kill it if it does not."""
+        """Wait for the process to end, or kill it."""
         self.pipe.close()
         if isinstance(self._process, subprocess.Popen):
             try:
@@ -326,7 +312,6 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """The reason why the process has ended, if it could send it."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
@@ -336,8 +321,8 @@ class WorkerHandle:
 
 
 def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes, int]]:
-    """Tell the processes to end, and yield the values of each "stored" message that was not
-    received yet. Each process first finishes the chunk that it is storing."""
+    """End the processes, and yield the values of each "stored" message that was not received yet.
+    Each process first finishes the chunk that it is storing."""
     for worker in workers:
         worker.close_requests()
     for worker in workers:

@@ -1,14 +1,12 @@
 """The handshake of a connection to a master, at both ends: TLS, greeting, hello and proofs
 (`PEERS.md`, section 3).
 
-`connect` (for a master, in trio) and `connect_blocking` (for a reader, its client) are the
-connecting end, `accept_tls` and `authenticate` are the accepting end. Each end proves that it knows
-the task's secret, a key that all masters and clients of the task have. A process without it learns
-only that its proof was wrong, and nothing but its hello is read before. The bytes are in `wire.py`;
-`master/peer.py` and `reader/owner_link.py` decide when to connect, `master/acceptor.py` limits how
-many may try.
+`connect` (in trio) and `connect_blocking` (for a reader) are the connecting end, `accept_tls` and
+`authenticate` the accepting one. Each end proves that it knows the task's secret. A process without
+it learns only that its proof was wrong, and nothing but its hello is read before.
 """
 
+import hmac
 import os
 import socket
 import ssl
@@ -37,14 +35,14 @@ from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
-"""The time limit of the whole handshake, at both ends."""
+"""For the whole handshake, at both ends."""
 
 _SILENT, _CLOSED = "the other master does not answer", "the other master closed the connection"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalIdentity:
-    """The identity that this master shows to other masters."""
+    """This master, as other masters see it."""
 
     rank: int
     instance: bytes
@@ -52,19 +50,17 @@ class LocalIdentity:
     version: int
     secret: bytes = field(repr=False)
     sizes: Sizes = field(repr=False)
-    """Bytes of each chunk of this version."""
+    """The bytes of each chunk of this version."""
 
     certificate: Certificate | None = None
-    """With a certificate, the master speaks TLS on connections in both directions."""
+    """If set, connections in both directions use TLS."""
 
     @property
     def identity(self) -> UUID:
-        """The identity of the dataset."""
         return self.task.identity
 
     @property
     def connector(self) -> "Connector":
-        """The identity that this master shows when it connects."""
         return Connector(
             self.rank, self.instance, self.identity, self.version, self.task.digest, self.secret,
             has_tls=self.certificate is not None, is_client=False,
@@ -73,21 +69,20 @@ class LocalIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """The identity that a process shows when it connects to a master."""
+    """A process that connects to a master."""
 
-    rank: int  # of its node
-    instance: bytes  # of the process
-    identity: UUID  # of the dataset
+    rank: int
+    instance: bytes
+    identity: UUID
     version: int
-    task: bytes  # SHA-256 of the task's name
+    task: bytes  # SHA-256 of its name
     secret: bytes = field(repr=False)
-    has_tls: bool  # all connections of the task use TLS
-    is_client: bool  # a reader, and no master
+    has_tls: bool
+    is_client: bool
 
 
 class HandshakeRejected(Exception):
-    """A connector is not let in. `why` is for the log; `reply` is sent to the connector, and may be
-    empty."""
+    """`why` is for the log; `reply` is sent to the connector, and may be empty."""
 
     def __init__(self, why: str, reply: bytes = b"") -> None:
         super().__init__(why)
@@ -98,12 +93,11 @@ class HandshakeRejected(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 _Proving = Generator[bytes | int, bytearray, None]
-"""A dialogue: it yields bytes to send, or how many to receive, which are then sent to it."""
+"""Yields bytes to send, or a number of bytes to receive, and is sent those."""
 
 
 async def connect(me: Connector, member: Member) -> Channel:
-    """Connect to a member; both ends have proved that they know the secret when this returns.
-    Raises DieselError with the reason."""
+    """On return, both ends have proved that they know the secret. Raises DieselError."""
     channel: Channel | None = None
     is_ready = False
     try:
@@ -124,8 +118,7 @@ async def connect(me: Connector, member: Member) -> Channel:
 
 
 def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
-    """As `connect`, for a thread: the connected socket, which blocks. Takes at most `HELLO_S` for
-    each message, of which there are few."""
+    """As `connect`, for a thread. Each of the few messages takes at most `HELLO_S`."""
     plain: socket.socket | None = None
     is_ready = False
     try:
@@ -199,8 +192,7 @@ async def _prove(channel: Channel, me: Connector, member: Member) -> None:
 
 
 def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
-    """The dialogue of a connector; `certificate` is the acceptor's (empty without
-    TLS). Raises DieselError."""
+    """`certificate` is empty without TLS. Raises DieselError."""
     binding = certificate_digest(certificate) if certificate else NO_BINDING
     if member.certificate and binding != member.certificate:
         raise PermissionDenied("the other master's certificate is not the registered one")
@@ -223,13 +215,12 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
     rejection = parse_error(answer)
     if rejection is not None:
         raise rejection
-    if not wire.proofs_equal(wire.parse_proof(answer), proofs.acceptor):
+    if not hmac.compare_digest(wire.parse_proof(answer), proofs.acceptor):
         raise PermissionDenied("the other master does not know the task's secret")
 
 
 def _why(error: OSError) -> str:
-    """Why connecting failed. trio tries all addresses of a host, and raises one error, whose
-    cause has those of all addresses."""
+    """trio tries all addresses of a host; the cause of its error has those of all."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -241,7 +232,7 @@ def _why(error: OSError) -> str:
 
 
 async def accept_tls(channel: Channel) -> None:
-    """The TLS handshake, if the channel uses TLS. Raises HandshakeRejected."""
+    """Raises HandshakeRejected."""
     if isinstance(channel, TlsChannel):
         try:
             await channel.do_handshake()
@@ -250,8 +241,7 @@ async def accept_tls(channel: Channel) -> None:
 
 
 async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
-    """The hello of the connector, once it has proved that it knows the secret. Raises
-    HandshakeRejected."""
+    """Receive a connector's hello, and check that it knows the secret. Raises HandshakeRejected."""
     nonce = os.urandom(NONCE_BYTES)
     try:
         await _greet(channel, nonce)
@@ -262,7 +252,7 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
         raise HandshakeRejected(str(error)) from error
     binding = NO_BINDING if me.certificate is None else me.certificate.digest
     proofs = Proofs(me.secret, nonce, binding, me.task.digest, theirs)
-    if not wire.proofs_equal(proof, proofs.connector):
+    if not hmac.compare_digest(proof, proofs.connector):
         raise _rejection(PermissionDenied("the wrong secret"))
     if theirs.identity != me.identity:
         raise _rejection(UsageError("another dataset"))
@@ -290,7 +280,7 @@ async def _greet(channel: Channel, nonce: bytes) -> None:
 
 
 def _rejection(error: DieselError, why: str = "") -> HandshakeRejected:
-    """A rejection: the connector receives the error; the log also has `why`."""
+    """The connector gets the error; the log also gets `why`."""
     message = frames.frame(error_message(error), wire.HELLO_LIMITS)
     return HandshakeRejected(f"{error.message}: {why}" if why else error.message, message)
 

@@ -1,15 +1,11 @@
-"""Finds the master of a task on this node, and starts it if there is none.
+"""Finds the master of a task on this node, and starts it if there is none. Any thread and process.
 
-A task has a folder in the user's runtime folder, with one folder for each node of it on this
-machine. A node's folder has three files: `socket`, at which the master listens; `lock`, which a
-process holds while it starts a master; and `options`, the request that the master was started with,
-without secrets and without addresses that may hold passwords. A master that ends by itself removes
-`options`. So `options` beside a dead socket means that the master was killed, and says which node
-it was: a process that joins without a rank must not become another node. Remains of an old job are
-removed by the next one, and the folders by the last master.
-
-`master/daemon.py` is the master's program, `reader/master_link.py` talks to it. Calls may come from
-any thread and any process.
+A task has a folder in the user's runtime folder, and in it a folder for each of its nodes on this
+machine. That has three files: `socket`; `lock`, which a process holds while it starts a master; and
+`options`, the request that started the master, without secrets and without addresses that may hold
+passwords. A master that ends by itself removes `options`. So `options` beside a dead socket means
+that the master was killed, and says which node it was: a process that joins without a rank must not
+become another. The next job removes old remains, the last master the folders.
 """
 
 import fcntl
@@ -51,35 +47,30 @@ log = logging.getLogger("diesel.task")
 MASTER = (sys.executable, "-m", "diesel_fs.peers")
 
 START_DEADLINE_S = 60.0
-"""How long a master may take to start: it may have to fetch a snapshot first."""
+"""A master may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""How long the other processes of a node wait for the first one to start the master: a user looks
-for errors there."""
+"""Other processes of a node wait for the first one, where users look for errors."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""How often a master marks on its node that it is alive, and for how long after the last mark a
-process that joins without a rank restarts a killed master. Processes that were its clients restart
-it at any time."""
+"""How often a master marks that it is alive; and how long after its last mark it is restarted, if
+it was killed, by a process that joins without a rank. Its former clients restart it at any time."""
 
 DESCRIPTORS_MIN = 512
-"""Open files of a master for its clients and chunks, besides those for connections to other
-nodes."""
+"""Open files of a master for clients and chunks, besides its connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""How long a process waits for another one that makes or removes folders of tasks, which takes
-microseconds unless that process was stopped."""
+"""Making or removing folders takes microseconds, unless the process was stopped."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
-"""Errors after which starting again would fail again."""
 
-_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # of a node that needs no others
+_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # for a node that needs no others
 _OPTIONS, _LOCK = "options", "lock"
 _POLL_S = 0.02
-_ANSWER_S = 1.0  # how long a master without readers may take to answer, and to end
+_ANSWER_S = 1.0  # for a master without readers to answer, and to end
 _ENDED_READER_S = 0.1
 _CONNECT_S = 5.0  # a master that accepts no connection for this time hangs
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")  # a process's number on its node
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _NODE_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
 
 _Found = TypeVar("_Found")
@@ -92,17 +83,21 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which is started by `program` if none is alive. A
-    running master that has readers keeps its options; if the request asks for others, a warning
-    names them. One that nobody reads any more (of a mount that has just ended, say) makes way.
-
-    Raises the error that kept the master from starting, with the end of its log; UsageError for a
-    rank or an address that makes no sense.
-    """
+    """The socket of this node's master, which `program` starts if none is alive. A master that has
+    readers keeps its options; a warning names those in which the request differs. One without
+    readers (of a mount that has just ended) makes way. Raises the error that kept the master from
+    starting, with the end of its log; UsageError for a bad rank or address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
-    if _has_other_options(request, socket_path) and _ends_unless_it_is_read(request, socket_path):
+    running = _running_request(socket_path)
+    if (
+        running is not None
+        and not request.asks_for_the_same(running)
+        and _ends_unless_it_is_read(request, socket_path)
+    ):
         socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
-    if ignored := _differing_options(request, socket_path):
+        running = _running_request(socket_path)
+    ignored = [] if running is None else request.differing_options(running)
+    if ignored:
         log.warning(
             "%s: ignored, because this node's master of task %r runs with other options; it ends"
             " after some seconds without clients", ", ".join(ignored), request.task,
@@ -116,11 +111,8 @@ def _find_or_start(
     first_process_wait_s: float,
     start_deadline_s: float,
 ) -> Path:
-    """The socket of this node's master, found or started.
-
-    Without a rank, a task of one node has the only master that is alive on this machine, else the
-    only one that was killed, which is restarted as the node that it was.
-    """
+    """Without a rank, a task of one node has the only live master on this machine, else the only
+    killed one, restarted as the node that it was."""
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
@@ -147,31 +139,19 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
-            return None  # they are those of an earlier master that was killed
+            return None  # of an earlier master that was killed
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
-        return None  # the master is starting or ending, or has another version of this program
-
-
-def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
-    running = _running_request(socket_path)
-    return [] if running is None else request.differing_options(running)
-
-
-def _has_other_options(request: TaskRequest, socket_path: Path) -> bool:
-    running = _running_request(socket_path)
-    return running is not None and not request.asks_for_the_same(running)
+        return None  # it is starting or ending, or has another version of this program
 
 
 def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
-    """Have the master at a socket end if it has no readers; whether it has ended.
-
-    It ends when a client comes for another version of the dataset; no version is 0.
-    """
+    """End a master without readers; returns whether it ended. It ends when a client comes for
+    another version of the dataset; no version is 0."""
     with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
         client.settimeout(_ANSWER_S)
         connect_unix(client, socket_path)
-        # A reader that has just ended may still count for a moment.
+        # A reader that has just ended may still count.
         if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
             return False
         hello = local_wire.hello(UUID(hex=request.identity), 0)
@@ -181,8 +161,7 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _readers(client: socket.socket) -> int:
-    """Ask a master on this connection for its number of readers; -1 if it does not answer that.
-    Raises OSError, CorruptError."""
+    """-1 if the master does not answer that. Raises OSError, CorruptError."""
     client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
@@ -200,9 +179,8 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Start the master at a socket again if it was killed; returns whether it was. Raises as
-    `join`. After an error that may pass it may be called again; after a permanent one it does
-    nothing any more."""
+    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`;
+    after a permanent error, does nothing."""
     if is_alive(socket_path):
         return False
     try:
@@ -214,14 +192,13 @@ def restart_killed(
 
 
 def mark_ended(socket_path: Path) -> None:
-    """The master at a socket ends by itself, so no process must start it again."""
     with suppress(OSError):
         socket_path.with_name(_OPTIONS).unlink()
 
 
 def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S) -> None:
-    """Remove a node's folder, and its task's with the last one. They stay while a master is
-    running or starting, and after it was killed."""
+    """Remove a node's folder, and its task's with the last one, unless a master is running,
+    starting, or was killed."""
     with (
         suppress(OSError, DieselError),
         _locked(socket_path, 0.0, folders_wait_s),
@@ -234,14 +211,13 @@ def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S)
 
 
 def mark_alive(socket_path: Path) -> None:
-    """Mark that the master at a socket is alive."""
     with suppress(OSError):
         os.utime(socket_path.with_name(_OPTIONS))
 
 
 def _remove_if_stale(socket_path: Path) -> bool:
-    """Whether the killed master at a socket belonged to a job that ended long ago. Its files are
-    then removed, as a new job must not take over its rank."""
+    """Remove the files of a killed master if its job ended long ago (a new job must not take over
+    its rank); returns whether it did."""
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
@@ -257,12 +233,12 @@ def _remove_if_stale(socket_path: Path) -> bool:
 
 
 def has_successor(socket_path: Path) -> bool:
-    """Whether another master is running or starting at a socket that was closed."""
+    """Whether another master runs or starts at a socket that was closed."""
     if socket_path.exists():
         return True
     try:
         lock = os.open(socket_path.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # no process is starting one
+    except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -274,12 +250,11 @@ def has_successor(socket_path: Path) -> bool:
 
 
 def is_alive(socket_path: Path) -> bool:
-    """Whether a master accepts connections at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_S)
         try:
             connect_unix(probe, socket_path)
-        except TimeoutError:  # the master is there and hangs; another would hang, too
+        except TimeoutError:  # the master hangs; another would, too
             return True
         except OSError:
             return False
@@ -287,17 +262,15 @@ def is_alive(socket_path: Path) -> bool:
 
 
 def default_log(request: TaskRequest) -> Path:
-    """The log file of a node's master."""
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
 
 
 def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
-    """Whether the master at a socket ends within `timeout_s`."""
     return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first process of its node, by the variables of SLURM and torchrun."""
+    """SLURM and torchrun set variables."""
     values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
     return next(values, "0").strip() == "0"
 
@@ -305,8 +278,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """Hold the lock of a socket: no other process starts a master there, or removes its folder.
-    The folder is made if it is missing. Raises BusyError."""
+    """Meanwhile no other process starts a master at the socket, or removes its folder, which is
+    made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -329,14 +302,13 @@ def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager
 def _held(
     attempt: Callable[[], int | None], timeout_s: float, every_s: float, otherwise: str
 ) -> Iterator[None]:
-    """Hold the lock that `attempt` returns. Raises BusyError with this message if it returns
-    none in time."""
+    """Hold the lock that `attempt` returns. Raises BusyError with the message `otherwise`."""
     lock = _poll(attempt, timeout_s, every_s)
     if lock is None:
         raise BusyError(otherwise)
     try:
         yield
-    finally:  # a child that another thread has forked meanwhile has the file open, too: unlock it
+    finally:  # a child that was forked meanwhile has the file open, too: unlock it
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
@@ -354,7 +326,7 @@ def _try_lock(path: Path) -> int | None:
 def _poll(
     attempt: Callable[[], _Found | None], timeout_s: float, every_s: float = _POLL_S
 ) -> _Found | None:
-    """The first result of `attempt` that is not None; None when the time is over."""
+    """The first result of `attempt` that is not None; None after the time."""
     until_s = time.monotonic() + timeout_s
     while (found := attempt()) is None and time.monotonic() <= until_s:
         time.sleep(every_s)
@@ -375,8 +347,8 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """Start a master that was killed as the same node; False if it ended by itself. Options that
-    the request does not give stay as they were. Raises DieselError."""
+    """False if the master ended by itself. Options that the request does not give stay. Raises
+    DieselError."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
@@ -393,8 +365,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Save the request that a master was started with, without secrets and addresses that may hold
-    a password."""
+    """The file gets no secrets, and no addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -413,7 +384,7 @@ def _start(
     assert rank is not None
     assert world is not None
     if world == 1 and not request.peers and not _is_registered(request):
-        # No other node has to find a node that is alone: it gets a list of nodes of its own
+        # A node that is alone needs no registry: it gets a list of nodes of its own
         request = replace(
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )
@@ -441,8 +412,8 @@ def _start(
 
 
 def _check_descriptors(world: int) -> None:
-    """Raises UsageError if a task of `world` nodes needs more connections than the hard limit of
-    open files allows. A master raises its soft limit itself."""
+    """Raise UsageError if the hard limit of open files (a master raises its soft limit) is too low
+    for `world` nodes."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -458,8 +429,7 @@ def _is_registered(request: TaskRequest) -> bool:
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """The socket of the master for a request with a rank. Its folder exists while one is running or
-    starting."""
+    """`request` has a rank. The socket's folder exists while a master runs or starts."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 

@@ -1,8 +1,7 @@
-"""Every byte of the local protocol, between a master and its clients, the readers on its own node
+"""Every byte of the local protocol, between a master and the readers on its own node, its clients
 (`PEERS.md`, section 4).
 
-This module has the messages and every limit on them. Any bytes give a value or one error, and
-nothing is allocated for a length before that length is known to be allowed. Pure.
+Any bytes give a value or one error; no length is allocated before it is known to be allowed. Pure.
 """
 
 import struct
@@ -29,26 +28,23 @@ from .members.membership import (
 from .wire import FAILED, HEAD_BYTES, LOAD, PLAN_BYTES_MAX, TASK_DIGEST_BYTES, Sizes
 
 VERSION = 3
-"""The version of the protocol between a master and its clients."""
 
 (
     HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS,
     SWITCH_VERSION, DATA, PLAN,
 ) = range(1, 10)  # fmt: skip
 OK, REFUSED = range(2)
-"""Statuses: done; the request is rejected, with a reason."""
 
 UNPINNED_MAX = 1 << 16
-"""How many chunks a client unpins, or a master revokes, in one message."""
+"""Most chunks that a client unpins, or a master revokes, in one message."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """The longest answer to STATS or MEMBERS."""
 
 SENTENCE_BYTES_MAX = 512
-"""The longest reason of a master that rejects a client's request."""
+"""The longest reason for a rejection."""
 
 BODY_BYTES_MAX = 4 * UNPINNED_MAX
-"""The longest body of a request: a master has to make room for it."""
 
 _VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
 _HEAD = struct.Struct("<BBHIII")
@@ -60,7 +56,7 @@ _PLAN_STATUS = struct.Struct("<H")
 _DAMAGED = struct.Struct("<IIIH")
 _SWITCH_VERSION = struct.Struct("<Q")
 
-# Length of each body: fixed bytes, bytes for each counted item, and the least and most items.
+# Each body: fixed bytes, bytes for each counted item, and the least and most items.
 _REQUEST_BODY_SIZES = {
     HELLO: (_HELLO.size, 0, 0, 0),
     MEMBERS: (0, 0, 0, 0),
@@ -84,7 +80,7 @@ _ANSWER_BODY_SIZES = {
 
 
 class LocalRequestHead(NamedTuple):
-    """The first 16 bytes of a client's request; its body follows."""
+    """The first 16 bytes of a client's request."""
 
     kind: int
     flags: int
@@ -93,12 +89,11 @@ class LocalRequestHead(NamedTuple):
 
 
 def request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> bytes:
-    """A whole request."""
     return _HEAD.pack(kind, flags, 0, count, len(body), 0) + body
 
 
 def parse_request(content: Bytes) -> LocalRequestHead:
-    """The head of a request; its body must be as long as its kind demands. Raises CorruptError."""
+    """Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _HEAD.unpack(content)
@@ -111,8 +106,7 @@ def parse_request(content: Bytes) -> LocalRequestHead:
 
 
 class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer. Its body follows, with the numbers of `revoked`
-    chunks at its end."""
+    """The first 16 bytes of a master's answer. The numbers of `revoked` chunks end its body."""
 
     status: int
     counted: int
@@ -121,12 +115,12 @@ class LocalAnswerHead(NamedTuple):
 
 
 def answer(kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()) -> bytes:
-    """A whole answer. `revoked` are chunks that the client should unmap."""
+    """`revoked` are chunks to unmap."""
     return _answer(kind, OK, count, body, revoked)
 
 
 def refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """An answer that rejects the request, with the reason in one sentence."""
+    """Rejects the request; `sentence` is the reason."""
     return _answer(kind, REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
@@ -139,7 +133,7 @@ def _answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[i
 
 
 def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
-    """The head of an answer to a request of this kind and count. Raises CorruptError."""
+    """`kind` and `count` are those of the request. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not an answer")
     answered, flags, status, counted, body_bytes, revoked = _HEAD.unpack(content)
@@ -159,7 +153,6 @@ def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """The body without the revoked chunks at its end, and these chunks."""
     view = memoryview(body)
     own_bytes = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
@@ -167,18 +160,16 @@ def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[
 
 
 def parse_refusal(body: Bytes) -> str:
-    """Why the master rejected the request, as text that may be printed."""
+    """Made printable."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
 def hello(identity: UUID, version: int) -> bytes:
-    """The body of a client's HELLO."""
     return _HELLO.pack(VERSION, 0, identity.bytes, version)
 
 
 def parse_hello(body: Bytes) -> tuple[UUID, int]:
-    """The dataset's identity and version. Raises CorruptError; UsageError for a client that speaks
-    another version of the protocol."""
+    """Identity and version. Raises CorruptError; UsageError for another version of the protocol."""
     _check_size(_HELLO, body, "hello")
     protocol, zero, identity, version = _HELLO.unpack(body)
     if protocol != VERSION:
@@ -192,12 +183,11 @@ def parse_hello(body: Bytes) -> tuple[UUID, int]:
 
 
 def welcome(rank: int, chunks: int) -> bytes:
-    """The body of a master's answer to HELLO."""
     return _WELCOME.pack(rank, chunks)
 
 
 def parse_welcome(body: Bytes) -> tuple[int, int]:
-    """The master's rank, and how many chunks the dataset has. Raises CorruptError."""
+    """The master's rank, and the number of chunks. Raises CorruptError."""
     _check_size(_WELCOME, body, "answer to hello")
     rank, chunks = _WELCOME.unpack(body)
     if rank > RANK_MAX:
@@ -207,8 +197,8 @@ def parse_welcome(body: Bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """All that a client needs to ask the masters of other nodes: its own node's rank, the task
-    (SHA-256 of its name), the secret, whether all connections use TLS, and the other masters."""
+    """What a client needs to ask the masters of other nodes. `rank` is its own node's, `task`
+    SHA-256 of the task's name."""
 
     rank: int
     task: bytes
@@ -218,7 +208,6 @@ class TaskView:
 
 
 def members_body(view: TaskView) -> bytes:
-    """The body of an answer to MEMBERS."""
     body: bytes = msgpack.packb(
         {
             "rank": view.rank,
@@ -232,7 +221,7 @@ def members_body(view: TaskView) -> bytes:
 
 
 def parse_members(body: Bytes) -> TaskView:
-    """The view in an answer to MEMBERS. Raises CorruptError, UsageError."""
+    """Raises CorruptError, UsageError."""
     fields = Fields(unpack(body, _VIEW_ITEMS_MAX), "answer to members")
     view = TaskView(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -246,23 +235,21 @@ def parse_members(body: Bytes) -> TaskView:
 
 
 def pinned_body(*, is_pinned: bool) -> bytes:
-    """The body of an answer to PIN: whether the chunk is pinned."""
     return _PINNED.pack(is_pinned)
 
 
 def parse_pinned(body: Bytes) -> bool:
-    """Whether the chunk is pinned. Raises CorruptError."""
+    """Raises CorruptError."""
     _check_size(_PINNED, body, "answer to pin")
     return bool(_PINNED.unpack(body)[0])
 
 
 def plan_status_body(status: int) -> bytes:
-    """The body of an answer to PLAN."""
     return _PLAN_STATUS.pack(status)
 
 
 def parse_plan_status(body: Bytes) -> int:
-    """The status in an answer to PLAN. Raises CorruptError."""
+    """Raises CorruptError."""
     _check_size(_PLAN_STATUS, body, "answer to plan")
     status: int = _PLAN_STATUS.unpack(body)[0]
     if status > FAILED:
@@ -271,12 +258,11 @@ def parse_plan_status(body: Bytes) -> int:
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:
-    """The body of a PIN or UNPIN."""
     return np.array(chunks, "<u4").tobytes()
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """The chunks of a PIN or UNPIN. Raises CorruptError for a chunk that does not exist."""
+    """Raises CorruptError, also for a chunk that does not exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()
@@ -286,7 +272,7 @@ def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
 
 
 class DamagedPart(NamedTuple):
-    """A part that did not match its checksum, and the node that gave it."""
+    """A part that did not match its checksum."""
 
     chunk: int
     start: int
@@ -295,12 +281,11 @@ class DamagedPart(NamedTuple):
 
 
 def damaged_body(damaged: DamagedPart) -> bytes:
-    """The body of a DAMAGED."""
     return _DAMAGED.pack(*damaged)
 
 
 def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
-    """The part and the node that gave it. Raises CorruptError."""
+    """Raises CorruptError."""
     _check_size(_DAMAGED, body, "part")
     damaged = DamagedPart(*_DAMAGED.unpack(body))
     if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:
@@ -309,12 +294,11 @@ def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
 
 
 def switch_version_body(version: int) -> bytes:
-    """The body of a SWITCH_VERSION."""
     return _SWITCH_VERSION.pack(version)
 
 
 def parse_switch_version(body: Bytes) -> int:
-    """The dataset's new version. Raises CorruptError."""
+    """Raises CorruptError."""
     _check_size(_SWITCH_VERSION, body, "version")
     return int(_SWITCH_VERSION.unpack(body)[0])
 

@@ -1,13 +1,9 @@
-"""Every byte that the processes of a task exchange about chunks (`PEERS.md`, section 3): the
-greeting of a connection, and requests for parts of chunks, which masters and readers send to
-masters.
+"""Every byte about chunks that the processes of a task exchange (`PEERS.md`, section 3): the
+greeting of a connection, and requests for parts of chunks.
 
-This module has the messages and every limit on them. Any bytes give a value or one error, and
-nothing is allocated for a length before that length is known to be allowed. `local_wire.py` has
-what a reader and its own master exchange besides. Pure.
-
-Chunks are numbered as in the snapshot of the dataset's version. A *part* is a range of a chunk's
-bytes.
+Any bytes give a value or one error, and nothing is allocated for a length before that length is
+known to be allowed. Pure. Chunks are numbered as in the snapshot of the dataset's version; a *part*
+is a range of a chunk's bytes.
 """
 
 import hmac
@@ -30,61 +26,55 @@ from .members.membership import (
 )
 
 PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
-"""Parts of one request, and their bytes; a single part may have any size."""
+"""For one request; a single part may have any size."""
 
 REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
-"""Requests on one connection that are not answered yet, and the bytes of their answers."""
+"""Unanswered requests of one connection, and bytes of their answers."""
 
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
-READ."""
+"""The longest message about plans (`plan/messages.py`): as the records of the longest READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
-"""Kinds of requests and answers; 2 is free."""
+"""Kinds; 2 is free."""
 
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
-"""See `working_s`."""
 
 LOAD, THROUGH = 1, 2
-"""Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
-the chunks that this node does not own (only this node's clients may say so)."""
+"""Flags of a READ, the first also of a PIN (`PEERS.md`, section 3)."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
-"""The status of each part in an answer."""
+"""Statuses of parts."""
 
 ALL_GIVEN = bytes(PARTS_MAX)
-"""The statuses of an answer that gives `PARTS_MAX` parts; a slice of it fits any answer that gives
-all parts."""
+"""A slice of it fits any answer with all parts."""
 
 Parts = npt.NDArray[np.uint32]
-"""Parts of chunks, of the shape (n, 3): chunk, start, bytes."""
+"""Shape (n, 3): chunk, start, bytes."""
 
 Sizes = npt.NDArray[np.uint64]
-"""Bytes of each chunk of a version."""
+"""Bytes of each chunk."""
 
 SINGLE = struct.Struct("<IBBHIIIII")
-"""A READ of one part, whole: ID, kind, flags, 0, 1, 0; chunk, start, bytes."""
+"""A READ of one whole part."""
 
 SINGLE_ANSWER = struct.Struct("<IBBHIIB")
-"""The answer to it without the payload: ID, kind, 0, 0, 1, payload bytes; status."""
+"""Its answer without the payload."""
 
 _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
-"""The record of a part: chunk, start, bytes."""
+"""Chunk, start, bytes."""
 
-_LOOP_PARTS_MAX = (
-    8  # up to this number, parts are checked in a loop: calls of numpy would take longer
-)
+_LOOP_PARTS_MAX = 8  # up to this number, checked in a loop: numpy would take longer
 
 VERSION = 3
-"""The version of the protocol over TCP."""
+"""The protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
 HELLO_LIMITS = FrameLimits(4 << 10, 64, 0)
-"""All that is read from a connector that has not proved that it knows the secret."""
+"""For a connector that has not yet proved that it knows the secret."""
 
 _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")
 
@@ -97,15 +87,13 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def working_s(count: int) -> float:
-    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
-    master fetches from a slow store, and the reads of a chunk on all nodes wait for one fetch. Each
-    part may be of another chunk, so more parts take longer; and nobody waits for many parts as for
-    a single file. Parts that the asker reads itself, the store has to give twice."""
+    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`:
+    reads of a chunk on all nodes share one fetch from a slow store, and each part may be of another
+    chunk. The store has to give twice what the reader then reads itself."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
 def version_mismatch(version: int) -> str:
-    """The sentence for a connector that speaks another version."""
     return (
         f"this master speaks version {VERSION} of the peers' wire, the connector {version}: run the"
         " same diesel-fs on all nodes"
@@ -117,18 +105,18 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """How a connector, a master or a client of one, names itself and the master that it wants."""
+    """A connector, and the master that it wants."""
 
-    rank: int  # of the connector's node
+    rank: int
     is_client: bool
-    instance: bytes  # of the connecting process
-    to: int  # the rank of the wanted master
-    identity: UUID  # of the dataset
+    instance: bytes
+    to: int
+    identity: UUID
     version: int
     nonce: bytes  # random; a proof is valid for one connection
 
     def to_message(self) -> Message:
-        """The message that travels. Proofs cover its bytes, so the order of its fields is fixed."""
+        """Proofs cover its bytes, so the order of its fields is fixed."""
         return {
             "rank": self.rank,
             "client": self.is_client,
@@ -141,14 +129,13 @@ class Hello:
 
 
 class Proofs:
-    """With these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
-    the task's secret."""
+    """The 32 bytes by which each end shows that it knows the task's secret."""
 
     def __init__(
         self, secret: bytes, acceptor_nonce: bytes, binding: bytes, task: bytes, hello: Hello
     ) -> None:
-        """`binding` is SHA-256 of the acceptor's certificate, or `NO_BINDING`; `task` is SHA-256 of
-        the task's name."""
+        """`binding` is SHA-256 of the acceptor's certificate, or `NO_BINDING`; `task` of the task's
+        name."""
         assert (len(acceptor_nonce), len(binding)) == (NONCE_BYTES, BINDING_BYTES)
         packed: bytes = msgpack.packb(hello.to_message())
         covered = acceptor_nonce + hello.nonce + binding + task + packed
@@ -163,18 +150,12 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
     return hmac.digest(secret, b"diesel-fs peer 2 " + end + b"\0" + covered, "sha256")
 
 
-def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """Compare two proofs in a time that does not depend on their difference."""
-    return hmac.compare_digest(proof, other)
-
-
 def hello_frame(hello: Hello, proof: bytes) -> bytes:
-    """A hello with its proof."""
     return frame({**hello.to_message(), "proof": proof}, HELLO_LIMITS)
 
 
 def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
-    """A hello and its proof, which the caller has to check. Raises CorruptError, UsageError."""
+    """A hello, and its proof, still to be checked. Raises CorruptError, UsageError."""
     fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -191,12 +172,11 @@ def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
 
 
 def proof_frame(proof: bytes) -> bytes:
-    """The answer to a hello that was accepted."""
     return frame({"proof": proof}, HELLO_LIMITS)
 
 
 def parse_proof(message: Message) -> bytes:
-    """The proof in an answer that is no error. Raises UsageError."""
+    """`message` is no error. Raises UsageError."""
     fields = Fields(message, "answer to hello")
     proof = fields.octets("proof", PROOF_BYTES)
     fields.end()
@@ -207,12 +187,9 @@ def parse_proof(message: Message) -> bytes:
 
 
 def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> tuple[Parts, int]:
-    """The records that begin at `start`, as a view of `content`, and the bytes that they ask for.
-
-    One part may have any size; several have at most `PARTS_BYTES_MAX` together. Raises CorruptError
-    for a part outside its chunk, and beyond the limit. `content` must have all records:
-    `parse_request` gives their length.
-    """
+    """The records from `start` on, as a view of `content`, and the bytes that they ask for.
+    `content` must have all records (`parse_request` gives their length). Raises CorruptError for a
+    part outside its chunk, and for several parts of more than `PARTS_BYTES_MAX`."""
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
         total, chunks = 0, len(sizes)
@@ -248,7 +225,7 @@ class RequestHead(NamedTuple):
 
 
 def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) -> bytes:
-    """A whole request. The caller keeps within the limits."""
+    """The caller keeps within the limits."""
     if parts is None:
         return _HEAD.pack(number, kind, flags, 0, 0, 0)
     assert 0 < len(parts) <= PARTS_MAX
@@ -256,13 +233,12 @@ def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) 
 
 
 def plan_request(number: int, body: Bytes) -> bytes:
-    """A whole request with a message about plans."""
     assert 0 < len(body) <= PLAN_BYTES_MAX
     return _HEAD.pack(number, PLAN, 0, 0, 0, len(body)) + body
 
 
 def parse_request(content: Bytes, start: int = 0) -> RequestHead:
-    """The request that begins at `start`. Raises CorruptError."""
+    """Raises CorruptError."""
     number, kind, flags, zero, count, body_bytes = _HEAD.unpack_from(content, start)
     if kind == PLAN and not (zero or flags or count) and 0 < body_bytes <= PLAN_BYTES_MAX:
         return RequestHead(number, kind, flags, 0, body_bytes)
@@ -286,13 +262,11 @@ class AnswerHead(NamedTuple):
 
 
 def answer_head(number: int, kind: int, statuses: bytes, payload_bytes: int) -> bytes:
-    """An answer without its payload."""
     return _HEAD.pack(number, kind, 0, 0, len(statuses), payload_bytes) + statuses
 
 
 def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
-    """The answer that begins at `start`. Raises CorruptError. Whether it fits the request is for
-    `check_answer` and `given_bytes`."""
+    """Raises CorruptError. `check_answer` and `given_bytes` compare it with the request."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
     if zero or none or kind not in (READ, PING, WORKING, PLAN) or count > PARTS_MAX:
         raise CorruptError("these bytes are not an answer")
@@ -300,8 +274,8 @@ def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
 
 
 def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> None:
-    """Check that an answer can belong to a request of this kind, for `count` parts of at most
-    `bytes_max` bytes. Raises CorruptError."""
+    """Raise CorruptError unless this can answer a request of this kind, for `count` parts of at
+    most `bytes_max` bytes."""
     if head.kind == WORKING and kind == READ and not (head.counted or head.payload_bytes):
         return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
@@ -309,21 +283,20 @@ def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> Non
 
 
 def gives_all(content: Bytes, number: int, count: int, payload_bytes: int) -> bool:
-    """Whether an answer begins here that gives all parts of this READ."""
+    """Whether an answer begins here that gives all parts."""
     return _HEAD.unpack_from(content) == (number, READ, 0, 0, count, payload_bytes)
 
 
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
-    """How many bytes of payload belong to these statuses. Raises CorruptError for an unknown
-    status."""
+    """Bytes of payload for these statuses. Raises CorruptError for an unknown status."""
     if int(statuses.max()) > FAILED:
         raise CorruptError("an unknown status")
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))
 
 
 def check_statuses(answer: Bytes, parts: Parts, length: int) -> None:
-    """Check that the payload of an answer to READ, which has `length` bytes in all, fits its
-    statuses. Raises CorruptError."""
+    """Raise CorruptError unless the payload of an answer to READ, of `length` bytes in all, fits
+    its statuses."""
     payload_bytes = length - HEAD_BYTES - len(parts)
     statuses = np.frombuffer(answer, np.uint8, len(parts), HEAD_BYTES)
     if given_bytes(parts, statuses) != payload_bytes:

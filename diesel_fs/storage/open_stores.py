@@ -17,7 +17,7 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
-"""The name of the SQLite metadata store of a repository in a folder, beside the objects."""
+"""The SQLite metadata store of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
 """Opens the object store at a URL; with True it makes one if there is none."""
@@ -45,11 +45,8 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
 
 
 def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> MetadataStore:
-    """The metadata store of a repository whose objects are open.
-
-    Raises ConfigError for a bad URL. After another DieselError the repository can still be read, by
-    its last snapshot.
-    """
+    """Raises ConfigError for a bad URL. After another DieselError the repository can still be read,
+    by its last snapshot."""
     if url.meta:
         from .metadata.redis.store import RedisMetadata  # noqa: PLC0415  # imports for 0.1 s
 
@@ -65,9 +62,8 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
 def open_accounts(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> AccountTable:
-    """The table of accounts of a repository whose objects are open. It is empty at first.
-    `deadline_s` is the deadline of each call. Raises ConfigError, MetadataError.
-    """
+    """`deadline_s` bounds each call; an absent table is empty. Raises ConfigError,
+    MetadataError."""
     check_accounts_place(url)
     if url.meta:
         from .accounts.redis import RedisAccounts  # noqa: PLC0415  # as above
@@ -80,7 +76,7 @@ def open_accounts(
 
 
 def check_accounts_place(url: RepositoryUrl) -> None:
-    """Raises MetadataError for a repository that can have no accounts."""
+    """Raise MetadataError for a repository that can have no accounts."""
     if not url.meta and url.scheme != "file":
         raise MetadataError(
             f"{url} names no metadata store, where accounts are kept",
@@ -89,7 +85,7 @@ def check_accounts_place(url: RepositoryUrl) -> None:
 
 
 def rename_unusable_metadata(url: RepositoryUrl) -> None:
-    """Rename the files of a SQLite metadata store that cannot be used; others are left alone."""
+    """Rename the files of an unusable SQLite metadata store; others are left alone."""
     if url.meta or url.scheme != "file":
         return
     path = _sqlite_path(url)

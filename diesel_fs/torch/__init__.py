@@ -1,11 +1,10 @@
 """For PyTorch: datasets, samplers and loaders, and training scripts that announce their reads.
 
-`dataset.py`, `manifest_folder.py`, `sampler.py` and `loader.py` are the modules that scripts
-import; torch is imported only when one of these names is used. `dlcmd run` puts `hook/` into the
-processes of a training command; it needs nothing but Python's standard library. `planner/` is the
-launcher's side: it turns the hooks' messages into plans for the mounts. `join` does the same from
-inside a script. `fsspec.py` is the file system `diesel://`, by which pandas and others read
-datasets. README.md is the page for users.
+Torch is imported only when one of the names below is used. `dlcmd run` puts `hook/` into the
+processes of a training command; it needs only Python's standard library. `planner/` turns the
+hooks' messages into plans for the mounts. `join` does the same from inside a script. `fsspec.py` is
+the file system `diesel://`, by which pandas and others read datasets. README.md is the page for
+users.
 """
 
 from importlib import import_module
@@ -33,7 +32,7 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
-"""The modules of the names that need torch. They are imported when they are first used."""
+"""Imported when first used, since they need torch."""
 
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 

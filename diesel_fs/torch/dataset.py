@@ -1,7 +1,7 @@
 """`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount; or its manifest.
 
 It stays at the version at which it was opened. Several threads may read. A forked child may go on
-reading, and so may a process that loads a pickle of it, which opens the same version anew.
+reading, and so may a process that unpickles it, which opens the same version anew.
 """
 
 import inspect
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Content = bytes | memoryview
-"""The content of a file. It is a memoryview if a whole batch is read at once."""
+"""A memoryview if a whole batch is read at once."""
 
 
 class ConnectKwargs(TaskKwargs, total=False):
-    """The keyword arguments of `diesel_fs.connect`, which opens the dataset."""
-
     url: str | None
     user: str | None
     key: str | None
@@ -50,7 +48,6 @@ class ConnectKwargs(TaskKwargs, total=False):
 
 
 def load_image(content: Content) -> "Image":
-    """Decode an image as torchvision does: by PIL, to RGB."""
     from PIL import Image  # noqa: PLC0415  (optional)
 
     with Image.open(io.BytesIO(content)) as image:
@@ -58,13 +55,12 @@ def load_image(content: Content) -> "Image":
 
 
 class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
-    """The images below a folder of a dataset, in the classes that its folders name; or the files
-    and targets that a manifest names.
+    """The images below a folder, in the classes that its folders name; or the files and targets of
+    a manifest.
 
-    Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
-    are the arguments, with two exceptions: `loader` is called with the content of a file (`bytes`
-    returns the content itself) and not with its path, and `extensions` chooses files other than
-    images.
+    Samples, classes, their order and the arguments are those of torchvision's `ImageFolder`, with
+    two exceptions: `loader` gets the content of a file (`bytes` returns the content itself) and not
+    its path, and `extensions` chooses files other than images.
     """
 
     def __init__(
@@ -88,10 +84,10 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         workers, `task=NAME` lets all processes of a node share one cache of chunks.
 
         With `manifest=True` the samples are those of the manifest that `dlcmd put --manifest` has
-        stored in `root`, in its order; a text names another manifest, by its path below `root`.
-        `classes` are its different targets, and a sample's target is an index there;
-        `target_loader` converts its text (`int`, `float`, `str`). If the targets are files,
-        `target_loader` is called with their content, and None returns it as bytes.
+        stored in `root`, in its order; a text is another manifest's path below `root`. `classes`
+        are its different targets, and a sample's target is an index there; `target_loader` converts
+        its text (`int`, `float`, `str`). If the targets are files, `target_loader` is called with
+        their content, and None returns it as bytes.
 
         Raises NoSuchPath (a FileNotFoundError) if there are no classes, or classes without files
         unless `allow_empty`, or if a file of the manifest is missing; UsageError, and as `connect`.
@@ -142,24 +138,22 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """The path of each sample in the dataset, and its target. Rows are made on access."""
+        """Each sample's path in the dataset, and its target. Rows are made on access."""
         return LazyRows(len(self), self._rows)
 
     imgs = samples
 
     @property
     def targets(self) -> Sequence[int]:
-        """The class of each sample, as its index in `classes`."""
+        """Each sample's class, as its index in `classes`."""
         return LazyRows(len(self), self._samples.targets)
 
     @property
     def snapshot(self) -> Snapshot:
-        """All metadata of the opened version."""
         return self._dataset.snapshot
 
     @property
     def version(self) -> int:
-        """The opened version."""
         return self._dataset.version
 
     def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
@@ -168,21 +162,19 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return (own if samples is None else own[np.asarray(samples, np.int64)]).astype(np.int64)
 
     def mean_bytes(self, samples: Sequence[int] | Indices) -> float:
-        """The mean size of the files of these samples, in bytes."""
         return float(np.mean(self.snapshot.columns.size[self.entries(samples)]))
 
     def __len__(self) -> int:
         return len(self._samples.entries)
 
     def __getitem__(self, index: int) -> tuple[object, object]:
-        """A sample and its target, transformed. Raises IndexError, and as
-        `diesel_fs.Dataset.get`."""
+        """Raises IndexError, and as `diesel_fs.Dataset.get`."""
         at = range(len(self))[index]
         self._about_to_read([at])
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """As `__getitem__` of each, read at once. `DataLoader` calls this for a batch."""
+        """`DataLoader` calls it to read a batch at once."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -205,9 +197,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
-        """Announce that this process will read these samples in this order, in groups that end at
-        the positions `ends`: then each chunk is loaded once for its group. `ChunkShuffleSampler`
-        calls it."""
+        """This process reads these samples in this order, in groups that end at the positions
+        `ends`: each chunk is then loaded once for its group. `ChunkShuffleSampler` calls it."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
@@ -269,9 +260,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Check that the samples can be read. If they begin the order that this process has
-        announced, load chunks in that order. A worker reads only some of the samples of an order,
-        so it follows none, and drops the order that its parent followed."""
+        """Check that the samples can be read. If they begin the announced order, load chunks in
+        that order. A worker reads only some of an order's samples, so it follows none, and drops
+        the order that its parent followed."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
             raise NoSuchPath(

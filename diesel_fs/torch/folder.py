@@ -1,14 +1,14 @@
 """Finds the samples of a folder in a snapshot: as torchvision's `ImageFolder`, or by a manifest.
 
-Without a manifest the folders in `root` are the classes, and each file below a class with a wanted
-name is a sample of it. Classes are sorted by name; the samples of a class by the path of their
-folder, then by name (all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside
-the dataset, as they are on a disk; a dangling link is a sample that cannot be read.
+Without a manifest the folders in `root` are the classes, sorted by name, and each file below a
+class with a wanted name is a sample of it. A class's samples are sorted by the path of their
+folder, then by name (as text, so `a-b` stands between `a` and `a/c`). Links are followed inside the
+dataset; a dangling link is a sample that cannot be read.
 
-A dataset of a million files is an array of numbers here. Paths and targets are made from the
-snapshot on access.
+A dataset of a million files is an array of numbers here. Paths and targets are made on access.
 """
 
+import operator
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""The names that torchvision takes for images, in any case."""
+"""torchvision takes these, in any case."""
 
 _LINKS_MAX = 40  # as Linux: a path through more links is a loop
-_BATCH = 4096  # rows that are made together during an iteration
+_BATCH = 4096  # rows made at once
 
 _Row = TypeVar("_Row")
 
@@ -38,14 +38,11 @@ _Row = TypeVar("_Row")
 class FolderSamples:
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample in the snapshot: a file, or a dangling link."""
+    """Files, or dangling links."""
     broken: frozenset[int]
-    """The samples that are dangling links."""
     class_ends: list[int]
-    """The end of each class's samples."""
     linked: dict[int, str] = field(default_factory=dict)
-    """The paths of the samples that were reached through links. The others have the path of their
-    entry."""
+    """The paths of the samples reached through links; the others have their entry's path."""
 
     def target(self, sample: int) -> int:
         return bisect_right(self.class_ends, sample)
@@ -57,15 +54,11 @@ class FolderSamples:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSamples:
-    """The samples that a manifest names, in the order of its lines."""
-
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample in the snapshot."""
     numbers: npt.NDArray[np.int32]
-    """The class of each sample."""
     target_entries: npt.NDArray[np.int32] | None
-    """If the targets are files, the entry of each class."""
+    """The entry of each class, if the targets are files."""
     broken: frozenset[int] = frozenset()
     linked: dict[int, str] = field(default_factory=dict)
 
@@ -78,7 +71,7 @@ class ManifestSamples:
 
 
 class LazyRows(Sequence[_Row]):
-    """A list whose rows are made on access; equal to a list of the same rows."""
+    """Equal to a list of the same rows."""
 
     def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
         self._count = count
@@ -104,17 +97,13 @@ class LazyRows(Sequence[_Row]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LazyRows | list | tuple):
             return NotImplemented
-        return len(self) == len(other) and all(map(_same, self, other))
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
         return f"[{shown}, ...] ({self._count} rows)" if self._count > 3 else f"[{shown}]"
-
-
-def _same(left: object, right: object) -> bool:
-    return left == right
 
 
 def find_samples(
@@ -125,13 +114,10 @@ def find_samples(
     is_valid_file: Callable[[str], bool] | None,
     allow_empty: bool,
 ) -> FolderSamples:
-    """The samples of the folder `root`.
-
-    Either `extensions` or `is_valid_file` chooses the files by their names, or by their paths in
-    the dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
+    """Either `extensions` chooses files by their names, or `is_valid_file` by their paths in the
+    dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
     samples unless `allow_empty`; UsageError if both or neither of the two are given, and for links
-    in a circle.
-    """
+    in a circle."""
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
     walk = _Walk(snapshot, extensions, is_valid_file)
@@ -163,8 +149,8 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples that a manifest names. The manifest lies in `folder`. Raises NoSuchPath (a
-    FileNotFoundError) that names the first line whose file is missing."""
+    """The samples that a manifest in `folder` names. Raises NoSuchPath (a FileNotFoundError) that
+    names the first line whose file is missing."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
         more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
@@ -175,8 +161,6 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
-    """Collects the samples below one class after another."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -203,7 +187,6 @@ class _Walk:
         return found
 
     def add_class(self, path: str, folder: int) -> None:
-        """Add the samples below a folder; `path` is the folder's path."""
         found: list[tuple[str, int]] = []
         left: list[tuple[str, int, tuple[int, ...]]] = [(path, folder, (folder,))]
         while left:
@@ -270,7 +253,7 @@ def resolved(snapshot: Snapshot, entry: int) -> int:
 
 
 def _step(snapshot: Snapshot, folder: int, name: bytes) -> int:
-    """The entry that one component of a path names; -1 if there is none."""
+    """-1 if there is no such entry."""
     if name in (b"", b"."):
         return folder
     if name == b"..":

@@ -2,12 +2,11 @@
 and others read datasets without a mount. README.md explains URLs and options.
 
 A path of this file system is a URL without its protocol: `DATASET/path`, or
-`HOST:PORT/DATASET/path`. The server stays in the path, and is no option of the file system: many
-callers keep only the URLs that they found, and open those with a file system of their own.
+`HOST:PORT/DATASET/path`. The server is no option of the file system, since many callers keep only
+URLs and open them with a file system of their own.
 
-fsspec makes an instance of a file system for each thread. So the open datasets belong to the
-process: instances with the same options share them, and so do forked children, since a dataset may
-be read by many threads and after a fork.
+fsspec makes an instance of a file system for each thread. So the process owns the open datasets,
+which many threads and forked children may read: instances with the same options share them.
 
 fsspec ships no types; it is an optional dependency, and torch is not imported.
 """
@@ -45,12 +44,12 @@ except ImportError as error:
 log = logging.getLogger("diesel.fsspec")
 
 BLOCK_BYTES = 256 << 10
-"""Bytes of a file that are read at once. fsspec's own default of 5 MiB would load and copy a second
-chunk for most reads; whole chunks stay in the dataset's memory anyway."""
+"""fsspec's default of 5 MiB would load and copy a second chunk for most reads; whole chunks stay in
+the dataset's memory anyway."""
 
 WHOLE_BYTES_MAX = 4 << 20
-"""A file up to the default size of a chunk is most often one extent. A read of a part reads all of
-it, since its checksum is that of the whole."""
+"""A file up to a chunk's default size is mostly one extent. A read of a part reads all of it, since
+the checksum is that of the whole."""
 
 _LINE_BYTES = 4096
 _BELOW_A_FILE = -2
@@ -59,8 +58,7 @@ _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
     *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
 }
-"""Options that any file system of fsspec may be given. Those that could matter here have no
-effect: a listing comes from memory."""
+"""Any fsspec file system takes these. Those about listings have no effect."""
 
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
@@ -72,7 +70,6 @@ _opening = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Make a new lock in a forked child: no thread of the child holds the old one."""
     global _opening  # noqa: PLW0603  # a lock that another thread held cannot be released
     _opening = threading.Lock()
 
@@ -81,7 +78,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Address(NamedTuple):
-    """The parts of a path. The root of a repository has no dataset."""
+    """A repository's root has no dataset."""
 
     server: str  # its URL; "" for the repository of the options
     dataset: str  # NAME or NAME@VERSION
@@ -89,21 +86,19 @@ class _Address(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An entry that was found, with links followed, in the version that has it."""
+    """An entry in the version that has it, with links followed."""
 
     dataset: Dataset
     view: Snapshot
-    number: int  # its index
+    number: int
 
     @property
     def path(self) -> bytes:
-        """Its own path, behind all links. Unlike the index, it is valid in any version."""
+        """Unlike `number`, it is valid in any version. It is behind all links."""
         return self.view.path(self.number)
 
 
 class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
-    """Datasets for reading, by `diesel://DATASET/path` (see the module)."""
-
     protocol = "diesel"
     root_marker = ""
 
@@ -116,18 +111,17 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         memory_bytes: int | None = None,
         **options: object,
     ) -> None:
-        """The arguments are those of `diesel_fs.connect`, with the options of a training task, and
-        those of any fsspec file system. Nothing is opened before the first use. (`repository` is
-        `url` there, which is the name of an argument of fsspec's own `url_to_fs`.)
+        """The arguments are those of `diesel_fs.connect` and of any fsspec file system. Nothing is
+        opened before the first use. (`repository` is `url` there, an argument of fsspec's own
+        `url_to_fs`.)
 
-        Other options are ignored, as in any fsspec file system: libraries pass the options of one
-        protocol to all. An option with nearly the name of one of ours causes a warning. Raises
-        UsageError for `url`.
+        Other options are ignored, since libraries pass one protocol's options to all; a name that
+        nearly is one of ours causes a warning. Raises UsageError for `url`.
         """
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
         for name in sorted(options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__):
-            if name == "url":  # without it, another repository would be read
+            if name == "url":  # otherwise another repository would be read
                 raise UsageError(
                     "diesel:// has no option 'url'", advice=f"known: {', '.join(_OPTIONS)}"
                 )
@@ -142,8 +136,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A pickle, without secrets. Raises UsageError if the other process would not find a secret
-        in its environment, judging by ours."""
+        """A pickle holds no secrets. Raises UsageError if this process's environment lacks one that
+        the other process will need."""
         known = _OF_FSSPEC.union(_OPTIONS)  # other options may hold a secret
         options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
@@ -162,8 +156,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
-        """The path that a URL names. Slashes at its ends are dropped, and several in a row count as
-        one."""
+        """The path that a URL names, without slashes at its ends or in a row."""
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         text = stringify_path(path)
@@ -172,8 +165,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """The parts of a path. Raises UsageError for a bad server, or one that contradicts the
-        options, and FileNotFoundError for a name that no dataset can have."""
+        """Raises UsageError for a bad server, or one that contradicts the options, and
+        FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -204,7 +197,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Address(server, first, rest)
 
     def _dataset(self, address: _Address) -> Dataset:
-        """The open dataset of an address. Raises FileNotFoundError, and as `connect`."""
+        """Raises FileNotFoundError, and as `connect`."""
         key = (self._token, address.server, address.dataset)
         if (found := _open.get(key)) is not None:
             return found
@@ -223,11 +216,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return found
 
     def _find(self, path: str) -> _Entry:
-        """The entry that a path in a dataset names, with links followed.
-
-        If there is none, moves on to a newer version and tries again, then raises FileNotFoundError
-        (for a path below a file it is a NotADirectoryError, too).
-        """
+        """Follows links. If there is no entry, tries a newer version, then raises FileNotFoundError
+        (for a path below a file it is a NotADirectoryError, too)."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -250,7 +240,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Entry(dataset, view, index)
 
     def _find_file(self, path: str) -> _Entry:
-        """As `_find`. Raises IsADirectoryError for a folder."""
+        """Raises as `_find`, and IsADirectoryError for a folder."""
         entry = self._find(path)
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -259,7 +249,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     # Metadata
 
     def info(self, path: str, **kwargs: object) -> dict[str, object]:
-        """Name, size in bytes, type, mode and mtime of an entry. Raises FileNotFoundError."""
+        """Name, size in bytes, type, mode and mtime. Raises FileNotFoundError."""
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
@@ -274,8 +264,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def ls(
         self, path: str, detail: bool = True, **kwargs: object
     ) -> list[dict[str, object]] | list[str]:
-        """The entries of a folder, by name; of a repository, its datasets. Raises
-        FileNotFoundError."""
+        """A folder's entries by name, or a repository's datasets. Raises FileNotFoundError."""
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
@@ -292,8 +281,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
 
     def exists(self, path: str, **kwargs: object) -> bool:
-        """Whether there is an entry. (Unlike fsspec's own, it raises an error if it cannot
-        know.)"""
+        """Unlike fsspec's own, it raises an error if it cannot know."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -301,7 +289,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Whether there is a file. (Unlike fsspec's own, it raises an error if it cannot know.)"""
+        """Unlike fsspec's own, it raises an error if it cannot know."""
         return self.exists(path) and self.info(path)["type"] == "file"
 
     def du(
@@ -312,7 +300,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         withdirs: bool = False,
         **kwargs: object,
     ) -> int | dict[str, int]:
-        """The bytes of the files below a path, or by path with `total=False`."""
+        """Bytes of the files below a path; a dict by path with `total=False`."""
         found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
         if [*found.values()] == [{}]:  # fsspec returns this for a file
             found = {each: self.info(each) for each in found}
@@ -320,12 +308,11 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return sum(sizes.values()) if total else sizes
 
     def modified(self, path: str) -> datetime:
-        """The time of a file's last change."""
         _, view, index = self._find(self._text(path))
         return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
 
     def ukey(self, path: str) -> str:
-        """A token that changes with the content of a file, computed without reading it."""
+        """It changes with the file's content, which is not read."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -333,12 +320,11 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return token
 
     def checksum(self, path: str) -> int:
-        """`ukey` as a number."""
         return int(self.ukey(path), 16)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Move on to the current version of the dataset of a path; without a path, of all datasets
-        that are open with the options of this file system."""
+        """Move on to the current version of a path's dataset; without a path, of all datasets that
+        are open with these options."""
         super().invalidate_cache(path)
         address = None if path is None else self._address(self._text(path))
         for (token, server, name), dataset in [*_open.items()]:
@@ -347,8 +333,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.refresh()
 
     def close(self) -> None:
-        """Release the datasets that are open with the options of this file system, including those
-        opened by other threads. The next use opens them again."""
+        """Release all datasets that are open with these options, also those of other threads. The
+        next use opens them again."""
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
@@ -358,7 +344,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """The content of a file, or a part of it, by indices like those of a slice."""
+        """`start` and `end` are like those of a slice."""
         entry = self._find_file(self._text(path))
         if start is None and end is None:
             return entry.dataset.get(entry.path)
@@ -373,9 +359,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "raise",
         **kwargs: object,
     ) -> bytes | dict[str, bytes | Exception]:
-        """The content of one file; for many paths, or a pattern, the contents by path. Their chunks
-        are loaded ahead. With `recursive`, the contents of all files below folders. `on_error` is
-        "raise", "omit" or "return"."""
+        """The content of one file; for many paths, or a pattern, contents by path, with chunks
+        loaded ahead. `recursive` reads folders. `on_error` is "raise", "omit" or "return"."""
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
@@ -404,8 +389,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "return",
         **kwargs: object,
     ) -> list[bytes | Exception]:
-        """Parts of files, in the order of `paths`, each from `starts` to `ends`, which are indices
-        like those of a slice. (`max_gap` has no effect: the reader merges neighbouring ranges.)"""
+        """Parts of files, in order, by indices like those of a slice. (`max_gap` has no effect: the
+        reader merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -430,7 +415,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return parts
 
     def _is_small(self, path: str) -> bool:
-        """Whether a read of a part reads the whole file."""
         try:
             _, view, index = self._find_file(path)
         except OSError:
@@ -438,7 +422,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return view.size(index) <= WHOLE_BYTES_MAX
 
     def _contents(self, paths: Iterable[str]) -> Iterator[bytes | Exception]:
-        """The contents of files, or the errors of those that could not be read, in order."""
+        """The contents of files, or their errors, in order."""
         found: list[_Entry | Exception] = []
         for path in paths:
             try:
@@ -460,7 +444,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return DieselFile(self, path, mode, *arguments, **kwargs)
 
     def content(self, path: str) -> EntryFile:
-        """The content of a file, in the current version. Raises as `open`."""
+        """The file's content in the current version. Raises as `open`."""
         entry = self._find_file(path)
         return entry.dataset.open(entry.path)
 
@@ -481,21 +465,20 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
 
 class DieselTlsFileSystem(DieselFileSystem):
-    """Datasets of a server with TLS, by `diesel+tls://HOST:PORT/DATASET/path`."""
+    """Servers with TLS have paths `diesel+tls://HOST:PORT/DATASET/path`."""
 
     protocol = "diesel+tls"
 
 
 class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """A file that is open for reading. It keeps the version in which it was opened."""
+    """It keeps the version in which it was opened."""
 
     DEFAULT_BLOCK_SIZE = BLOCK_BYTES
 
     def __init__(
         self, fs: DieselFileSystem, path: str, *arguments: object, **kwargs: object
     ) -> None:
-        """The arguments are those of `fsspec.spec.AbstractBufferedFile`. The `size` in a pickle is
-        ignored, as the file may have another one now."""
+        """A pickle's `size` is ignored, since the file may have another one now."""
         self._content = fs.content(path)
         super().__init__(fs, path, *arguments, **{**kwargs, "size": self._content.size})
 
@@ -503,7 +486,7 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
         return bytes(self._content.read_at(start, end - start))
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """The next line, or its first `size` bytes. (fsspec's own copies a block for each line.)"""
+        """fsspec's own copies a block for each line."""
         start = self.tell()
         line: bytes = self.readuntil(b"\n", blocks=_LINE_BYTES)
         if size is not None and 0 <= size < len(line):
@@ -521,9 +504,8 @@ def _absent(path: str) -> FileNotFoundError:
 
 
 def _follow(view: Snapshot, path: bytes) -> int:
-    """The index of the entry at a path, with links followed as the kernel follows them; -1 if there
-    is none, _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset is
-    dangling."""
+    """Follows links as the kernel does; -1 if there is no entry, _BELOW_A_FILE if the path goes on
+    below a file. A link that leads out of the dataset is dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -555,8 +537,8 @@ _TYPES = {Kind.FILE: ("file", stat.S_IFREG), Kind.FOLDER: ("directory", stat.S_I
 
 
 def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object]:
-    """The result of `info` for an entry that is no link; without a view, for a dataset as a folder
-    or the folder of all datasets."""
+    """What `info` returns for an entry that is no link; without a view, for a dataset or the
+    repository."""
     if view is None:
         return {"name": path, "size": 0, "type": "directory", "islink": False}
     status = view.stat(index)
@@ -585,14 +567,13 @@ def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
 
 
 def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, object]:
-    """Add the fields of a link to `info`, which describes the target, if `index` is a link."""
     if index >= 0 and view.stat(index).kind == Kind.LINK:
         info |= {"islink": True, "destination": os.fsdecode(view.link(index))}
     return info
 
 
 def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
-    """The contents of files, with chunks loaded ahead until a file fails."""
+    """Chunks are loaded ahead until a file fails."""
     done = 0
     with suppress(DieselError):
         for view in dataset.read_many(paths):

@@ -4,14 +4,14 @@ Experimental: with half of the samples per epoch, our study found no gain in acc
 number of samples at random (README.md has the figures), so arguments and states may still change.
 
 It is the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A), on the rule of
-Selective-Backprop; `orders/importance.py` has both, and the draw. The samples of an epoch are drawn
-when it begins, from the values that the training loop has reported with `update` in earlier epochs.
-The draw is announced to the mount like any other order. The sampler also sends the importance of
-all samples to the mount, which keeps the important ones in memory (`--evict importance`).
+Selective-Backprop; `orders/importance.py` has both, and the draw. An epoch's samples are drawn when
+it begins, from the values that the loop has reported with `update` in earlier epochs. The draw is
+announced to the mount like any other order, and the mount gets the importance of all samples, of
+which it keeps the important ones in memory (`--evict importance`).
 
-**One table for all ranks.** The reports that a rank gets during an epoch stay with it until the
-next epoch begins; then the ranks exchange them (`torch.distributed`), so all ranks draw from the
-same table, and an epoch can be drawn again in its middle. Not safe for concurrent use.
+**One table for all ranks.** A rank keeps its reports of an epoch until the next one begins; then
+the ranks exchange them (`torch.distributed`), so all draw from the same table, and an epoch can be
+drawn again in its middle. Not safe for concurrent use.
 """
 
 import os
@@ -52,46 +52,40 @@ WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
 
 BENEFIT_BATCHES = 20
-"""Number of batches that are timed without the mount's memory, and of those with it (iCache,
-III-D)."""
+"""Batches timed without the mount's memory, and as many with it (iCache, III-D)."""
 
-_LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # environment variables
+_LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
-"""Values that stay on their device until they are copied together: a copy waits for the device."""
+"""Pending values are copied together from their device, since a copy waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
-"""Indices of samples."""
 
 Losses: TypeAlias = "Tensor | npt.NDArray[np.float32 | np.float64] | Sequence[float]"
-"""A number for each sample of a batch."""
 
 _DIFFERENCES = (
     "is in another epoch than rank 0",
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""Forbidden differences between ranks: one for each number that they claim."""
+"""Forbidden differences, one for each number of a rank's claims."""
 
 
 class Importance(ABC):
-    """Computes, from a training step, how important each sample of its batch is.
-
-    Pass an instance to `ImportanceSampler`. Your own subclass needs only the method `measure`.
-    """
+    """Computes from a training step how important each sample of its batch is. A subclass of your
+    own needs only `measure`."""
 
     @abstractmethod
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """One number for each sample, on any device: a greater number means a more important
-        sample.
+        """One number for each sample, on any device; only their order counts, greater is more
+        important.
 
         `losses` has the shape (batch,); `outputs` and `targets` are those that the caller of
-        `update` passed, batch first. Only the order of the numbers counts. Negative, infinite and
-        NaN numbers are ignored: such a sample keeps its previous value. The tensors have no
-        gradients. Raises UsageError if an argument is missing.
+        `update` passed, batch first. For a negative, infinite or NaN number the sample keeps its
+        previous value. The tensors have no gradients. Raises UsageError if an argument is missing.
         """
 
 
@@ -103,7 +97,7 @@ class Loss(Importance):
 
 
 class GradientNorm(Importance):
-    """The norm of the gradient of a sample's cross entropy with respect to the network's outputs.
+    """The norm of the gradient of a sample's cross entropy by the network's outputs.
 
     It bounds the gradient of all weights, up to a factor that all samples share (Katharopoulos and
     Fleuret, "Not All Samples Are Created Equal", ICML 2018, section 3.2). `outputs` has the shape
@@ -123,18 +117,16 @@ class GradientNorm(Importance):
 
 
 class _Table:
-    """The importance of n samples that the ranks have agreed on, and this rank's reports since
-    then."""
+    """The importance that the ranks have agreed on, and this rank's reports since then."""
 
     def __init__(self, samples: int, importance: Importance) -> None:
         self.agreed: Values = np.full(samples, np.nan, np.float32)
         self.agreed_for = -1
         """The epoch that is drawn from `agreed`."""
         self.nodes = 1
-        """The number of nodes, if all have equally many ranks; 1 if that is not known."""
+        """1 unless all nodes have equally many ranks."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
-        """The number of reports that were infinite, NaN or negative."""
         self._importance = importance
         self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
@@ -176,12 +168,11 @@ class _Table:
         return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
-        """Drop the pending reports, because a state was loaded."""
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
         """Copy the pending values from their device. Raises UsageError for samples that do not
-        exist; reports of other samples count."""
+        exist; the other reports count."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
@@ -194,8 +185,8 @@ class _Table:
         _check_samples("update", indices, len(self.agreed))
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
-        """All ranks take over the reports of all, and clear their own. All ranks call it together;
-        without `has_ranks` they know nothing of each other.
+        """Take over the reports of all ranks, and clear our own. All ranks call it together;
+        without `has_ranks` this rank counts alone.
 
         `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). Raises UsageError if
         this rank has reports of samples that do not exist, and ConflictError on all other ranks
@@ -209,11 +200,12 @@ class _Table:
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
-            said = _gathered_claims([*claims, fault is None, len(indices), local_worlds[0]], world)
+            own = [*claims, fault is None, len(indices), local_worlds[0]]
+            all_claims = _gathered_claims(own, world)
             if fault is None:
-                _check_claims([each[:-2] for each in said])
-                local_worlds = [each[-1] for each in said]
-                indices, values = _gathered(indices, values, [each[-2] for each in said])
+                _check_claims([each[:-2] for each in all_claims])
+                local_worlds = [each[-1] for each in all_claims]
+                indices, values = _gathered(indices, values, [each[-2] for each in all_claims])
         if fault is not None:
             raise fault
         local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
@@ -228,28 +220,23 @@ class _Table:
 
 @dataclass(slots=True)
 class _Draw:
-    """The samples that were drawn for an epoch."""
-
     epoch: int
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """An array of the shape (2, k): samples of this rank that are replaced, and their substitutes.
-    None: not yet decided."""
+    """Shape (2, k): replaced samples, and their substitutes. None: not yet decided."""
     timed: Indices | None = None
-    """The samples of the timed batches, which come first. None: not yet decided."""
+    """They come first. None: not yet decided."""
 
 
 @dataclass(slots=True)
 class _Sharing:
-    """A job's view of the mount's memory, which it may share with other jobs."""
-
     jobs: int = 0
     batch_size: int = 0
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
-        """Record the times at which the first batches came, after the request for them."""
+        """`times` begin with the request for the first batch."""
         count = len(times) - 1
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
@@ -275,29 +262,27 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     `dataset`, `rank`, `world`, `seed`, `group_size` and `drop_last` are those of
     `ChunkShuffleSampler`: an epoch's samples come in chunk-wise random order, each at most once.
-    `share` is the part of the samples that an epoch has, `floor` the least probability of a sample;
-    `orders/importance.py` has the rule. The defaults, half of the samples and no floor, are those
-    of Selective-Backprop's rule with the exponent 1 (Jiang et al. 2019), since iCache gives none.
-    The first `warm_up` epochs have all samples. `importance` computes the values (default
-    `Loss()`).
+    `share` is the part of the samples that an epoch has, `floor` a sample's least probability
+    (`orders/importance.py`). The defaults, half and no floor, are those of Selective-Backprop's
+    rule with the exponent 1 (Jiang et al. 2019), since iCache gives none. The first `warm_up`
+    epochs have all samples. `importance` computes the values.
 
-    `substitute` lets another sample replace a drawn sample of low importance that is not in the
-    mount's memory. The substitute has low importance too, the epoch has not drawn it, and it is in
-    memory or in a chunk that is read whole (iCache, section III-C). This changes the training data,
-    and only helps on a mount. `substituted` counts the replaced samples.
+    `substitute` replaces a drawn sample of low importance that is not in the mount's memory by one
+    of low importance that the epoch has not drawn, and that is in memory or in a chunk that is read
+    whole (iCache, section III-C). This changes the training data, and only helps on a mount.
 
-    If several jobs use one mount, each is identified by the ID that torchrun or SLURM gives it, or
-    by its process. Then `enumerate` measures how much faster its batches come with the mount's
-    memory (`benefit`): each epoch begins with 20 batches of samples that are not there, if there
-    are as many, and 20 of samples that are; the mount combines the importances of all jobs. A run
-    that resumes in another world, in the middle of an epoch with substitutes or timed batches, may
-    repeat or miss some samples of it.
+    If several jobs use one mount, the ID from torchrun or SLURM, or else the process, identifies
+    each. Then `enumerate` measures how much faster its batches come with the mount's memory
+    (`benefit`): each epoch begins with 20 batches of samples that are not there and 20 that are, if
+    there are as many; the mount combines the importances of all jobs. A run that resumes in another
+    world, in the middle of an epoch with substitutes or timed batches, may repeat or miss some
+    samples of it.
 
     If ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
     importance goes to a rank of the same node in each epoch, so that one node's memory keeps it.
 
     `set_epoch` must be called: an epoch has one draw. If torch.distributed has `world` ranks, all
-    of them must begin each epoch, because they exchange their measurements then.
+    must begin each epoch, since they exchange their reports then.
     """
 
     def __init__(
@@ -337,24 +322,23 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def importance(self) -> Values:
-        """The importance of each sample, as all ranks knew it when the epoch began; NaN: not known.
-        A copy."""
+        """A copy, as of the beginning of the epoch, the same on all ranks; NaN: not known."""
         return self._table.agreed.copy()
 
     @property
     def ignored(self) -> int:
-        """The number of reports that were ignored because they were infinite, NaN or negative."""
+        """Reports that were ignored: infinite, NaN or negative."""
         return self._table.ignored
 
     @property
     def benefit(self) -> float:
-        """How many times as fast batches come with the mount's memory as without it. It is 1 until
-        it has been measured, which happens only if several jobs use one mount."""
+        """How many times as fast batches come with the mount's memory. 1 until it is measured,
+        which happens only if several jobs use one mount."""
         return self._sharing.benefit
 
     @property
     def substituted(self) -> int:
-        """The number of this rank's samples that were replaced in the epoch that began last."""
+        """Replaced samples of this rank, in the last epoch."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -365,21 +349,18 @@ class ImportanceSampler(ChunkShuffleSampler):
         outputs: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
-        """Report a batch: the indices of its samples in the dataset, and their losses, of the shape
-        (batch,), on any device, or in an array or list. Later draws use it.
+        """Report a batch for later draws: its samples' indices in the dataset, and their losses, of
+        the shape (batch,), on any device, or in an array or list.
 
-        `outputs` and `targets` are needed by some kinds of importance. Raises UsageError if
-        shapes do not fit; an index that does not exist may also be found later.
+        Some kinds of importance need `outputs` and `targets`. Raises UsageError if shapes do not
+        fit; a later call may raise it for an index that does not exist.
         """
         self._table.report(indices, losses, outputs, targets)
 
     def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> Tensor:
-        """Factors for the losses of these samples. With them, the mean over many draws is that of
-        all samples. One number for each sample; all are 1 in warm-up epochs.
-
-        Rare samples get great weights: with a floor of f no weight is above share / f. Raises
-        UsageError before the epoch has begun.
-        """
+        """A factor for the loss of each sample. With them, the mean over many draws is that of all
+        samples. All are 1 in warm-up epochs; with a floor of f none is above share / f. Raises
+        UsageError before the epoch has begun."""
         if not self._draws or self._draws[0].epoch != self.epoch:
             raise UsageError(f"epoch {self.epoch} has not begun: its samples are not drawn yet")
         drawn = self._draws[0]
@@ -392,7 +373,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     def enumerate(
         self, loader: "DataLoader[_Batch]"
     ) -> Iterator[tuple[npt.NDArray[np.int64], _Batch]]:
-        """The batches of a loader over this sampler, each with the indices of its samples.
+        """Batches of a loader, each with its samples' indices.
 
         Raises UsageError for a loader of another sampler or without a batch size. Instead, a
         dataset may return each sample's index itself.
@@ -423,11 +404,9 @@ class ImportanceSampler(ChunkShuffleSampler):
             yield samples[number * batch_size : (number + 1) * batch_size].copy(), batch
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
-        """As `ChunkShuffleSampler.state_dict`, with the importance of the samples.
-
-        It includes this rank's reports since the epoch began. If every rank loads its own state,
-        nothing is lost; if all load that of one rank, the others' reports of this epoch are lost.
-        """
+        """The state of `ChunkShuffleSampler`, with the importance of the samples and this rank's
+        reports since the epoch began. If every rank loads its own state, nothing is lost; if all
+        load that of one rank, the others' reports of this epoch are lost."""
         self._table.settle_pending()
         state = super().state_dict(received)
         return {
@@ -441,7 +420,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
         if was_trained and own is None and self._next is None:
-            self._say(
+            self._warn_once(
                 f"epoch {self.epoch} begins again with the same samples: call set_epoch before"
                 " each epoch to draw new ones"
             )
@@ -487,7 +466,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         if self._files.mount is not None and not has_joined():
             stream = f"importance:{os.getpid()}:{self.rank}"
             order = explicit(epoch=place.epoch, entries=self._files.files.entries[samples])
-            self._tell(lambda control: control.announce(stream, [order]))
+            self._send(lambda control: control.announce(stream, [order]))
         return samples, ends
 
     def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
@@ -531,7 +510,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """The draw of an epoch; before drawing, the ranks agree on the importance."""
+        """The ranks agree on the importance first."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -539,7 +518,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             table.agree(epoch, self.world, self._claims(epoch), has_ranks=_has_ranks(self.world))
             is_known = not np.isnan(table.agreed).all() or not count
             if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
-                self._say(
+                self._warn_once(
                     f"all {table.ignored:,} reported losses are infinite, negative or NaN, so"
                     " samples are drawn at random"
                     if table.ignored
@@ -550,12 +529,12 @@ class ImportanceSampler(ChunkShuffleSampler):
         else:
             found = self.rule.probabilities(table.agreed, self.seed, epoch)
             drawn = _Draw(epoch, found, self.rule.draw(found, self.seed, epoch))
-            self._tell_importance(found)
+            self._send_importance(found)
         self._draws[:] = [drawn]
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """Numbers that must be the same on all ranks (`_DIFFERENCES`)."""
+        """Equal on all ranks (`_DIFFERENCES`)."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -564,8 +543,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """This rank's part with substitutes for some samples that are not in the mount's memory, in
-        chunk-wise order again. The substitutes are chosen once in an epoch."""
+        """Returns chunk-wise order again. The substitutes are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -579,13 +557,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
-        """The samples of this rank that are replaced, and their substitutes."""
-        is_cached = np.ones(len(self._files), np.bool_)  # without an answer, nothing is replaced
-
-        def ask(control: Control) -> None:
-            is_cached[:] = control.resident(self._files.files.entries)
-
-        self._tell(ask)
+        """Replaced samples, and their substitutes."""
+        is_cached = self._is_cached(default=True)  # nothing is replaced without an answer
         chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
         may_replace = low & (chunks % self.world == self.rank)  # no sample twice on two ranks
         may_replace[drawn.samples] = False
@@ -595,19 +568,13 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
-        """The samples of this rank that come first, so that their batches can be timed. They are
-        chosen once in an epoch."""
+        """The samples that come first are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
             size = self._sharing.batch_size * BENEFIT_BATCHES
             if self._sharing.jobs > 1 and size and not place.position and not place.partitions:
-                is_cached = np.zeros(len(self._files), np.bool_)
-
-                def ask(control: Control) -> None:
-                    is_cached[:] = control.resident(self._files.files.entries)
-
-                self._tell(ask)
+                is_cached = self._is_cached(default=False)
                 there = samples[is_cached[samples]][:size]
                 missing = samples[~is_cached[samples]][:size]
                 if len(there) == len(missing) == size:
@@ -615,7 +582,17 @@ class ImportanceSampler(ChunkShuffleSampler):
         mine = np.isin(drawn.timed, samples)  # a state of another rank may have been loaded
         return drawn.timed[mine]
 
-    def _tell_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
+    def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
+        """Whether each sample is in the mount's memory; `default` without an answer."""
+        is_cached = np.full(len(self._files), default)
+
+        def ask(control: Control) -> None:
+            is_cached[:] = control.resident(self._files.files.entries)
+
+        self._send(ask)
+        return is_cached
+
+    def _send_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a node is enough
             return
         names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
@@ -627,7 +604,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             is_elsewhere &= ~is_low(probabilities)
             probabilities = np.where(is_elsewhere, np.float32(0), probabilities)
 
-        def tell(control: Control) -> None:
+        def send(control: Control) -> None:
             self._sharing.jobs = control.values(
                 entries,
                 probabilities,
@@ -636,24 +613,22 @@ class ImportanceSampler(ChunkShuffleSampler):
                 substitutes=self.substitute,
             )
 
-        self._tell(tell)
+        self._send(send)
 
-    def _tell(self, what: Callable[[Control], None]) -> None:
-        """Send something to the mount, if the samples lie on one. Training goes on if that
-        fails."""
+    def _send(self, send: Callable[[Control], None]) -> None:
+        """Call `send` if the samples lie on a mount. Training goes on if that fails."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
         try:
             with Control.connect(mount, identity=files.identity, version=files.version) as control:
-                what(control)
+                send(control)
         except DieselError as error:
-            self._say(f"the mount on {mount} did not get the importances: {error}")
+            self._warn_once(f"the mount on {mount} did not get the importances: {error}")
 
 
 class _LoadedImportance:
-    """The part of a state that a `ChunkShuffleSampler` does not have. Raises UsageError for a bad
-    one."""
+    """What `ChunkShuffleSampler` lacks. Raises UsageError for a bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -700,8 +675,8 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy of indices, on their device: the loop may change them in place. Raises UsageError if
-    they are not whole numbers."""
+    """A copy on their device, since the loop may change them in place. Raises UsageError if they
+    are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
@@ -717,7 +692,6 @@ def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
 
 
 def _check_samples(what: str, indices: Indices, samples: int) -> None:
-    """Raise UsageError if `what` was called for samples that do not exist."""
     is_wrong = (indices < 0) | (indices >= samples)
     if is_wrong.any():
         wrong = indices[is_wrong][0]
@@ -738,9 +712,9 @@ def _has_ranks(world: int) -> bool:
 
 
 def _local_world(world: int) -> int:
-    """The number of ranks on this node, from torchrun or SLURM; if neither gives it, all ranks."""
-    said = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
-    return next((int(each) for each in said if each.isdecimal() and int(each)), world)
+    """Ranks on this node, from torchrun or SLURM; if neither gives it, all ranks."""
+    found = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
+    return next((int(each) for each in found if each.isdecimal() and int(each)), world)
 
 
 def _device_of_ranks() -> str:
@@ -756,11 +730,11 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
     return [each.tolist() for each in rows]
 
 
-def _check_claims(said: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if the last number of a rank is 0:
-    that number is 1 if its reports are valid."""
-    for rank, claims in enumerate(said):
-        for own, first, what in zip(claims, said[0], _DIFFERENCES, strict=False):
+def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0: its
+    reports are invalid."""
+    for rank, claims in enumerate(all_claims):
+        for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:
                 raise ConflictError(
                     f"the ranks of an ImportanceSampler do not fit: rank {rank} {what}",
@@ -771,8 +745,7 @@ def _check_claims(said: Sequence[Sequence[int]]) -> None:
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
-    """The reports of all ranks, those of rank 0 first. `lengths`: the number of reports of each
-    rank."""
+    """The reports of all ranks, rank 0's first. `lengths` counts the reports of each rank."""
     device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))

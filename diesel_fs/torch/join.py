@@ -26,13 +26,13 @@ def join(
     """Let each `DataLoader` of this process announce its reads to the mounts, from its next epoch
     on.
 
-    `ahead` is the number of further epochs that are announced if they can be foreseen, 0 to 7. With
-    `shuffle` "full" the samples and their order stay as they are; with "chunk" random orders are
-    replaced by chunk-wise ones, with `group_size` chunks in a group. `own_seed` gives each sampler
-    that draws from torch's global generator a generator of its own, so that its further epochs can
-    be foreseen; this changes its order. A separate process does the work, and ends with this one.
-    Under `dlcmd run`, and after the first call, this does nothing. Raises UsageError for bad
-    arguments, and DieselError if the process cannot be started.
+    `ahead` is the number of further epochs (0 to 7) that are announced if they can be foreseen.
+    With `shuffle` "full" the samples and their order stay as they are; with "chunk" random orders
+    are replaced by chunk-wise ones, with `group_size` chunks in a group. `own_seed` gives each
+    sampler that draws from torch's global generator a generator of its own, so that its further
+    epochs can be foreseen; this changes its order. A separate process does the work, and ends with
+    this one. Under `dlcmd run`, and after the first call, this does nothing. Raises UsageError for
+    bad arguments, and DieselError if the process cannot be started.
     """
     if not 0 <= ahead <= AHEAD_MAX:
         raise UsageError(f"bad ahead {ahead}: from 0 to {AHEAD_MAX}")
@@ -62,10 +62,8 @@ def join(
 
 
 def received(sampler: object) -> int | None:
-    """The number of indices of a sampler in the batches that a loop over a `DataLoader` has
-    received in the current epoch. With workers, the sampler has given more than that.
-
-    None if no loop has begun to iterate the sampler since this process joined.
+    """The number of indices of a sampler in the batches that a loop has received in this epoch;
+    with workers, the sampler has given more. None if no loop has begun since this process joined.
     """
     for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
         loaders = sys.modules.get(name)
@@ -76,7 +74,6 @@ def received(sampler: object) -> int | None:
 
 
 def _end(planner: "subprocess.Popen[bytes]") -> None:
-    """Let the planner print its notes, and end."""
     assert planner.stdin is not None
     planner.stdin.close()
     try:

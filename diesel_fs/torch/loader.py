@@ -1,17 +1,18 @@
 """`AutoDataLoader`: a `DataLoader` that adapts its number of workers to the speed of the loop.
 
 The batches are those of a stock `DataLoader`, in the same order, and each epoch draws as much from
-the random generators of this process as a stock one. While the number of workers stays, so do the
-workers' random numbers. The epoch is a chain of **segments**: each is an iterator of a stock
-`DataLoader` with workers of its own, and all draw their batches from one iterator over the sampler.
-To change the number of workers, the loader closes the sampler for the old segment and starts the
-next one. The loop then gets the batches that the old workers have prepared, while the new ones
-already prepare the following batches. So nothing is lost, repeated or reordered, and the loop does
-not wait for the change. Until the old workers end, both use memory.
+this process's random generators. While the number of workers stays, so do the workers' random
+numbers.
 
-DLCache (section III-E) adds single workers and pauses them. This would need the inner parts of
-torch's iterator; of these, only `_get_iterator` and `_reset` are used here, as torchdata does.
-`workers.py` has the decision. Not safe for concurrent use.
+An epoch is a chain of **segments**: each is a stock `DataLoader`'s iterator with workers of its
+own, and all draw their batches from one iterator over the sampler. To change the number of workers,
+the loader closes the sampler for the old segment and starts the next one. The loop gets the batches
+that the old workers have prepared while the new ones prepare the following ones. So nothing is
+lost, repeated or reordered, and the loop does not wait; until the old workers end, both use memory.
+
+DLCache (section III-E) adds and pauses single workers, which would need the inner parts of torch's
+iterator; only `_get_iterator` and `_reset` are used here, as in torchdata. `workers.py` has the
+decision. Not safe for concurrent use.
 """
 
 import inspect
@@ -38,12 +39,10 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""Batches between two decisions: enough for averages, and few of them include a start of
-workers."""
+"""Batches between two decisions: enough for averages, and few include a start of workers."""
 
 _PAUSE_FACTOR = 10
-"""If a time between two requests is this many times the median, it is not part of the loop: it is a
-validation or a checkpoint."""
+"""A time between two requests of this many medians is a validation or a checkpoint."""
 
 
 _Batch = TypeVar("_Batch", covariant=True)
@@ -53,9 +52,9 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
     """A `DataLoader` (same arguments) that tunes its number of workers every `tune_every` batches.
 
     `num_workers` is the number to begin with (default 1); as an attribute it is the current number.
-    The limits are `workers_max` (if None, the cores that this process may use, divided by
-    LOCAL_WORLD_SIZE) and `memory_bytes` for all workers together (if None, half of the available
-    memory, divided likewise). A `controller` replaces the default one.
+    The limits are `workers_max` (None: the cores that this process may use) and `memory_bytes` for
+    all workers together (None: half of the available memory), both defaults divided by
+    LOCAL_WORLD_SIZE. A `controller` replaces the default one.
 
     Refused: an `IterableDataset`, since the samples of a worker depend on the number of workers;
     and `in_order=False`, since batches would have no order.
@@ -108,16 +107,13 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         self._progress = _Progress()
 
     def state_dict(self) -> dict[str, object]:
-        """The state of the `ChunkShuffleSampler` after the batches that the loop has received.
-
-        Raises UsageError if the loader has another sampler, or a batch sampler that may not
-        give the samples in its order.
-        """
+        """The `ChunkShuffleSampler`'s state after the batches that the loop has received. Raises
+        UsageError for another sampler, or a batch sampler that may not keep its order."""
         sampler = self._chunk_sampler()
         return sampler.state_dict(self._progress.received if sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a state: the next iteration gives the rest of its epoch. Raises as
+        """The next iteration gives the rest of the state's epoch. Raises as
         `ChunkShuffleSampler.load_state_dict`, and UsageError as `state_dict`."""
         self._chunk_sampler().load_state_dict(state)
         self._progress = _Progress()
@@ -150,18 +146,15 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """The samples that the loop has received since its iteration began."""
-
     received: int = 0
-    """Number of samples, up to the last batch that was received."""
+    """Samples up to the loop's last batch."""
 
 
 class _AutoIterator(Iterator[_Batch]):
     """One iteration over an `AutoDataLoader`; with persistent workers, all of them.
 
-    It holds no reference to the loader, which holds one to it if workers persist. The garbage
-    collector would have to free such a circle; it may run in a forked worker, and would end the
-    workers from there.
+    It must not refer to the loader, which refers to it if workers persist: the garbage collector
+    may run in a forked worker, would free the circle there, and so end the workers.
     """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
@@ -172,9 +165,8 @@ class _AutoIterator(Iterator[_Batch]):
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
         self._made = 0  # segments
-        # The following steps have the order of the stock iterator, for samplers that draw when an
-        # iterator is requested: it requests one before it draws the seed of its workers, and
-        # another one if it has workers.
+        # The stock iterator's order, for samplers that draw when an iterator is requested: it
+        # requests one before it draws its workers' seed, and another one if it has workers.
         unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
@@ -203,7 +195,7 @@ class _AutoIterator(Iterator[_Batch]):
                 self._segments.popleft()
                 continue
             except Exception:
-                self._pass_over(segment)  # the loop may continue after a batch that failed
+                self._pass_over(segment)  # the loop may go on after a failed batch
                 raise
             break
         samples, sample_bytes = self._pass_over(segment)
@@ -215,7 +207,7 @@ class _AutoIterator(Iterator[_Batch]):
         return cast("_Batch", batch)
 
     def _reset(self, loader: AutoDataLoader[_Batch]) -> None:
-        """Begin another epoch with the same workers. `DataLoader` calls it if they persist."""
+        """Begin an epoch with the same workers. `DataLoader` calls it if they persist."""
         self._start(iter(self._index_sampler))
         loader._progress = self.progress
         while len(self._segments) > 1:
@@ -251,15 +243,13 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """Move past a batch of a segment; return its number of samples, and their stored size."""
+        """Returns the batch's number of samples, and their stored size."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
 
 
 class _Source:
-    """The batches of indices that a sampler gives in one epoch, and whether they are exhausted."""
-
     def __init__(self, inner: Iterator[object]) -> None:
         self._inner = inner
         self.is_over = False
@@ -274,11 +264,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The loader's arguments, which its segments use."""
-
     dataset: object
     has_batches: bool
-    """Whether the sampler gives batches of indices rather than single ones."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
@@ -307,7 +294,7 @@ class _Segment:
     ) -> None:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
-        """For each batch in hand: its number of samples, and their mean stored size."""
+        """The number of samples of each batch in hand, and their mean stored size."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:
@@ -333,13 +320,12 @@ class _Segment:
 
 
 class _HandOver:
-    """The sampler of a segment: gives the source's batches until it is closed."""
+    """A segment's sampler, until it is closed."""
 
     def __init__(
         self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
     ) -> None:
         self.source: _Source | None = source
-        """None if closed."""
         self._sizes = sizes
         self._dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._has_workers = workers > 0
@@ -381,8 +367,7 @@ class _Window:
         self._left_s = now_s
 
     def add(self, workers: int, samples: int, sample_bytes: float, report: Report) -> None:
-        """Record a batch of a segment with `workers` workers."""
-        if workers != self._workers:  # the measurements of other workers do not apply
+        if workers != self._workers:  # other workers' measurements do not apply
             self._clear()
             self._workers = workers
         self.batches += 1
@@ -391,7 +376,7 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """The averages; None if there are too few measurements."""
+        """None if there are too few measurements."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None
@@ -411,6 +396,5 @@ class _Window:
 
 
 def _processes_on_this_node() -> int:
-    """The number of training processes that share this machine, from torchrun."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1

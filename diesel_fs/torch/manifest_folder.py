@@ -16,16 +16,14 @@ from .dataset import load_image
 
 
 def load_image_file(path: str) -> object:
-    """Decode the image at a path, as `load_image`."""
     return load_image(Path(path).read_bytes())
 
 
 class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
-    """The samples and targets that a manifest names, in its order.
+    """The samples and targets of a manifest, in its order.
 
-    It has the attributes of torchvision's `ImageFolder`: `samples` (also `imgs`), `targets`,
-    `classes` and `class_to_idx`; so its reads can be announced to a mount (`dlcmd run`,
-    `ChunkShuffleSampler`).
+    It has `samples` (also `imgs`), `targets`, `classes` and `class_to_idx` as torchvision's
+    `ImageFolder`, so its reads can be announced to a mount (`dlcmd run`, `ChunkShuffleSampler`).
     """
 
     def __init__(
@@ -38,13 +36,11 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """Read the manifest; its path is below `root`.
-
-        `loader` is called with the path of a file, as torchvision's is. `target_loader` converts
-        the text of a target; if the targets are files, it is called with the path, and without it
-        the target is the content as bytes. Missing files are not detected until they are read.
-        Raises NoSuchPath (a FileNotFoundError) if there is no manifest, and UsageError.
-        """
+        """`manifest` is a path below `root`. `loader` is called with a file's path, as
+        torchvision's is. `target_loader` converts the text of a target; if the targets are files,
+        it is called with the path, and without it the target is the content as bytes. Missing files
+        are not detected until they are read. Raises NoSuchPath (a FileNotFoundError) if there is no
+        manifest, and UsageError."""
         place = os.path.join(root, manifest)
         try:
             content = Path(place).read_bytes()
@@ -70,7 +66,6 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[object, object]:
-        """A sample and its target, transformed. Raises OSError."""
         path, number = self.samples[index]
         sample, target = self.loader(path), self._target(number)
         if self.transform is not None:

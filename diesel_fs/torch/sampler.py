@@ -1,15 +1,13 @@
 """`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, dealt to ranks, resumable.
 
-The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`), over the samples of a
-dataset. Ranks get parts as torch's `DistributedSampler` gives them, but contiguous
-(`orders/parts.py`).
+The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Ranks get parts as from
+torch's `DistributedSampler`, but contiguous (`orders/parts.py`).
 
 A state names the version of the dataset and the number of samples that each rank has received.
-Workers of a `DataLoader` take batches ahead of the loop, so the sampler cannot count the samples
-that the loop has received. The caller of `state_dict` passes the number, or torchdata's
-`StatefulDataLoader` does: it keeps the state of the iterator (`_Iteration`) for each batch. A state
-that could not be resumed exactly is refused when it is saved: later, it would be too late. Not safe
-for concurrent use.
+Workers take batches ahead of the loop, so the sampler cannot count what the loop has received: the
+caller of `state_dict` passes the number, or torchdata's `StatefulDataLoader` does, which keeps the
+iterator's state (`_Iteration`) for each batch. A state that could not be resumed exactly is refused
+when it is saved: later, it would be too late. Not safe for concurrent use.
 """
 
 import logging
@@ -38,17 +36,17 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
-    """A position in an epoch, at which an iteration starts."""
+    """The start of an iteration."""
 
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """The earlier partitions of this epoch, to other worlds."""
+    """Earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
     """The position in this rank's part. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
-    """Gives the samples of a dataset in chunk-wise random order: this rank's part of an epoch.
+    """Gives this rank's part of an epoch in chunk-wise random order.
 
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
@@ -88,11 +86,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # since a state was loaded, if one was
-        self._said: list[str] = []
+        self._warned: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that is read next: each has an order of its own. If it is the
-        epoch of a loaded state, the sampler keeps that state's place. Raises UsageError."""
+        """Each epoch has an order of its own. If it is the epoch of a loaded state, the sampler
+        keeps that state's place. Raises UsageError."""
         check_number("epoch", epoch)
         if self._next is not None and self._next.epoch != epoch:
             self._next = None
@@ -101,7 +99,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
-        """The number of samples of the next iteration; during an iteration, of that one."""
+        """Samples of the next iteration; during an iteration, of that one."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
         place = self._next or EpochPlace(self.epoch)
@@ -120,14 +118,14 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
         `received` is the number of samples that the loop has received since its iteration began:
         batches times the batch size, with a shorter last batch counted as a full one. It is the
-        same on all ranks, and so is the state. It need not be given after `diesel_fs.torch.join()`
-        and under `dlcmd run`, which count for torch's `DataLoader`, nor with
+        same on all ranks, and so is the state. It is not needed after `diesel_fs.torch.join()` and
+        under `dlcmd run`, which count for torch's `DataLoader`, nor with
         `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and torchdata's
-        `StatefulDataLoader`. Raises UsageError if nothing has counted, and if the number is greater
-        than the number of samples handed out.
+        `StatefulDataLoader`. Raises UsageError if nothing has counted, and if the number is above
+        that of the samples handed out.
 
-        The number stands for the first samples of the iteration. So no number fits a batch sampler
-        of your own that reorders samples or leaves some out.
+        The number stands for the iteration's first samples, so none fits a batch sampler of your
+        own that reorders or skips samples.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -160,7 +158,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a state: the next iteration gives the rest of its epoch.
+        """The next iteration gives the rest of the state's epoch.
 
         Seed, epoch and group size become those of the state. With another world or `drop_last`, the
         samples that no rank has received are dealt anew. Raises ConflictError for a state of
@@ -172,8 +170,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next, self._last, self._has_set_epoch = place, None, False
 
     def _load(self, state: Mapping[str, object]) -> EpochPlace:
-        """The place that a state names, in parts of this world. Seed and group size become those of
-        the state."""
+        """A state's place, in parts of this world. Seed and group size become the state's."""
         self._check_origin(state)
         numbers = _Numbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
@@ -236,12 +233,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """The number of samples in an epoch, of all ranks together."""
+        """Samples of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """The samples of an epoch in the order of reading, rank after rank, and the group of
-        each."""
+        """The samples, rank after rank, and the group of each."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
     def _part_length(self, place: EpochPlace) -> int:
@@ -251,7 +247,6 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
-        """Begin an iteration: returns its start, and the samples that it gives."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -261,7 +256,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             )
         samples, ends = self._part(place)
         if own is None and place.position and not len(samples) and not self._has_set_epoch:
-            self._say(
+            self._warn_once(
                 f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
@@ -271,7 +266,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return place, samples
 
     def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """This rank's samples from a place on, and the positions where their groups end."""
+        """This rank's samples, and the ends of their groups."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
         for partition in place.partitions:
@@ -280,16 +275,14 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         chosen = order[part[place.position :]]
         return sequence[chosen], group_ends(group[chosen])
 
-    def _say(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.append(warning)
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned:
+            self._warned.append(warning)
             log.warning("%s", warning)
 
 
 class _Iteration(Iterator[int]):
-    """One iteration over a sampler. It begins with its first sample: torch makes iterators that it
-    does not use. Its state is the one that torchdata's `StatefulDataLoader` keeps for each batch.
-    """
+    """It begins with its first sample, since torch makes iterators that it does not use."""
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
@@ -297,15 +290,13 @@ class _Iteration(Iterator[int]):
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
-        """The samples of the iteration, from its beginning."""
         self.given = 0
         self.delivered: int | None = None
-        """The number of samples that its loop has got, counted by `ImportanceSampler.enumerate` if
-        it delivers them."""
+        """Samples that the loop has got, if `ImportanceSampler.enumerate` delivers them."""
         self._is_counted = False  # by the hook, from the beginning
 
     def received(self) -> int | None:
-        """The number of samples that the loop has got; None if nothing counts them."""
+        """None if nothing counts them."""
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
@@ -322,7 +313,7 @@ class _Iteration(Iterator[int]):
 
     @property
     def place(self) -> EpochPlace:
-        """This epoch, at an unknown place: only the iterator's own state has it."""
+        """Only the iterator's own state has the position."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
@@ -341,14 +332,12 @@ class _Iteration(Iterator[int]):
         return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Give the rest of the epoch of a state. Raises as the sampler's `load_state_dict`."""
         self._own = self._sampler._load(state)
         self._sampler._next = None
 
 
 def _is_torchdata(frame: FrameType | None) -> bool:
-    """Whether torchdata has called this frame, directly or through functions of this package
-    only."""
+    """Whether torchdata has called this frame, directly or through this package alone."""
     package = __name__.partition(".")[0]
     while frame is not None:
         caller = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -364,7 +353,7 @@ def _numbers(samples: Indices) -> Iterator[int]:
 
 
 class _Numbers:
-    """Reads the numbers of a state. Raises UsageError if they are malformed."""
+    """Reads a state's numbers. Raises UsageError if they are malformed."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state

@@ -1,7 +1,7 @@
 """Finds the files of a dataset's samples in a snapshot.
 
-A dataset is `DieselDataset`, or any with a list of paths on a mount (torchvision's `ImageFolder`),
-or a `Subset` or `ConcatDataset` of such.
+A dataset is a `DieselDataset`, or has a list of paths on a mount (torchvision's `ImageFolder`), or
+is a `Subset` or `ConcatDataset` of such.
 """
 
 import os
@@ -21,28 +21,27 @@ from .folder import resolved
 from .planner.file_tables import FileTable, MountedFiles
 
 _LISTS = ("samples", "imgs", "paths")
-"""Attributes of datasets of files: a list of paths, or of rows that begin with a path."""
+"""Each has paths, or rows that begin with a path."""
 
 _PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """The files of samples, by the index of the sample, in one version of a dataset."""
+    """The files by the index of the sample."""
 
     dataset: str
     identity: str
     version: int
     files: ChunkedFiles
     mount: str | None
-    """The mount that has the files, if the dataset reads them from one."""
+    """None if the dataset reads from no mount."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
 
     @property
     def digest(self) -> str:
-        """A hash of the files: other samples of the same version have another one."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -50,11 +49,8 @@ class SampleSource:
 
 
 def sample_files(dataset: object) -> SampleSource:
-    """The files of a dataset's samples.
-
-    Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
-    mount; NoSuchPath for a file that its mount does not have.
-    """
+    """Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
+    mount; NoSuchPath for a file that its mount does not have."""
     snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
@@ -71,7 +67,6 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
-    """The snapshot that has the files of a dataset, the entry of each sample, and the mount."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):

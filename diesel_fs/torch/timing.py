@@ -15,12 +15,11 @@ import torch
 
 _MEMORY_EVERY = 25  # batches between two measurements of a worker's memory: each takes about 1 ms
 
-_began_s = 0.0  # time at which this process took the indices of the current batch
+_began_s = 0.0  # when this process took the current batch's indices
 
 
 class OnItsWay:
-    """The indices of a batch, for a worker. The worker records the time at which it unpickles
-    them."""
+    """The indices of a batch, for a worker, which records the time at which it unpickles them."""
 
     def __init__(self, indices: object) -> None:
         self._indices = indices
@@ -30,16 +29,13 @@ class OnItsWay:
 
 
 def arrived(indices: object) -> object:
-    """Returns the indices of a batch, which this process is about to prepare, and records the
-    time."""
+    """This process is about to prepare their batch: record the time."""
     global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
     _began_s = time.perf_counter()
     return indices
 
 
 class Report(NamedTuple):
-    """Measurements of the preparation of a batch."""
-
     fetch_s: float
     batch_bytes: float
     process_bytes: float
@@ -48,8 +44,6 @@ class Report(NamedTuple):
 
 
 class TimedCollate:
-    """Collates a batch, and adds the report on its preparation."""
-
     def __init__(self, inner: Callable[[object], object]) -> None:
         self._inner = inner
         self._batches = 0
@@ -66,7 +60,7 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """The memory of this process alone, without the memory that it shares with its parent."""
+    """Leaves out the memory that this process shares with its parent."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():

@@ -1,16 +1,15 @@
 """Decides how many worker processes a data loader needs, from measurements.
 
-`WorkerController` follows DLCache, section III-E (algorithm 2). It chooses as many workers as are
-needed to have a batch ready when the loop requests it (time to fetch a batch / time between two
-requests), limited by the processor's cores and by memory. That rule assumes that the time to fetch
-a batch does not depend on the number of workers. But workers share cores and bandwidth. So the time
-comes from a model as in Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise
-linear function of the number of workers gives the time for one sample; for a size without
-measurements, the model of the nearest size is used. If no number of workers suffices, the smallest
-is chosen that nearly reaches the highest rate.
+`WorkerController` follows DLCache, section III-E (algorithm 2): as many workers as have a batch
+ready when the loop requests it (time to fetch a batch / time between two requests), within the
+cores and memory. That rule takes the time to fetch a batch as independent of the number of workers.
+But workers share cores and bandwidth, so the time comes from a model as in Lobster (ICPP 2022),
+section 4.1: for each size of samples, a piece-wise linear function of the number of workers gives
+the time for one sample; a size without measurements uses the nearest size's model. If no number
+suffices, the smallest is chosen that nearly reaches the highest rate.
 
-A measurement at one number of workers moves the whole function of that size up or down, since
-changes over time (a cache gets warm) affect all numbers of workers. Pure: no clock and no I/O.
+A measurement moves the whole function of its size up or down, since changes over time (a cache gets
+warm) affect all numbers of workers. Pure: no clock and no I/O.
 """
 
 from bisect import bisect_left
@@ -18,18 +17,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 HEADROOM = 0.1
-"""Workers are fast enough if they need this part less than the loop's time: fetching times vary,
-and a loader that is just fast enough waits at each slow batch."""
+"""Workers must be faster than the loop by this part: a loader that is just fast enough waits at
+each slow batch."""
 
 SHRINK_HEADROOM = 0.25
-"""A smaller number must have more room than the current one. Otherwise the number would go up and
-down with the noise of the measurements."""
+"""A smaller number must have more room, or the number would follow the measurements' noise."""
 
 NEARLY = 0.95
-"""The part of a rate that counts as the whole."""
 
 SMOOTHING = 0.5
-"""The share of the newest measurement; the earlier value has the rest."""
+"""The newest measurement's share; the earlier value has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +35,31 @@ class Measured:
 
     workers: int
     fetch_s: float
-    """A worker's time for a batch: reading, decoding, transforming and collating."""
+    """Reading, decoding, transforming and collating, by one worker."""
     request_s: float
-    """The loop's own time for a batch: from a batch that it got to its next request."""
+    """The loop's own time: from a batch to its next request."""
     batch_samples: float
     sample_bytes: float = 0
-    """The mean size of the samples as they are stored; 0 if it is not known."""
+    """The mean stored size; 0 if it is not known."""
     worker_bytes: float = 0
-    """The memory of a worker, with the batches that it has prepared."""
+    """A worker's memory, with its prepared batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits for the workers. `workers_max` is the number of cores, unless the user sets it."""
-
     workers_max: int
     memory_bytes: int
 
 
 class Controller(Protocol):
-    """Chooses the number of workers. `AutoDataLoader` takes any."""
-
     def decide(self, measured: Measured) -> int:
         """The number of workers from now on."""
 
 
 @dataclass(slots=True)
 class FetchModel:
-    """Seconds for a sample, by the size of samples and the number of workers (see the module)."""
-
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By size class (a power of 2): the measurements at numbers of workers."""
+    """Seconds by size class (a power of 2), then by number of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
@@ -79,8 +70,7 @@ class FetchModel:
             known = curve[workers]
             sample_s = SMOOTHING * sample_s + (1 - SMOOTHING) * known
             level = sample_s / known if known else 1.0
-        # More workers never make a sample cheaper. If a measurement contradicts that, the times
-        # have changed meanwhile.
+        # More workers never make a sample cheaper: otherwise, times have changed meanwhile.
         elif fewer is not None and sample_s < curve[fewer]:
             level = sample_s / curve[fewer]
         elif more is not None and sample_s > curve[more] > 0:
@@ -90,14 +80,13 @@ class FetchModel:
         curve[workers] = sample_s
 
     def measured_below(self, sample_bytes: float, workers: int) -> int:
-        """The greatest number below `workers` that was measured for this size; 0 if there is
-        none."""
+        """The greatest measured number below `workers` for this size, or 0."""
         curve = self._curves.get(_size_class(sample_bytes), {})
         return max((each for each in curve if each < workers), default=0)
 
     def predict(self, sample_bytes: float, workers: int) -> float:
-        """The time at a number of workers: interpolated; below the measured numbers constant, above
-        them as steep as between the last two, but not falling. 0 if nothing was measured."""
+        """Interpolated; below the measured numbers constant, above them as steep as between the
+        last two, but not falling. 0 if nothing was measured."""
         if not self._curves:
             return 0.0
         wanted = _size_class(sample_bytes)
@@ -115,14 +104,11 @@ class FetchModel:
 
 
 class WorkerController:
-    """The controller of `AutoDataLoader` (see the module)."""
-
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
         self.model = FetchModel()
 
     def decide(self, measured: Measured) -> int:
-        """The number of workers from now on: at least 1."""
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)
@@ -138,11 +124,9 @@ class WorkerController:
         return self._fastest(measured, rates)
 
     def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
-        """The smallest number that has nearly the highest rate, if none suffices.
-
-        Between two measured numbers the model is a line, which means little if the workers disturb
-        each other: then a number in the middle is tried.
-        """
+        """The smallest number that has nearly the highest rate. Between two measured numbers the
+        model is a line, which means little if the workers disturb each other: then the middle is
+        tried."""
         best = max(rates.values())
         found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
         below = self.model.measured_below(measured.sample_bytes, found)

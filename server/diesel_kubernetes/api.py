@@ -1,8 +1,7 @@
-"""Calls of the Kubernetes API that the CSI plugin and the operator share: its client's errors
-become those of DIESEL-FS, and a program finds the image of the pod in which it runs.
+"""Calls of the Kubernetes API that the CSI plugin and the operator share.
 
-So an administrator names the image once, in the Deployment or DaemonSet, and the pods that a
-program makes have the same one. Both programs may read pods anyway. This module takes long to
+A program finds the image of its own pod, so an administrator names the image once, in the
+Deployment or DaemonSet, and the pods that it makes have the same one. This module takes long to
 import, as lightkube does.
 """
 
@@ -25,12 +24,12 @@ from diesel_fs.errors import (
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """Turn the errors of the client into those of DIESEL-FS. They repeat no part of the request."""
+    """The client's errors become those of DIESEL-FS, without any part of the request."""
     try:
         yield
     except ApiError as error:
         status = error.status
-        text = f"the Kubernetes API says: {status.message or status.reason or status.code}"
+        text = f"the Kubernetes API reports: {status.message or status.reason or status.code}"
         match status.code:
             case HTTPStatus.NOT_FOUND:
                 raise NotFoundError(text) from None
@@ -46,10 +45,7 @@ def api_errors() -> Iterator[None]:
 
 
 def image_in_pod(client: Client, pod: str, container: str) -> str:
-    """The image of a container of a pod in the client's namespace, as its manifest names it.
-
-    Raises ConfigError if the pod has no such container, and the errors of `api_errors`.
-    """
+    """Raises ConfigError if the pod has no such container, and the errors of `api_errors`."""
     with api_errors():
         found = client.get(Pod, pod)
     for each in found.spec.containers if found.spec else ():

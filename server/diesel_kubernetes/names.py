@@ -1,25 +1,22 @@
-"""Names that the CSI driver and the operator share, and that manifests of users hold: they never
+"""Names that the CSI driver and the operator share. Users' manifests hold them, so they never
 change."""
 
 import hashlib
 
 DRIVER = "csi.diesel-fs.dev"
-"""The name of the CSI driver, and the prefix of its labels."""
 
 GROUP = "diesel-fs.dev"
-"""The API group of the operator's resources."""
 
 POD_NAME = "csi.storage.k8s.io/pod.name"
 POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 POD_INFO = "csi.storage.k8s.io/"
-"""Attributes with this prefix come from kubelet (`podInfoOnMount`), and not from the volume."""
+"""Attributes with this prefix come from kubelet (`podInfoOnMount`)."""
 
 ATTRIBUTES = (
     *"dataset version url user region endpoint follow session memory policy evict seed".split(),
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
     "peersThroughMaster",
 )
-"""The attributes that a volume may have (`csi/VOLUMES.md`)."""
 
 SECRETS = {
     "user": "DIESEL_USER",
@@ -36,19 +33,19 @@ SECRETS = {
     "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
 }
-"""The keys of a volume's Secret, and the environment variables by which a mount gets them."""
+"""Keys of a volume's Secret, and the variables by which a mount gets them."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""On mount pods, their Secrets and reports of nodes: the node, as `label_value` writes it."""
+"""The node's `label_value`, on mount pods, their Secrets and reports."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
-"""On mount pods and their Secrets: the mount's name, `KEY-N`."""
+"""The mount's name, `KEY-N`, on mount pods and their Secrets."""
 
 _LABEL_CHARS_MAX = 63
 
 
 def label_value(node: str) -> str:
-    """The name of a node as the value of a label, which is shorter than names may be."""
+    """Labels are shorter than names may be."""
     if len(node) <= _LABEL_CHARS_MAX:
         return node
     return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]

@@ -1,9 +1,8 @@
 """Reports of nodes: which share of each dataset a node holds. Pure.
 
-The plugin of a node writes a report, and the operator reads it. It is one ConfigMap for each node,
-in the namespace of the driver. `csi/VOLUMES.md` says how each figure is measured. Anybody with the
-right to write ConfigMaps there can write anything into one, so a reader checks all types and
-bounds, and takes a report whole or not at all.
+A node's plugin writes a report, one ConfigMap in the driver's namespace, and the operator reads it.
+`csi/VOLUMES.md` defines each figure. Anybody who may write ConfigMaps there can write anything into
+one, so a reader checks all types and bounds, and takes a report whole or not at all.
 """
 
 import json
@@ -19,20 +18,18 @@ from .names import LABEL_NODE, label_value
 Json = dict[str, object]
 
 REFRESH_S = 300.0
-"""How often a node reports that nothing has changed."""
+"""The pause between two reports without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
-"""An older report is not used: the plugin has gone. Nor is a report that is as far in the
-future."""
+"""An older report is not used, since the plugin has gone, nor one as far in the future."""
 
 NOTICEABLE = 5
-"""A share that changes by this much, in percent of the dataset, is reported before `REFRESH_S`."""
+"""A change by this percentage of the dataset is reported before `REFRESH_S`."""
 
 DATASETS_MAX = 1000
-"""How many datasets a report names at most, so that it fits a ConfigMap."""
+"""A report must fit a ConfigMap."""
 
 REPORT_CHARS_MAX = 1 << 20
-"""The limit of a ConfigMap."""
 
 _TIME_MAX = 1 << 40
 _VERSION_MAX = (1 << 63) - 1
@@ -40,32 +37,29 @@ _NAMESPACE = re.compile(r"-|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _NODE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 
 Held = tuple[str, UUID]
-"""A dataset as pods of one namespace read it: namespace (`-`: unknown) and identity."""
+"""A dataset in a namespace (`-`: unknown) of pods that read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDataset:
-    """The share of a version of a dataset that a node holds for pods of one namespace, in percent
-    of its stored bytes, rounded down."""
+    """The shares that a node holds for pods of one namespace, in percent of a version's stored
+    bytes, rounded down."""
 
     namespace: str
     identity: UUID
     version: int
-    """0: something is held, but it is not known how much of which version."""
+    """0: it is not known how much of which version is held."""
     share: int = 0
-    """In memory or on the disk."""
     disk: int = 0
-    """On the disk: this stays when no pod reads the dataset."""
+    """This part stays when no pod reads the dataset."""
     is_used: bool = False
-    """Whether a mount of it is shown to a pod."""
 
     @property
     def key(self) -> Held:
-        """The dataset, as pods of the namespace read it."""
         return self.namespace, self.identity
 
     def joined(self, other: "HeldDataset") -> "HeldDataset":
-        """The lower bound for two places, which may hold the same parts."""
+        """A lower bound: two places may hold the same parts."""
         return HeldDataset(
             self.namespace,
             self.identity,
@@ -78,31 +72,27 @@ class HeldDataset:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The shares of all datasets that one node holds."""
-
     node: str
     time_s: int
-    """When it was measured, since 1970, by the node's clock."""
+    """The time of the measurement, since 1970, by the node's clock."""
     is_complete: bool
-    """Whether the node holds nothing of the datasets that it does not name."""
+    """Whether the node holds no dataset that is not named."""
     datasets: tuple[HeldDataset, ...] = ()
 
     def is_fresh(self, now_s: float) -> bool:
-        """Whether it can be used now."""
         return abs(now_s - self.time_s) <= AGE_S_MAX
 
 
 def make_report(
     node: str, now_s: float, datasets: Iterable[HeldDataset], *, is_complete: bool
 ) -> NodeReport:
-    """The report of a node; of too many datasets, those with the largest shares."""
+    """The largest shares win."""
     found = sorted(datasets, key=lambda each: (-each.share, each.key, each.version))
     kept = sorted(found[:DATASETS_MAX], key=lambda each: (each.key, each.version))
     return NodeReport(node, int(now_s), is_complete and len(found) == len(kept), tuple(kept))
 
 
 def differs_noticeably(before: NodeReport, after: NodeReport) -> bool:
-    """Whether the later report differs enough to be written at once."""
     old, new = (
         {(each.key, each.version, each.is_used): each for each in report.datasets}
         for report in (before, after)
@@ -119,17 +109,15 @@ def differs_noticeably(before: NodeReport, after: NodeReport) -> bool:
 
 
 def is_namespace(text: str) -> bool:
-    """Whether a text can be a namespace in a report."""
     return _NAMESPACE.fullmatch(text) is not None
 
 
 def report_name(node: str) -> str:
-    """The name of the ConfigMap with a node's report."""
     return f"diesel-node-{label_value(node)}"
 
 
 def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
-    """The ConfigMap of a report. `owner` is the object with which the cluster deletes it."""
+    """The cluster deletes it with `owner`."""
     content = {
         "node": report.node,
         "time": report.time_s,
@@ -165,7 +153,7 @@ def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
 
 
 def parse_config_map(raw: Mapping[str, object]) -> NodeReport:
-    """The report in a ConfigMap. Raises FormatError if it is malformed."""
+    """Raises FormatError for a malformed report."""
     match raw:
         case {"metadata": {"name": str(name)}, "data": {"report": str(content)}}:
             pass
@@ -220,5 +208,5 @@ def _parsed(entries: Sequence[object], name: str) -> tuple[HeldDataset, ...]:
 
 
 def _is_whole(value: int, low: int, high: int) -> bool:
-    """Whether it is a number within bounds; JSON's true and false are none."""
+    """JSON's true and false are no numbers."""
     return type(value) is int and low <= value <= high

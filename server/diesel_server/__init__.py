@@ -1,10 +1,8 @@
 """`diesel-server`: one port in front of an object store and a metadata store.
 
 It keeps no state of its own: any number of servers may serve one store. `README.md` is the
-operator's page, `diesel_fs/net/WIRE.md` the protocol.
-
-Start reading at `connections/connection.py`: it has the life of a connection, from which everything
-else is called.
+operator's page, `diesel_fs/net/WIRE.md` the protocol. Start at `connections/connection.py`, the
+life of a connection, which calls everything else.
 
 | package | its secret |
 | --- | --- |
@@ -13,7 +11,6 @@ else is called.
 | `accounts` | how a login is checked, and the requests that change accounts |
 | `requests` | what each request about datasets does, and which role it needs |
 
-`main.py` and `options.py` are the command; `limits.py` has every limit with its reason. Imports go
-one way: `process` wires all, `connections` knows a dispatcher of requests but no request, and
-`requests` and `accounts` know no connection.
+`limits.py` has every limit with its reason. Imports go one way: `process` wires all, `connections`
+knows a dispatcher but no request, `requests` and `accounts` know no connection.
 """

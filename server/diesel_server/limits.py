@@ -1,9 +1,7 @@
 """The limits of one worker process, with their reasons: connections, requests, bytes, and times.
 
-The module also counts: `ConnectionLimits` the connections, `FairByteBudget` the memory that
-requests may take, `RateLimiter` events like failed logins. `listener.py` and `connection.py` refuse
-clients and requests beyond these limits. No class here has a lock: all but `RateLimiter` belong to
-the event loop.
+`listener.py` and `connection.py` refuse clients and requests beyond them. No class here has a lock:
+all but `RateLimiter` belong to the event loop.
 """
 
 import random
@@ -23,28 +21,26 @@ from diesel_fs.net.messages import Message
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
-"""The time for TLS and the greeting, and then again for the login: each fits two packets."""
+"""Time for TLS and the greeting, and again for the login: each fits two packets."""
 
 AUTHENTICATE_S = 4.0
-"""The time for looking an account up; a client gives up after 10 s."""
+"""Time to look an account up; a client gives up after 10 s."""
 
 IDLE_S = 300.0
-"""A connection that sends no request for this time is closed; clients close unused connections
-sooner."""
+"""A connection without a request for this time is closed; clients close unused ones sooner."""
 
 FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
 """A frame, in either direction, takes at most `FRAME_S` plus its size at this rate."""
 
 HEARTBEAT_S = 1.0
-"""The time between two signs of life of a worker."""
 
 DRAIN_S = 30.0
-"""When the server stops, requests under way get this time to finish."""
+"""Time for requests under way when the server stops."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
-"""A request that waits longer for memory or a thread is refused, with `RETRY_AFTER_S`."""
+"""A request that waits longer is refused, with `RETRY_AFTER_S`."""
 
 RETRY_AFTER_S = 1.0
 
@@ -52,51 +48,49 @@ CONNECTIONS_MAX = 8192
 """Each takes some 20 KB. A process that may open fewer files takes fewer connections."""
 
 GREETING_MAX = 1024
-"""Connections that have not logged in yet, from everywhere."""
+"""Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
-"""Connections of one network that have not logged in yet. The processes of a node all start at once
-and log in within milliseconds. Beyond the limit, a random connection of the network is closed, so
-that a client that connects again and again does not keep out users with a key."""
+"""Connections of one network before their login. The processes of a node all start at once and log
+in within milliseconds. Beyond the limit, a random one is closed, so that a client that connects
+again and again does not keep out users with a key."""
 
 REFUSING_S = 2.0
 REFUSING_MAX = 64
-"""Connections that are being refused with a sentence. Others are closed without one."""
+"""Connections that are refused with a sentence at once. Others are closed without one."""
 
 FILES_RESERVED = 256
-"""File descriptors that connections leave for stores, caches and logs."""
+"""File descriptors for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
-"""Once this number of requests of a connection is under way, it is not read until one has ended."""
+"""A connection with this number of requests under way is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
 """One user leaves some requests to others."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
-"""Memory for payloads and answers under way: beside the largest request of one user there is room
-for those of others."""
+"""Memory for payloads and answers under way: others have room beside one user's largest request."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""The part of the budget that one user may hold."""
+"""What one user may hold of the budget."""
 
 RATE_KEYS_MAX = 4096
-"""Users or networks that a rate limiter remembers."""
 
 SMALL_BYTES = 64 << 10
-"""Sizes up to this are not taken from the budget: the number of requests is limited, too."""
+"""Smaller sizes are not taken from the budget: the number of requests is limited, too."""
 
 HEAD_FACTOR = 6
-"""The Python objects of a head with many small items take this multiple of its bytes."""
+"""Python objects of a head with many small items take this multiple of its bytes."""
 
-_PIECE_BYTES = 16 << 20  # for a snapshot: one piece is being sent, one is being made
-_LIST_BYTES = 8 << 20  # for a list: names and columns, and the frame that they are copied into
-_PATH_BYTES = 96  # for each path in `stat`: the path and its columns, and their copy in the frame
+_PIECE_BYTES = 16 << 20  # a snapshot: one piece is being sent, one made
+_LIST_BYTES = 8 << 20  # a list: names and columns, and their frame
+_PATH_BYTES = 96  # a path in `stat`: the path and its columns, and their frame
 _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
 def answer_bytes(message: Message) -> int:
-    """The memory that the answer to a request may take, estimated from the request alone."""
+    """The answer's memory, estimated from the request alone."""
     if message.get("do") == "snapshot":
         return _PIECE_BYTES
     if message.get("do") == "list":
@@ -112,8 +106,7 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """The network of a client, as limits count it: an IPv4 address, or the first 64 bits of an IPv6
-    address."""
+    """An IPv4 address, or the first 64 bits of an IPv6 address."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -124,15 +117,14 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """A rate limit: `burst` events at once, and then one event each `each_s` seconds."""
+    """`burst` events at once, and then one each `each_s` seconds."""
 
     burst: int
     each_s: float
 
 
 class RateLimiter:
-    """Counts events by key against a rate. Beyond `keys_max` keys, it forgets the longest
-    silent."""
+    """Counts events by key. Beyond `keys_max` keys, it forgets the longest silent."""
 
     def __init__(
         self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX
@@ -143,12 +135,10 @@ class RateLimiter:
         self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
 
     def is_full(self, key: Hashable) -> bool:
-        """Whether the rate allows no more events now."""
         burst_s = self._rate.burst * self._rate.each_s
         return self._free_s.get(key, 0) - self._clock() > burst_s - self._rate.each_s
 
     def add(self, key: Hashable) -> None:
-        """Count one event."""
         now_s = self._clock()
         self._free_s[key] = max(now_s, self._free_s.pop(key, now_s)) + self._rate.each_s
         if len(self._free_s) > self._keys_max:
@@ -157,16 +147,14 @@ class RateLimiter:
 
 @dataclass(slots=True)
 class _WaitingRequest:
-    """A request that waits for memory."""
-
     owner: str
     size: int
     granted: trio.Event = field(default_factory=trio.Event)
 
 
 class FairByteBudget:
-    """Memory that requests may hold at once, in all and for one owner (a user). First come, first
-    served; an owner that holds its whole share does not keep others waiting."""
+    """Memory for requests, in all and for each owner (a user). First come, first served; an owner
+    that holds its whole share does not keep others waiting."""
 
     def __init__(self, most: int = BUDGET_BYTES, share: int = SHARE_BYTES) -> None:
         self._most = most
@@ -176,8 +164,7 @@ class FairByteBudget:
         self._queue: deque[_WaitingRequest] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
-        """Take `size` bytes as soon as they are free. Returns False if that takes longer than
-        `seconds`, or if the share of an owner is smaller."""
+        """Returns False after `seconds`, or if an owner's share is smaller."""
         if size > self._share:
             return False
         if not self._queue and self._fits(owner, size):
@@ -201,7 +188,6 @@ class FairByteBudget:
         return waiting.granted.is_set()
 
     def release(self, owner: str, size: int) -> None:
-        """Return bytes to the budget."""
         self.held -= size
         self._held_by[owner] -= size
         if self._held_by[owner] <= 0:
@@ -226,7 +212,7 @@ class FairByteBudget:
 
 
 class LimitReached(Exception):
-    """A connection too many: the sentence for the client, and the reason for the metrics."""
+    """`sentence` is for the client, `reason` for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -235,7 +221,7 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """Counts connections: all, those without a login by network, those with one by user."""
+    """All connections, those without a login by network, those with one by user."""
 
     def __init__(
         self,
@@ -245,7 +231,7 @@ class ConnectionLimits:
         per_network: int = GREETING_PER_NETWORK_MAX,
     ) -> None:
         self.most = most
-        self.per_user = max(1, most * 3 // 4)  # one user leaves some to others
+        self.per_user = max(1, most * 3 // 4)
         self._greeting_most = greeting
         self._per_network = per_network
         self.all = 0
@@ -254,7 +240,7 @@ class ConnectionLimits:
 
     @contextmanager
     def connection(self) -> Iterator[None]:
-        """One connection, from its beginning to its end. Raises LimitReached."""
+        """While a connection lasts. Raises LimitReached."""
         if self.all >= self.most:
             raise LimitReached("connections", f"it has {self.most} connections, which is its limit")
         self.all += 1
@@ -265,9 +251,8 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """The time until a connection has logged in. If there are too many such connections, it
-        closes a random one, by calling its `leave`: of this network if the network has too many, or
-        else of the network that has most."""
+        """Held until a connection has logged in. If there are too many, calls `leave` of a random
+        one: of this network if it has too many, otherwise of the network with most."""
         by_network = Counter(each for each, _ in self._greeting.values())
         if by_network[network] >= self._per_network:
             self._dismiss(network)
@@ -287,7 +272,7 @@ class ConnectionLimits:
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """A connection of a user, from its login to its end. Raises LimitReached."""
+        """Held from a login to the end of the connection. Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
             raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1
@@ -298,7 +283,6 @@ class ConnectionLimits:
 
 
 def count_down(counts: Counter[str], key: str) -> None:
-    """Count one less, and remove the key when its count is 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

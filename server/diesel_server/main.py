@@ -1,5 +1,4 @@
-"""The command `diesel-server`: it reads the options, runs the supervisor, and turns errors into
-exit codes."""
+"""The command `diesel-server`: it runs the supervisor, and turns errors into exit codes."""
 
 import logging
 import sys
@@ -45,7 +44,6 @@ def program(**given: object) -> None:
 
 
 def main() -> None:
-    """Run the command, and end the process with its exit code."""
     try:
         program.main(standalone_mode=False)
     except click.Abort:

@@ -1,8 +1,6 @@
 """The server's options: from the command line, the environment and a TOML file, in this order.
 
-`options` declares them for click, and `checked` turns their values into `ServerOptions` or raises
-ConfigError if they contradict each other. No error or help text shows a value that may hold a
-password.
+No error or help text shows a value that may hold a password.
 """
 
 import os
@@ -33,8 +31,6 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The options of a server, checked."""
-
     listen: HostPort
     url: RepositoryUrl
     workers: int
@@ -46,7 +42,7 @@ class ServerOptions:
 
 
 def default_workers() -> int:
-    """One worker for each processor that this process may use, and four at most."""
+    """One for each processor that this process may use, at most four."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -78,7 +74,6 @@ _OPTIONS = (
 
 
 def options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Give a command the server's options."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return click.option(
@@ -92,7 +87,6 @@ def options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    """Make the values of the file the defaults of the options."""
     path = Path(value) if value else CONFIG_FILE
     try:
         with path.open("rb") as file:
@@ -128,7 +122,7 @@ def checked(
     metrics: str | None,
     insecure: bool,
 ) -> tuple[ServerOptions, list[str]]:
-    """The options, and warnings for the operator. Raises ConfigError."""
+    """The options, and warnings for the operator. Raises ConfigError for contradictions, too."""
     endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
     if (tls_cert is None) != (tls_key is None):
@@ -193,7 +187,7 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """Warnings about the key's file. If it cannot be read, loading it raises the error later."""
+    """Loading the key raises the error if the file cannot be read."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             return [f"every user of this machine can read the key {key}: run chmod o= on it"]

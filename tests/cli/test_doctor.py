@@ -355,14 +355,14 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
         launcher.umount(at, force=True)
 
 
-@each_row("is_asked", [True, False])
-def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_asked: bool) -> None:
+@each_row("is_named", [True, False])
+def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_named: bool) -> None:
     """Also if it hangs: the mounts of others say nothing of a job here."""
     tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
-    [probe] = mount_probes([DatasetMount(tree, tree)], is_asked=is_asked)
+    [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_named)
     bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
     states = [each.state for each in probe.findings([bad, good], is_late=True)]
-    worst = "fault" if is_asked else "warning"
+    worst = "fault" if is_named else "warning"
     assert states == [worst, "ok", worst]
 
 

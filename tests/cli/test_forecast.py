@@ -89,7 +89,7 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
     assert lines[10:] == told["recommended"]["commands"]
     assert lines[10].startswith("dlcmd mount pets /mnt/pets --memory 2M ")
     assert "--cache-size 400K" in lines[10]
-    assert "assumed, as you did not say: --nodes 1, --batch 64" in printed.err
+    assert "assumed: --nodes 1, --batch 64" in printed.err
     assert "the cache keeps whole chunks" in printed.err
     assert "the memory to load ahead is 401.4 kB" in printed.err
     assert "load ahead" not in dlcmd("forecast", "pets", "--memory", "20M").err

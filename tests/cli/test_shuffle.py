@@ -90,7 +90,7 @@ def test_quality_compares_group_sizes(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
     dlcmd("put", write(tmp_path / "mixed", {f"c{n % 5}{n}/{n}": b"x" for n in range(30)}), "tiny")
     advice = dlcmd("shuffle", "tiny", *NUMBERS, "--quality").err
     assert "30 files of 30 classes in 1 chunk, batches of 3: with --group-size 100 (" in advice
-    assert "classes say nothing" in dlcmd("shuffle", "pets/val", *NUMBERS, "--quality").err
+    assert "classes mean nothing" in dlcmd("shuffle", "pets/val", *NUMBERS, "--quality").err
 
 
 def test_a_plot_shows_each_group_size(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
         drawn += element if isinstance(element, list) else [cast("int", element)]
         epoch.received(0.0, time.monotonic())
         assert epoch.position() == len(drawn)
-    epoch.tell(time.monotonic(), is_over=True)
+    epoch.send_progress(time.monotonic(), is_over=True)
     kinds = [kind for kind, _ in said.messages]
     assert kinds.count("order") == 1
     assert "cut" not in kinds

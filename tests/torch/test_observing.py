@@ -106,7 +106,9 @@ def test_T1_learned_files_replace_a_list_of_other_files() -> None:
     assert told(table, lambda at: [SIZE - 1 - at], range(SIZE), checked=False) == ""
     assert told(table, lambda at: [SIZE - 1 - at], range(SIZE)) == ""
     assert planned(table) == LISTED[::-1]
-    assert np.array_equal(table.as_told().take(np.arange(SIZE))[MOUNT].entries, np.arange(SIZE))
+    assert np.array_equal(
+        table.for_all_ranks().take(np.arange(SIZE))[MOUNT].entries, np.arange(SIZE)
+    )
     again = told(table, lambda at: [at // 2], range(SIZE))
     assert "opens other files in each epoch: nothing is planned for it" in again
     assert (planned(table), table.failures) == ([], 2)
@@ -247,7 +249,7 @@ def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
 
     def verbs() -> list[object]:
         link.sent.clear()
-        assert datasets.told(both) is datasets.told(both)
+        assert datasets.record(both) is datasets.record(both)
         return [each["do"] for each in link.sent]
 
     assert verbs() == ["files", "paths", "subset", "concat"]

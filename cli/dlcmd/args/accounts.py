@@ -8,7 +8,6 @@ from .options import global_flags
 
 
 def open_accounts(*, create: bool = False) -> Administration:
-    """The accounts of the repository that the options name: of its server, or direct."""
     open_buckets_directly()
     settings = global_flags().settings()
     return open_administration(

@@ -22,14 +22,13 @@ from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
 MEMORY_BYTES = 256 << 20
-"""Memory for the chunks that a verb keeps while it reads contents."""
 
-_STALENESS_NOTED = f"{__name__}.staleness_noted"  # key in click's `meta` of one command
+_STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`DATASET[@VERSION][/path]`. One that ends in a slash can only mean a folder."""
+    """`DATASET[@VERSION][/path]`. With a slash at its end it must be a folder."""
 
     dataset: str
     path: bytes = b""
@@ -41,18 +40,15 @@ class Address:
         return f"{name}/{shown(self.path)}" if self.path else name
 
     def view(self, repository: Repository) -> Snapshot:
-        """The snapshot of this address's version, as `current_view`. Raises NotFoundError."""
+        """Raises NotFoundError, and as `current_view`."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
         return current_view(repository, repository.dataset(self.dataset))
 
 
 def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
-    """The snapshot of a dataset that was found in `repository`.
-
-    A note warns, once in each command, if the snapshot may not be the current one, or if the
-    metadata store has lost entries that it shows.
-    """
+    """Prints a note, once in each command, if the snapshot may not be the current one, or has
+    entries that the metadata store has lost."""
     view = repository.view_of(info)
     meta = click.get_current_context().meta
     if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
@@ -62,17 +58,17 @@ def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
 
 
 def address(text: str) -> Address:
-    """Read an address for a verb that writes: it has no version. Raises UsageError."""
+    """Raises UsageError for a version."""
     return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
-    """Read an address for a verb that only reads: it may have a version. Raises UsageError."""
+    """Raises UsageError."""
     return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
-    """Read an address for `ls`: as `versioned_address`, or `DATASET@` for ALL_VERSIONS."""
+    """`DATASET@` is ALL_VERSIONS."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)
@@ -88,15 +84,13 @@ def _address(text: str, name: str, version: int) -> Address:
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
 ) -> Iterator[Repository]:
-    """Open the repository that the options and the environment name. Raises DieselError.
-
-    `create` makes a repository that is missing; `rebuild` makes only a missing metadata store.
-    """
+    """`create` makes a missing repository, `rebuild` only a missing metadata store. Raises
+    DieselError."""
     open_buckets_directly()
     settings = global_flags().settings()
     try:
         if rebuild:
-            open_configured(settings).close()  # raises if the objects are missing
+            open_configured(settings).close()
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
         url = parse_url(settings.repository_url)
@@ -111,7 +105,6 @@ def open_repository_from_flags(
 
 @contextmanager
 def entry_reader(repository: Repository, view: Snapshot) -> Iterator[EntryReader]:
-    """A reader of the contents of a version's files."""
     reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     try:
         yield reader

@@ -1,6 +1,6 @@
 """A bucket as the source of a put: lists and reads its objects and archives, with retries.
 
-Imported only when a bucket is put, since it imports the library that speaks to buckets.
+Imported only when a bucket is put, since it imports the bucket's library.
 """
 
 import fnmatch
@@ -36,7 +36,7 @@ from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, R
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
-_AHEAD = 8  # pieces of one archive that are fetched at once
+_AHEAD = 8  # pieces at once
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -45,8 +45,6 @@ class _Body(Protocol):
 
 
 class _Requests(Protocol):
-    """Single requests to a bucket."""
-
     limits: AttemptLimits
 
     def pages(self, prefix: str, after: str, /) -> Iterator[list[CloudObject]]: ...
@@ -57,8 +55,8 @@ class _Requests(Protocol):
 
 
 class CloudBucket:
-    """The objects below a prefix of a bucket, or the single object at that key. `BucketSource`
-    reads from it."""
+    """The objects below a prefix, or the single object at that key; `BucketSource` reads
+    from it."""
 
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends no request yet. Raises ConfigError."""
@@ -69,8 +67,7 @@ class CloudBucket:
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """The object at the URL's whole prefix; None if there are objects below that prefix, or
-        none at that key. Sends requests."""
+        """None if there are objects below the URL's prefix, or none at it. Sends requests."""
         key = self._url.prefix
         if not key or next(self._list(), None) is not None:
             return None
@@ -80,8 +77,8 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """All objects, in the order of the store's listing; the key of a folder that a console
-        shows ends in a slash. Raises NotFoundError if there is none."""
+        """The store's order; the key of a console's folder ends in a slash. Raises NotFoundError
+        if there is none."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
@@ -96,7 +93,7 @@ class CloudBucket:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
     def _list(self) -> Iterator[CloudObject]:
-        """The store's listing. After an error it goes on behind the last key that it had."""
+        """Goes on behind the last key after an error."""
         after, retrying = "", self._retrying(0)
         while True:
             try:
@@ -113,18 +110,14 @@ class CloudBucket:
                 retrying.wait_or_raise(error)
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """Exactly `size` bytes of an object, from `start` on.
-
-        Raises NotFoundError if the object is gone, ConflictError if it has changed since it was
-        listed or is archived, ObjectStoreError.
-        """
+        """Exactly `size` bytes. Raises NotFoundError if the object is gone, ConflictError if it has
+        changed since it was listed or is archived, ObjectStoreError."""
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
         content = bytearray(size)
         self._retrying(size).call(lambda: self._read(key, found.tag, start, memoryview(content)))
         return bytes(content)
 
     def stop(self) -> None:
-        """End the pauses that the store has requested: nobody reads any more."""
         self._pauses.stop()
 
     def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
@@ -150,8 +143,6 @@ class CloudBucket:
 
 
 class BucketArchive:
-    """An archive that is an object of a bucket."""
-
     is_local = False
 
     def __init__(self, bucket: CloudBucket, found: BucketObject, name: str, sha256: bytes) -> None:
@@ -165,26 +156,24 @@ class BucketArchive:
         self._bucket.stop()
 
     def look(self) -> ArchiveState:
-        """Its state, as the listing had it."""
         return ArchiveState(self._found.tag, self._found.size, self._found.modified_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes. Reading raises OSError."""
+        """Reading raises OSError."""
         return FetchedArchiveFile(state.size, partial(self._bucket.read, self._found), _AHEAD)
 
 
 class _PathRequests(CloudRequests):
-    """Requests to buckets of Google and Azure. Their library removes the slash at the end of a
-    key."""
+    """The library for Google and Azure removes the slash at a key's end."""
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of a listing. An empty object with others below it gets its slash back: consoles
-        show a folder by such an object. (One without others cannot be told from an empty file.)"""
+        """An empty object with others below it gets its slash back: consoles show a folder by such
+        an object. (Without others it looks like an empty file.)"""
         last: CloudObject | None = None
         for page in super().pages(folder.rstrip("/"), after):
             shown: list[CloudObject] = []
             for found in page:
-                if last is not None and last.key != found.key:  # else the listing had it twice
+                if last is not None and last.key != found.key:  # otherwise the listing had it twice
                     is_folder = not last.bytes and found.key.startswith(f"{last.key}/")
                     shown.append(replace(last, key=f"{last.key}/") if is_folder else last)
                 last = found
@@ -194,7 +183,6 @@ class _PathRequests(CloudRequests):
 
 
 def _requests_to(location: BucketLocation) -> _Requests:
-    """Imports the library that speaks to this kind of bucket."""
     if location.scheme == "s3":
         from diesel_fs.storage.objects.cloud.s3_source import S3Source  # noqa: PLC0415
 
@@ -203,11 +191,9 @@ def _requests_to(location: BucketLocation) -> _Requests:
 
 
 def bucket_archives(address: str) -> list[BucketArchive]:
-    """The archives that an address like s3://bucket/shards/*.tar stands for: the object of that
-    name, all that a glob matches (wildcards match no slash), or all below a prefix.
-
-    Sends requests. Raises NotFoundError, ConfigError, ObjectStoreError.
-    """
+    """The object at an address such as s3://bucket/shards/*.tar, all that a glob matches (wildcards
+    match no slash), or all below a prefix. Sends requests. Raises NotFoundError, ConfigError,
+    ObjectStoreError."""
     plain, sha256 = split_sha256(address)
     wildcard = _WILDCARD.search(plain)
     folder = plain[: plain.rindex("/", 0, wildcard.start())] if wildcard else plain.rstrip("/")
@@ -225,6 +211,6 @@ def bucket_archives(address: str) -> list[BucketArchive]:
 
 
 def _matches(key: str, pattern: str) -> bool:
-    """Whether a glob matches a key. Its wildcards match no slash."""
+    """Wildcards match no slash."""
     names, globs = key.split("/"), pattern.split("/")
     return len(names) == len(globs) and all(map(fnmatch.fnmatchcase, names, globs))

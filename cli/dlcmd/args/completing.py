@@ -1,12 +1,12 @@
 """Answers a shell when a user presses TAB.
 
-The code that `dlcmd completion SHELL` prints sends the line up to the cursor to `dlcmd`, which
-answers with lines of three fields, separated by tabs: kind, whole word, description. Of the kinds,
-`plain` is a finished word, `part` one that goes on (a folder), `file` and `dir` leave the word to
-the shell. The commands themselves show which words may stand at a place: an argument with the
-metavariable `DATASET...` is completed from the repository.
+The code that `dlcmd completion SHELL` prints sends `dlcmd` the line up to the cursor, and gets
+lines of three fields, separated by tabs: kind, whole word, description. The kind `plain` is a
+finished word, `part` one that goes on (a folder); `file` and `dir` leave the word to the shell. The
+commands themselves show which words may stand at a place: an argument with the metavariable
+`DATASET...` is completed from the repository.
 
-Whatever fails, nothing is printed. A repository that does not answer in time ends the process: a
+After any failure, nothing is printed. A repository that does not answer in time ends the process: a
 TAB must not hang.
 """
 
@@ -30,22 +30,20 @@ if TYPE_CHECKING:
 
 
 COMPLETE = "_DLCMD_COMPLETE"
-"""The environment variable by which a shell asks `dlcmd` for completions; its value is the shell.
-The line stands in `_DLCMD_LINE`, and in bash the part of it that is replaced in `_DLCMD_TEXT`."""
+"""The value is the shell. `_DLCMD_LINE` has the line, and in bash `_DLCMD_TEXT` the
+replaced part."""
 
 ANSWER_DEADLINE_S = 2.0
-"""How long a TAB may wait for a repository. Most answer in milliseconds: only the newest version is
-asked for, if this user has its snapshot already."""
+"""Most repositories answer in milliseconds."""
 
 WORDS_MAX = 2000
-"""If a folder has more entries that fit, only their common beginning is completed."""
+"""More are completed to their common beginning."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
-    """Answer a shell, and end this process."""
     line, text = os.environ.get("_DLCMD_LINE", ""), os.environ.get("_DLCMD_TEXT", "")
     with suppress(Exception), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # a message would stand in the middle of the user's line
+        os.dup2(nowhere.fileno(), 2)  # a message would disturb the user's line
         answer = "".join(
             f"{each.type}\t{_as_typed(each.value, line, text) if shell == 'bash' else each.value}"
             f"\t{(each.help or '').partition(chr(10))[0]}\n"
@@ -56,7 +54,6 @@ def complete(program: click.Command, shell: str) -> NoReturn:
 
 
 def _limit_time() -> None:
-    """End this process when the time for an answer is over, even if a library waits."""
     watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))
     watch.daemon = True
     watch.start()
@@ -65,24 +62,23 @@ def _limit_time() -> None:
 def completions(
     program: click.Command, line: str, opening: Callable[[], None] = lambda: None
 ) -> list[CompletionItem[str]]:
-    """The words that may stand at the end of a command line, instead of the one that stands there.
+    """The words that may replace the last one of a command line.
 
-    `opening` is called before a repository is opened. An item without a value (of the kinds `file`
-    and `dir`) stands for the shell's own completion. Raises DieselError if the repository cannot be
-    read.
+    `opening` is called before a repository is opened. Without a value, an item (`file` or `dir`)
+    means the shell's own completion. Raises DieselError if the repository cannot be read.
     """
     *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
     last = last[:-1]
     lead = last[: last.find("=") + 1] if last.startswith("-") else ""
     for parameter in _command(program, words[1:]).params:
-        # click asks each parameter by this method, and lets a command line in only by decorators
+        # click calls this method of each parameter, and lets a command line in only by decorators
         parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]  # click: by instance
     items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
         words[1:], last
     )
     for each in items:
         each.value = f"{lead}{each.value}" if each.type in ("plain", "part") else ""
-    return [each for each in items if f"{each.value}".isprintable()]  # else it breaks the line
+    return [each for each in items if f"{each.value}".isprintable()]  # others would break the line
 
 
 def _command(program: click.Command, words: Sequence[str]) -> click.Command:
@@ -99,7 +95,6 @@ def _values(
     context: click.Context,
     incomplete: str,
 ) -> list[CompletionItem[str]]:
-    """The values of a parameter: what click finds by its type, or what its metavariable says."""
     metavar = parameter.metavar or ""
     found = click.Parameter.shell_complete(parameter, context, incomplete)
     if isinstance(parameter, click.Argument) and "DATASET" in metavar:
@@ -114,12 +109,11 @@ def _values(
 def _addresses(
     opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
 ) -> Iterator[CompletionItem[str]]:
-    """The datasets, versions or entries with addresses that begin like this, as far as an argument
-    with this metavariable can name them. Raises DieselError."""
+    """Datasets, versions or entries, by the metavariable. Raises DieselError."""
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return
-    # numpy and all that reads a repository, which takes longer to import than a verb to complete
+    # numpy and the readers of repositories take longer to import than a verb to complete
     from diesel_fs.format.entries import Kind  # noqa: PLC0415
     from diesel_fs.remote.open import open_configured  # noqa: PLC0415
     from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415
@@ -150,7 +144,6 @@ def _addresses(
 def _entries(
     view: "Snapshot", name: str, path: str, folder_kind: int
 ) -> Iterator[CompletionItem[str]]:
-    """The entries of a folder of a version with paths that begin like this."""
     folder, slash, start = path.rpartition("/")
     top = f"{name}/{folder}{slash}"
     children = view.children(view.index_of(os.fsencode(folder)))
@@ -169,11 +162,8 @@ def _entries(
 
 
 def _as_typed(word: str, line: str, text: str) -> str:
-    """The text that bash must insert for a word, in place of `text`, the end of the line.
-
-    bash replaces only the part behind the last character of COMP_WORDBREAKS, such as `@`, and does
-    not quote the text that it inserts.
-    """
+    """What bash must insert in place of `text`, the end of the line. bash replaces only the part
+    behind the last character of COMP_WORDBREAKS, such as `@`, and does not quote the text."""
     *_, typed = split_arg_string(line + "x")
     typed, (text, *_) = typed[:-1], [*split_arg_string(text), ""]
     if typed.endswith(text):
@@ -187,7 +177,7 @@ def _as_typed(word: str, line: str, text: str) -> str:
 
 
 def _open_quote(line: str) -> str:
-    """The quote that is open at the end of a line of shell; empty for none."""
+    """The quote that is open at the end of a shell's line, or ""."""
     quote, is_escaped = "", False
     for each in line:
         if is_escaped or (each == "\\" and quote != "'"):

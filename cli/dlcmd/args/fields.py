@@ -1,9 +1,9 @@
 """Options that set the fields of a request: a dataclass of the library, or of a verb.
 
-`options_of` gives a command an option for each field that a verb names. The option has the field's
-name and default, unless the verb says otherwise, and a field that is a bool becomes a flag. The
-command gets the values in one dict, without those that the user did not give and that have no
-default; `made` makes the request of them. So a new option is a field and a line in the verb.
+`options_of` gives a command an option for each named field. The option has the field's name and
+default, unless the verb gives others; a bool becomes a flag. The command gets the values in one
+dict, without options that were not given and have no default; `made` makes the request. So a new
+option is a field and a line in the verb.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,6 @@ from typing import ParamSpec, TypeVar
 from .options import option
 
 Values = dict[str, object]
-"""The values of fields, by their names."""
 
 _Request = TypeVar("_Request")
 _P = ParamSpec("_P")
@@ -22,20 +21,15 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class FieldOption:
-    """How a user gives a field."""
-
     help: str
     name: str = ""
-    """The option without its dashes, if it is not the field's name."""
     short: str = ""
-    """A second, short name, with its dash."""
     type: object = None
     metavar: str | None = None
     default: object = None
-    """The default to show, if it is not the field's own."""
     shows_default: bool = False
-    """Whether the option has a default, which the help shows. Without, a value that is not given is
-    left out, so that the field has its own default."""
+    """Whether the help shows a default. Without, a missing value is left out, so that the field has
+    its own."""
     multiple: bool = False
     required: bool = False
 
@@ -43,8 +37,8 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Give a command an option for each of these fields of `request`, in this order. Their values
-    reach the command in its argument `into`, which several decorators may fill together."""
+    """Options for these fields of `request`, in this order. Their values come in the argument
+    `into`, which several decorators may fill."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -74,6 +68,5 @@ def options_of(
 
 
 def made(request: type[_Request], given: Mapping[str, object], **others: object) -> _Request:
-    """The request with the values that were given, and with others. Raises the errors of its
-    constructor."""
+    """Raises the errors of the request's constructor."""
     return request(**{**given, **others})

@@ -1,8 +1,7 @@
 """The global options of all verbs of `dlcmd`, and the types of option values.
 
-A type is a function from text to a value that raises UsageError for bad text; click calls it. The
-addresses of entries are read in `addresses.py`. This module imports little (no numpy), since every
-start of `dlcmd` pays for it.
+A type is a function from text to a value that raises UsageError for bad text; click calls it. This
+module imports little (no numpy), since every start of `dlcmd` pays for it.
 """
 
 import os
@@ -36,7 +35,7 @@ _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "w
 
 @dataclass(slots=True)
 class Flags:
-    """The global options. One that is given before and after the verb has the later value."""
+    """The later value of an option wins."""
 
     url: str | None = None
     user: str | None = None
@@ -46,19 +45,16 @@ class Flags:
     verbose: bool = False
 
     def settings(self) -> Settings:
-        """The settings from these options, the environment and the configuration file.
-
-        Raises ConfigError."""
+        """Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
 class _Checked(click.Parameter):
-    """A parameter that refuses values which other programs would take for something else: an empty
-    one (as of a variable of a script that is not set), and numbers that are not plain digits. Its
-    errors name the option."""
+    """Refuses an empty value (as of an unset variable in a script), and numbers that are not plain
+    digits. Its errors name the option."""
 
     def type_cast_value(self, ctx: click.Context, value: object) -> object:
-        """As click's. Raises UsageError."""
+        """Raises UsageError."""
         if ctx.resilient_parsing or isinstance(self.type, click.types.UnprocessedParamType):
             return super().type_cast_value(ctx, value)
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -99,43 +95,38 @@ class _Argument(_Checked, click.Argument): ...
 
 
 option = partial(click.option, cls=_Option)
-"""As `click.option`, with a check of the values."""
+"""`click.option` and `click.argument` with `_Checked` values."""
 
 argument = partial(click.argument, cls=_Argument)
-"""As `click.argument`, likewise."""
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
-"""Paths of a file and of a folder, which need not exist. Unreadable ones are detected when they are
-read: click would report wrong usage."""
+"""They need not exist. Unreadable ones are detected when they are read: click would report wrong
+usage."""
 
 
 class _AbsolutePath(click.Path):
-    """The path of a file, made absolute: a program that runs elsewhere gets it."""
+    """A program that runs elsewhere gets it."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> str:  # fmt: skip
-        """As click's."""
         return os.path.abspath(os.fsdecode(super().convert(value, param, ctx)))
 
 
 absolute_path = _AbsolutePath(dir_okay=False, readable=False)
 
 file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
-"""The path of a file, `-`, or an address."""
 
 
 def global_flags() -> Flags:
-    """The global options of the command that is running."""
     flags = click.get_current_context().find_object(Flags)
     assert flags is not None
     return flags
 
 
 def _remember(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-    """Keep the value of a global option; click calls this for each."""
     flags = context.find_object(Flags)
     if flags is not None and option.name is not None and value:
         setattr(flags, option.name, value)
@@ -152,7 +143,6 @@ _GLOBAL = (
 
 
 def global_options(command: _Command) -> _Command:
-    """Add the global options to a command, so that they may stand behind the verb too."""
     command.params += [
         _Option(
             names,
@@ -168,7 +158,7 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Make a function the verb `name`. Its docstring is the verb's help, which has examples."""
+    """The function's docstring is the verb's help, which has examples."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
@@ -177,7 +167,7 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
 
 
 def size(text: str) -> int:
-    """A number of bytes: 4096, 64K, 4M, 1G. (Help texts show the name of this function: SIZE.)"""
+    """4096, 64K, 4M, 1G. (Help texts show the name of this function: SIZE.)"""
     return parse_size(text)
 
 
@@ -208,13 +198,12 @@ def time(text: str) -> float:
 
 
 def moment_text(seconds: float) -> str:
-    """A time in this machine's time zone, with its offset, and in UTC."""
     local = datetime.fromtimestamp(seconds).astimezone()
     return f"{local:%Y-%m-%d %H:%M:%S %z} ({local.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def duration(text: str) -> int:
-    """A length of time, in seconds: written 0, 90m, 7d."""
+    """Seconds, from 0, 90m, 7d."""
     match = _AGO.fullmatch(text)
     if match is not None:
         return int(timedelta(**{_AGO_UNITS[match[2]]: int(match[1])}).total_seconds())
@@ -224,14 +213,11 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""The version in an address `DATASET@`, which means the list of all kept versions."""
+"""An address `DATASET@` means all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:
-    """Return an argument that should begin with the name of a dataset.
-
-    Raises UsageError if it is a file's path or a URL, as when two arguments were swapped.
-    """
+    """Raises UsageError for a file's path or a URL, as when two arguments were swapped."""
     if text[:1] in ("/", ".", "~") or "://" in text:
         context = click.get_current_context()
         order = " ".join(context.command.collect_usage_pieces(context))
@@ -243,13 +229,12 @@ def check_dataset_argument(text: str) -> str:
 
 
 def versioned_dataset(text: str) -> tuple[str, int]:
-    """A dataset's name and version, from `DATASET` or `DATASET@VERSION`; version 0 is the current
-    one. Raises UsageError."""
+    """`DATASET` or `DATASET@VERSION`; version 0 is the current one. Raises UsageError."""
     return parse_versioned_name(check_dataset_argument(text))
 
 
 def dataset(text: str) -> str:
-    """The name of a dataset, without a path or version. Raises UsageError."""
+    """A name without a path or version. Raises UsageError."""
     name, at, _ = check_dataset_argument(text).partition("@")
     check_dataset_name(name)
     if at:
@@ -261,4 +246,4 @@ def dataset(text: str) -> str:
 
 
 mount_folder = click.Path(path_type=Path, readable=False)
-"""A mount point. Another user's may be closed, which click would call a usage error."""
+"""Another user's mount may be closed, which click would call a usage error."""

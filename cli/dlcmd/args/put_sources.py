@@ -33,16 +33,14 @@ from ..show.output import count_text
 
 @dataclass(frozen=True, slots=True)
 class SourceArgument:
-    """The source that the user names."""
-
     name: str
     source: Source
-    file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
+    file_name: bytes = b""  # of a single file or object, without folders or prefix
 
 
 @contextmanager
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
-    """The archives that the user names. Raises NotFoundError, UsageError, ObjectStoreError."""
+    """Raises NotFoundError, UsageError, ObjectStoreError."""
     archives = [archive for name in names for archive in _archives(name, "archive")]
     counts = Counter(archive.address for archive in archives)
     for archive in archives:
@@ -56,8 +54,8 @@ def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
 
 
 def manifest_file(name: str) -> FetchedManifest:
-    """The manifest that the user names, which may lie where archives may. Raises UsageError,
-    NotFoundError, PermissionDenied, ObjectStoreError, CorruptError."""
+    """It may lie where archives may. Raises UsageError, NotFoundError, PermissionDenied,
+    ObjectStoreError, CorruptError."""
     files = _archives(name, "manifest")
     if len(files) != 1:
         raise UsageError(f"--manifest takes one file, and {name} names {len(files)}")
@@ -65,8 +63,8 @@ def manifest_file(name: str) -> FetchedManifest:
 
 
 def _archives(name: str, noun: str) -> Sequence[Archive]:
-    """The files that a path, a glob or an address names; `noun` is their name in messages. Raises
-    NotFoundError, UsageError, ObjectStoreError."""
+    """The files at a path, a glob or an address; messages call them `noun`. Raises NotFoundError,
+    UsageError, ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:
         from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
@@ -81,7 +79,7 @@ def _archives(name: str, noun: str) -> Sequence[Archive]:
 
 
 def _archive_paths(name: str) -> list[str]:
-    """The files that a path or a glob names; of a folder, all in it. Raises NotFoundError."""
+    """The files at a path or a glob, or below a folder. Raises NotFoundError."""
     if os.path.isdir(name):
         return sorted(str(path) for path in Path(name).rglob("*") if path.is_file())
     if os.path.lexists(name):
@@ -95,7 +93,7 @@ def _archive_paths(name: str) -> list[str]:
 
 @contextmanager
 def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """Open the source, before anything is made of the dataset. Raises NotFoundError, UsageError."""
+    """Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, TarSource(stream))
@@ -127,10 +125,7 @@ def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterato
 
 @contextmanager
 def _opened_file(name: str) -> Iterator[BinaryIO]:
-    """A file that the user names, open for reading; standard input for `-`.
-
-    Raises NotFoundError, PermissionDenied.
-    """
+    """Standard input for `-`. Raises NotFoundError, PermissionDenied."""
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -148,7 +143,7 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
 
 
 def _read_paths(files_from: str, nul: bool) -> list[bytes]:
-    """The paths that --files-from lists, each once; `.` is SRC itself. Raises UsageError."""
+    """Each once; `.` is SRC itself. Raises UsageError."""
     with _opened_file(files_from) as file:
         lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}

@@ -1,9 +1,9 @@
 """Decides which requests the dashboard answers: those of this machine, or those with the token.
 
-On loopback without a token, the page must be asked for by a name of this machine. Otherwise a
-foreign page with a name that leads to 127.0.0.1 ("DNS rebinding") could read it in the user's
-browser. With a token, every request must have it: as `Authorization: Bearer TOKEN`, or in a cookie
-that `?token=TOKEN` has set. The cookie holds a value that is made from the token, not the token.
+Without a token, a request must name this machine. Otherwise a foreign page with a name that leads
+to 127.0.0.1 ("DNS rebinding") could read the dashboard in the user's browser. With a token, every
+request must have it: as `Authorization: Bearer TOKEN`, or in a cookie that `?token=TOKEN` has set,
+which holds a value made from the token.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from http.cookies import CookieError, SimpleCookie
 
 from diesel_fs.urls import HostPort
 
-from .web import Answer, Request
+from .web import HttpAnswer, HttpRequest
 
 COOKIE = "diesel_dashboard"
 TOKEN_CHARS_MIN = 16
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
-_TOLD = b"""This dashboard needs its token. Open it once as
+_TOKEN_NEEDED = b"""This dashboard needs its token. Open it once as
 
     http://HOST:PORT/?token=TOKEN
 
@@ -29,33 +29,30 @@ and this browser is remembered; programs send `Authorization: Bearer TOKEN`.
 
 
 class Access:
-    """Decides about each request."""
-
     def __init__(self, token: str, hosts: Collection[str]) -> None:
-        """Without a token (an empty one), only `hosts` may stand in the header Host."""
+        """If `token` is empty, only `hosts` may stand in the header Host."""
         self._token = token.encode()
         self._hosts = frozenset(each.lower() for each in hosts) | LOCAL_NAMES
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
-    def refusal(self, request: Request) -> Answer | None:
-        """The answer that refuses a request; None if the request is allowed."""
+    def refusal(self, request: HttpRequest) -> HttpAnswer | None:
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None
-            text = b"This dashboard is asked for by a name of this machine only.\n"
-            return Answer(text, status=HTTPStatus.MISDIRECTED_REQUEST)
+            text = b"This dashboard answers only to a name of this machine.\n"
+            return HttpAnswer(text, status=HTTPStatus.MISDIRECTED_REQUEST)
         given = request.query.get("token")
         if given is not None and self._is_token(given):
             cookie = f"{COOKIE}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
             headers = {"Set-Cookie": cookie, "Location": "/"}
-            return Answer(status=HTTPStatus.SEE_OTHER, headers=headers)
+            return HttpAnswer(status=HTTPStatus.SEE_OTHER, headers=headers)
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._is_token(bearer.strip()):
             return None
         if _same(self._cookie.encode(), _cookie(request).encode("utf-8", "replace")):
             return None
         headers = {"WWW-Authenticate": 'Bearer realm="dlcmd dashboard"'}
-        return Answer(_TOLD, status=HTTPStatus.UNAUTHORIZED, headers=headers)
+        return HttpAnswer(_TOKEN_NEEDED, status=HTTPStatus.UNAUTHORIZED, headers=headers)
 
     def _is_local_name(self, host: str) -> bool:
         try:
@@ -68,11 +65,10 @@ class Access:
 
 
 def _same(one: bytes, other: bytes) -> bool:
-    """Compare in a time that tells nothing, not even the length."""
     return hmac.compare_digest(hashlib.sha256(one).digest(), hashlib.sha256(other).digest())
 
 
-def _cookie(request: Request) -> str:
+def _cookie(request: HttpRequest) -> str:
     try:
         morsel = SimpleCookie(request.headers.get("cookie", "")).get(COOKIE)
     except CookieError:

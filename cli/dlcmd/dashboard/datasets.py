@@ -1,9 +1,8 @@
-"""The repository as a source of the dashboard: its datasets, with versions, sizes and holes.
+"""A repository on the dashboard: its datasets, with versions, sizes and holes.
 
 It is listed seldom, since a listing of a thousand datasets takes seconds of a processor, or
-thousands of requests to a bucket: `_CPU_SHARE` and `_WALL_SHARE` say how much of the time it may
-take. Facts that need a request for each dataset (the kept versions, the holes) are fetched again
-only for datasets that have changed, and a few at a time.
+thousands of requests to a bucket. Facts that need a request for each dataset (the kept versions,
+the holes) are fetched again only for changed datasets, a few at a time.
 """
 
 import time
@@ -21,7 +20,7 @@ from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.urls import shown_url
 
 from .history import History
-from .source import Described, Source
+from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
@@ -29,10 +28,9 @@ _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2
-"""How often, and for how long at once, datasets are looked at one by one."""
 
 HOLES_FILES_MAX = 250_000
-"""Holes of a dataset with more files are not counted, which could take this process's memory."""
+"""Counting holes in larger datasets could take this process's memory."""
 
 VERSIONS_SHOWN = 8
 
@@ -45,9 +43,7 @@ class _Details(NamedTuple):
     problem: str
 
 
-class DatasetsSource(Source):
-    """The datasets of a repository."""
-
+class WatchedDatasets(Watched):
     least_s = DETAILS_EVERY_S
     late_s = 60.0
 
@@ -57,9 +53,8 @@ class DatasetsSource(Source):
         self._infos: list[DatasetInfo] = []
         self._details: dict[UUID, _Details] = {}
         self._pending: list[DatasetInfo] = []
-        self._list_s = 0.0  # when to list the datasets again, by the monotonic clock
+        self._list_s = 0.0  # monotonic
         self.change = 0
-        """It grows when something is new."""
         super().__init__("datasets", History(()))
 
     def refresh(self) -> None:
@@ -97,8 +92,7 @@ class DatasetsSource(Source):
         return details is None or details.version != (info.head.version if info.head else 0)
 
     def describe(self) -> Described:
-        """The part of the state: the page fetches the datasets themselves when `change` has
-        grown."""
+        """The page fetches the datasets themselves when `change` has grown."""
         return {
             **self.standing(),
             "repository": shown(shown_url(self._settings.repository_url).encode()),
@@ -110,7 +104,6 @@ class DatasetsSource(Source):
         return None
 
     def all(self) -> Described:
-        """All datasets. Any thread may call it."""
         with self.lock:
             rows = [_row(info, self._details.get(info.identity)) for info in self._infos]
             return {"change": self.change, "datasets": rows}

@@ -1,29 +1,25 @@
-"""The last hour of a source's figures, in memory of a fixed size.
-
-A history has named columns of numbers, with one point in `EVERY_S`. Not safe for concurrent use.
-"""
+"""The last hour of some figures, in memory of a fixed size: one point in `EVERY_S` for each named
+column. Not safe for concurrent use."""
 
 from array import array
 from collections.abc import Mapping, Sequence
 
 EVERY_S = 5.0
-"""The time between two points."""
 
 POINTS = 720
-"""An hour."""
 
 
 class History:
-    """Points of some columns. When it is full, a new point replaces the oldest one."""
+    """A new point replaces the oldest one when all places are taken."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = {name: array("f", bytes(4 * POINTS)) for name in columns}
         self._times = array("d", bytes(8 * POINTS))
-        self._count = 0  # of points ever added
+        self._count = 0
 
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
-        """Add a point. A column that `figures` lacks gets 0. Points that are newer are forgotten:
-        the clock has been set back."""
+        """A column that `figures` lacks gets 0. Newer points are forgotten: the clock was
+        set back."""
         if self._count and time_s < self._times[(self._count - 1) % POINTS]:
             self._keep([at for at in self._places() if self._times[at] < time_s])
         at = self._count % POINTS
@@ -33,7 +29,7 @@ class History:
         self._count += 1
 
     def since(self, time_s: float) -> dict[str, list[float]]:
-        """The points that are newer than a time, the oldest first: each column, and `time`."""
+        """The newer points, the oldest first: each column, and `time`."""
         places = [at for at in self._places() if self._times[at] > time_s]
         found = {"time": [self._times[at] for at in places]}
         for name, values in self._columns.items():
@@ -44,7 +40,6 @@ class History:
         return [at % POINTS for at in range(max(self._count - POINTS, 0), self._count)]
 
     def _keep(self, places: Sequence[int]) -> None:
-        """Forget all points but these."""
         for values in (self._times, *self._columns.values()):
             for at, value in enumerate([values[place] for place in places]):
                 values[at] = value

@@ -1,4 +1,4 @@
-"""Mounts as sources of the dashboard, and the tasks that they are in."""
+"""Mounts on the dashboard, and the tasks that they are in."""
 
 import json
 import os
@@ -24,11 +24,10 @@ from ..show.mount_figures import (
     number_at,
 )
 from .history import History
-from .source import Described, Source
+from .watched import Described, Watched
 
 CHILD_EVERY_S = 5.0
-"""Seconds between two samples of a mount that fails, or if a sample costs the start of a
-process."""
+"""The pause if a mount fails, or if a sample starts a process."""
 
 READERS_SHOWN = 64
 
@@ -37,7 +36,7 @@ COLUMNS = (
     *("read", "fetched", "pushed", "requests", "files"),
     *("memory", *TASK_TIERS),
 )
-"""The history of a mount: seconds waited in a second by cause; bytes, requests and files of plans a
+"""A mount's history: seconds waited in a second by cause; bytes, requests and files of plans a
 second; reads a second by tier."""
 
 _TOTALS = {
@@ -54,26 +53,26 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""Counters of a mount that the page shows, and their paths in its statistics."""
+"""Counters on the page, and their paths in a mount's statistics."""
 
 
 class MountPlace(NamedTuple):
-    """The identity of a mount: its path, and the device number of its connection."""
+    """`device` is the number of the connection."""
 
     path: str
     device: str
 
 
 class OwnMounts:
-    """The mounts of datasets that this user has made; root sees those of all users. One that can
-    be seen at several places is at the first of them. Not safe for concurrent use."""
+    """This user's mounts; for root, those of all users. A mount that is visible at several places
+    is at the first. Not safe for concurrent use."""
 
     def __init__(self) -> None:
         self._table = b""
         self._found: dict[MountPlace, DatasetMount] = {}
 
     def find(self) -> dict[MountPlace, DatasetMount]:
-        """Those that there are now. Costs little where nothing was mounted or unmounted."""
+        """Costs little if nothing was mounted or unmounted."""
         table = Path("/proc/self/mountinfo").read_bytes()
         if table != self._table:
             user = os.geteuid()
@@ -86,19 +85,18 @@ class OwnMounts:
         return self._found
 
 
-class WatchedMount(Source):
-    """A mount on this machine. It is `gone` when it has been unmounted."""
+class WatchedMount(Watched):
+    """It is `gone` when it has been unmounted."""
 
     def __init__(self, source_id: str, found: DatasetMount, own_pid: int) -> None:
-        """`own_pid` is this program's group of processes, which counts as no reader."""
+        """`own_pid` is this program's process group, which counts as no reader."""
         self._found = found
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
         self._newest: Stats | None = None
-        self._marked: Stats | None = None  # when the last point of the history was made
+        self._marked: Stats | None = None
         self._figures: Described = {}
         self.gone_s: float | None = None
-        """When it was unmounted, by the monotonic clock."""
         super().__init__(source_id, History(COLUMNS))
 
     @property
@@ -116,7 +114,7 @@ class WatchedMount(Source):
                 return  # statistics in a file may be a second old
             if self._newest is not None:
                 self._figures = interval(self._newest, sample, own_pid=self._own_pid)
-            self._newest = sample  # one of which no figures can be made is never shown
+            self._newest = sample  # a sample without figures is never shown
 
     def _take(self) -> Stats:
         if self._samples is None:
@@ -125,7 +123,7 @@ class WatchedMount(Source):
         sample = self._samples.take()
         try:
             json.dumps(sample, allow_nan=False)
-        except ValueError:  # the program of a mount of another user may tell anything
+        except ValueError:  # another user's mount may report anything
             raise DieselError("its statistics make no sense") from None
         return sample
 
@@ -190,11 +188,9 @@ class WatchedMount(Source):
 
 
 def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
-    """The tasks that these mounts are in, with their members.
-
-    The master of each node knows all members. If several nodes of a task are on this machine, each
-    adds the one figure that only it knows: how much of its share it holds.
-    """
+    """The tasks of these mounts, with their members, which each node's master knows. If several
+    nodes of a task are on this machine, each adds how much of its share it holds, which only it
+    knows."""
     found: dict[tuple[str, str], Described] = {}
     members: dict[tuple[str, str], dict[int, Described]] = {}
     for source in sources:
@@ -217,7 +213,6 @@ def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
 
 
 def _task_name(stats: Stats) -> str:
-    """The name of the task that a mount is in; empty for none, and for a cache of this node."""
     name = mapping_at(stats, "task").get("name")
     return _text(name) if isinstance(name, str) and not name.startswith(SINGLE_NODE_PREFIX) else ""
 
@@ -234,7 +229,6 @@ def _task(stats: Stats) -> Described:
 
 
 def _members(stats: Stats) -> dict[int, Described]:
-    """The members of a task, as one of its masters knows them, by rank."""
     shares = mapping_at(stats, "task.shares")
     rank = int(number_at(stats, "task.rank"))
     own: Described = {
@@ -267,7 +261,6 @@ def _members(stats: Stats) -> dict[int, Described]:
 
 
 def _shown_figures(figures: Described) -> Described:
-    """Figures with texts that can be shown, and the readers that waited longest."""
     readers = sorted(list_at(figures, "readers"), key=lambda each: -number_at(each, "waited_s"))
     shown_readers = [
         {**each, "command": _text(str(each["command"]))} for each in readers[:READERS_SHOWN]
@@ -290,5 +283,5 @@ def _plan(stream: Mapping[str, object]) -> Described:
 
 
 def _text(name: str) -> str:
-    """A name of somebody else's as text without control characters."""
+    """Somebody else's name without control characters."""
     return shown(os.fsencode(name))

@@ -1,4 +1,4 @@
-"""Servers as sources of the dashboard: their metrics, as Prometheus gets them."""
+"""Servers on the dashboard: their metrics, as Prometheus gets them."""
 
 import http.client
 import re
@@ -11,23 +11,23 @@ from diesel_fs.names import shown
 from diesel_fs.urls import HostPort
 
 from .history import History
-from .source import Described, Source
+from .watched import Described, Watched
 
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 4 << 20
 COUNT_END = 1 << 63
-"""No server has counted so far. Infinity is no JSON, and the page would show nothing at all."""
+"""Infinity is no JSON, and the page would show nothing at all."""
 
 TIERS = ("memory", "disk", "store")
 
 COLUMNS = ("requests", "received", "sent", "uploaded", *TIERS, "refused")
-"""The history of a server: everything a second."""
+"""A server's history: all figures a second."""
 
 _SAMPLE = re.compile(
     r"^(diesel_(?!request_seconds)[a-z_]+)(?:\{([^}]*)\})? (?!0$)([-+0-9.eE]+)$",
     re.MULTILINE | re.ASCII,
 )
-"""A sample that is not 0, and of no histogram: that leaves some tens of lines out of hundreds."""
+"""Not 0, nor of a histogram: some tens are left of hundreds of lines."""
 
 _LABEL = re.compile(r'([a-z]+)="([^"\\]*)"', re.ASCII)
 
@@ -36,10 +36,7 @@ Metrics = Mapping[tuple[str, str], float]
 
 
 def parse_metrics_place(text: str) -> tuple[HostPort, str]:
-    """The host, port and path of a server's metrics, from `[HOST:]PORT` or an `http://` URL.
-
-    Raises ConfigError.
-    """
+    """Parses `[HOST:]PORT` or an `http://` URL. Raises ConfigError."""
     written = f"127.0.0.1:{text}" if text.isdecimal() else text
     try:
         parts = urlsplit(written if "://" in written else f"http://{written}")
@@ -55,7 +52,7 @@ def parse_metrics_place(text: str) -> tuple[HostPort, str]:
     return HostPort(parts.hostname, port), parts.path if parts.path.strip("/") else "/metrics"
 
 
-class ServerSource(Source):
+class WatchedServer(Watched):
     def __init__(self, source_id: str, place: HostPort, path: str) -> None:
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None
@@ -124,7 +121,7 @@ class ServerSource(Source):
 
 
 def parse_metrics(text: str) -> dict[tuple[str, str], float]:
-    """The samples of a server in Prometheus's text format that are not 0, without histograms."""
+    """Samples of Prometheus's text format that are not 0, without histograms."""
     found: dict[tuple[str, str], float] = {}
     for name, labels, number in _SAMPLE.findall(text):
         pairs = dict(_LABEL.findall(labels))
@@ -139,15 +136,13 @@ def parse_metrics(text: str) -> dict[tuple[str, str], float]:
 
 
 def total(values: Metrics, name: str) -> float:
-    """The sum of a metric over its labels."""
     return sum(value for (found, _), value in values.items() if found == name)
 
 
 def _rates(
     before: tuple[float, Metrics] | None, after: tuple[float, Metrics] | None
 ) -> dict[str, float]:
-    """Everything a second; empty without two samples. A server that was restarted shows no less
-    than 0."""
+    """A second; empty without two samples. A restarted server shows no less than 0."""
     if before is None or after is None or after[0] <= before[0]:
         return {}
     passed_s = after[0] - before[0]

@@ -7,10 +7,9 @@ from importlib.resources import files
 
 from .access import Access
 from .watcher import Watcher
-from .web import Answer, Request
+from .web import HttpAnswer, HttpRequest
 
 STATE_WAIT_S = 5.0
-"""How long a page waits for a newer state before it asks again."""
 
 _KINDS = {
     "index.html": "text/html; charset=utf-8",
@@ -30,19 +29,17 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer. The page may load nothing from elsewhere, and run no script in it."""
+"""The page may load nothing from elsewhere, and run no script in it."""
 
 
 class Site:
-    """What stands at which path."""
-
     def __init__(self, watcher: Watcher, access: Access) -> None:
         self._watcher = watcher
         self._access = access
         self._files = _page_files()
 
-    def answer(self, request: Request) -> Answer:
-        """The answer to a request. May wait for `STATE_WAIT_S`."""
+    def answer(self, request: HttpRequest) -> HttpAnswer:
+        """May wait for `STATE_WAIT_S`."""
         refusal = self._access.refusal(request)
         if refusal is not None:
             return refusal
@@ -50,33 +47,33 @@ class Site:
             case "/state":
                 after = _number(request.query.get("after", "0"))
                 if after is None:
-                    return Answer(b"after is no number\n", status=HTTPStatus.BAD_REQUEST)
-                return Answer(self._watcher.state(int(after), STATE_WAIT_S), _JSON)
+                    return HttpAnswer(b"after is no number\n", status=HTTPStatus.BAD_REQUEST)
+                return HttpAnswer(self._watcher.state(int(after), STATE_WAIT_S), _JSON)
             case "/datasets":
-                return Answer(self._watcher.datasets(), _JSON)
+                return HttpAnswer(self._watcher.datasets(), _JSON)
             case "/history":
                 since_s = _number(request.query.get("since", "0"))
                 if since_s is None:
-                    return Answer(b"since is no number\n", status=HTTPStatus.BAD_REQUEST)
+                    return HttpAnswer(b"since is no number\n", status=HTTPStatus.BAD_REQUEST)
                 found = self._watcher.history(request.query.get("of", ""), since_s)
                 if found is not None:
-                    return Answer(found, _JSON)
+                    return HttpAnswer(found, _JSON)
             case path if path in self._files:
                 return self._files[path]
-        return Answer(b"there is no such page\n", status=HTTPStatus.NOT_FOUND)
+        return HttpAnswer(b"there is no such page\n", status=HTTPStatus.NOT_FOUND)
 
 
-def _page_files() -> Mapping[str, Answer]:
+def _page_files() -> Mapping[str, HttpAnswer]:
     found = {}
     for each in (files(__package__) / "page").iterdir():
         kind = _KINDS.get(each.name, _SCRIPT if each.name.endswith(".js") else "")
         if kind:
-            found[f"/{each.name}"] = Answer(each.read_bytes(), kind)
+            found[f"/{each.name}"] = HttpAnswer(each.read_bytes(), kind)
     return {"/": found["/index.html"], **found}
 
 
 def _number(text: str) -> float | None:
-    """A finite number that is not negative; None for another text."""
+    """Finite and not negative; None for other texts."""
     try:
         value = float(text)
     except ValueError:

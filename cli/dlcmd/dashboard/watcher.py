@@ -1,9 +1,8 @@
-"""Asks all sources of the dashboard at each tick, and makes one state of their answers.
+"""Refreshes everything on the dashboard at each tick, and makes one state of it.
 
-While a page looks, a tick comes each second, else each 5 s: the history goes on. A tick asks all
-sources at once and waits `ANSWERS_S` for them; later answers are in the next state.
-
-One thread runs the ticks. Everything else may be called from any thread.
+While a page looks, a tick comes each second, otherwise each 5 s, since the history goes on. A tick
+waits `ANSWERS_S`; later answers are in the next state. One thread runs the ticks; any thread may
+call the rest.
 """
 
 import itertools
@@ -18,46 +17,43 @@ from collections.abc import Iterable, Mapping
 import diesel_fs
 from diesel_fs.mounts.statistics.reader_groups import reader_group
 
-from .datasets import DatasetsSource
+from .datasets import WatchedDatasets
 from .history import EVERY_S, History
 from .mounts import COLUMNS, MountPlace, OwnMounts, WatchedMount, tasks
-from .servers import ServerSource
-from .source import Described, Source
+from .servers import WatchedServer
+from .watched import Described, Watched
 
 log = logging.getLogger("diesel.dashboard")
 
 WATCHED_EVERY_S, UNWATCHED_EVERY_S = 1.0, 5.0
 WATCHED_FOR_S = 10.0
-"""So long after its last request a page counts as looking."""
+"""A page counts as looking for this time after its last request."""
 
 DATASETS_UNWATCHED_S = 300.0
 ANSWERS_S = 0.5
 GONE_KEPT_S = 600.0
-"""How long a mount is shown after it was unmounted."""
 
 MOUNTS_MAX = 256
-"""More mounts than these are counted, and not shown."""
+"""More mounts are counted, but not shown."""
 
 
 class Watcher:
-    """The sources, and the newest state."""
-
-    def __init__(self, servers: list[ServerSource], datasets: DatasetsSource) -> None:
+    def __init__(self, servers: list[WatchedServer], datasets: WatchedDatasets) -> None:
         self._mounts: dict[MountPlace, WatchedMount] = {}
         self._own_mounts = OwnMounts()
-        self._all = History(("count", *COLUMNS))  # of all mounts, added up
+        self._all = History(("count", *COLUMNS))
         self._servers = servers
         self._datasets = datasets
         self._numbers = itertools.count(1)
         group = reader_group(os.getpid())
-        # A program that has started this one, and reads itself, is a reader like any other
+        # A program that started this one, and reads itself, is a reader like any other
         self._own_pid = group.pid if group.pid == os.getpid() else -1
         self._host = socket.gethostname()
         self._left_out = 0
         self._change = threading.Condition()
         self._tick = 0
         self._state = b"{}"
-        self._looked_s = -WATCHED_FOR_S  # when a page asked last
+        self._looked_s = -WATCHED_FOR_S  # of a page
         self._datasets_s = 0.0
         self._point_s = 0.0
         self._is_ended = False
@@ -65,7 +61,7 @@ class Watcher:
     # For the pages
 
     def state(self, after: int, wait_s: float) -> bytes:
-        """The newest state as JSON: one with a greater `tick` than `after`, for which it waits."""
+        """Waits for a greater `tick` than `after`. Returns JSON."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
                 after = self._tick  # the state may be old
@@ -79,10 +75,9 @@ class Watcher:
         return json.dumps(self._datasets.all()).encode()
 
     def history(self, source_id: str, since_s: float) -> bytes | None:
-        """The points of a source's history that are newer than a time, as JSON; `all` are all
-        mounts together. None if there is no such source."""
+        """Newer points, as JSON; `all` are all mounts together. None for an unknown ID."""
         with self._change:
-            sources: list[Source] = [*self._mounts.values(), *self._servers]
+            sources: list[Watched] = [*self._mounts.values(), *self._servers]
             known = {"all": self._all, **{each.id: each.history for each in sources}}
             found = known.get(source_id)
             return None if found is None else json.dumps(found.since(since_s)).encode()
@@ -90,17 +85,15 @@ class Watcher:
     # The ticks
 
     def run(self) -> None:
-        """Tick until `end` is called."""
         while not self._is_ended:
             began_s = time.monotonic()
             try:
                 self._do_tick()
-            except Exception:  # the page says that figures get old
+            except Exception:  # the page shows that figures get old
                 log.exception("a bug in watching")
             self._sleep(began_s)
 
     def end(self) -> None:
-        """Have `run` return."""
         with self._change:
             self._is_ended = True
             self._change.notify_all()
@@ -109,8 +102,6 @@ class Watcher:
         return time.monotonic() < self._looked_s + WATCHED_FOR_S
 
     def _sleep(self, began_s: float) -> None:
-        """Sleep until the next tick is due; a page that begins to look makes it due."""
-
         def is_due() -> bool:
             every_s = WATCHED_EVERY_S if self._is_watched() else UNWATCHED_EVERY_S
             return self._is_ended or time.monotonic() >= began_s + every_s
@@ -124,26 +115,26 @@ class Watcher:
         now_s = time.monotonic()
         with self._change:
             self._find_mounts(now_s)
-            asked: list[Source] = [
+            refreshed: list[Watched] = [
                 *(each for each in self._mounts.values() if each.gone_s is None), *self._servers
             ]  # fmt: skip
-        for each in asked:
-            each.ask()
+        for each in refreshed:
+            each.refresh_soon()
         if self._is_watched() or now_s > self._datasets_s + DATASETS_UNWATCHED_S:
             self._datasets_s = now_s
-            self._datasets.ask()
+            self._datasets.refresh_soon()
         until_s = time.monotonic() + ANSWERS_S
-        for each in asked:
+        for each in refreshed:
             each.is_done.wait(max(until_s - time.monotonic(), 0.0))
         with self._change:
             if now_s >= self._point_s + EVERY_S - 0.5:
                 self._point_s = now_s
-                self._add_points(asked)
+                self._add_points(refreshed)
             self._tick += 1
             self._state = json.dumps(self._describe()).encode()
             self._change.notify_all()
 
-    def _add_points(self, sources: Iterable[Source]) -> None:
+    def _add_points(self, sources: Iterable[Watched]) -> None:
         time_s, of_mounts = time.time(), []
         for each in sources:
             if (point := each.point()) is not None:
@@ -194,7 +185,6 @@ class Watcher:
 
 
 def add_up(points: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of several sources added up; `count` says how many they are."""
     summed = {"count": 0.0}
     for point in points:
         summed["count"] += 1

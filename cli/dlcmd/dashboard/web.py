@@ -1,7 +1,7 @@
-"""Just as much HTTP as the dashboard needs: GET and HEAD, one request on each connection.
+"""As much HTTP as the dashboard needs: GET and HEAD, one request on each connection.
 
-Unlike the servers of the standard library it limits the number of connections, the size and the
-time of a request, and the time of an answer. Each connection has a thread of its own.
+Unlike the standard library's servers it limits the number of connections, the size and time of a
+request, and the time of an answer. Each connection has a thread of its own.
 """
 
 import logging
@@ -19,10 +19,8 @@ log = logging.getLogger("diesel.dashboard")
 
 HEAD_BYTES_MAX = 8 << 10
 HEAD_S = 5.0
-"""How long the head of a request may take."""
 
 SEND_S = 10.0
-"""How long an answer may take to be sent."""
 
 CONNECTIONS_MAX = 64
 _LINGER_S = 0.5
@@ -30,9 +28,8 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request: the path without its query, the query, and the headers by their lower-case
-    names."""
+class HttpRequest:
+    """`path` has no query; `headers` have lower-case names."""
 
     path: str
     query: Mapping[str, str]
@@ -40,9 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer, with headers beyond those of every answer."""
-
+class HttpAnswer:
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
@@ -50,25 +45,22 @@ class Answer:
 
 
 class WebServer:
-    """Answers requests on listening sockets."""
-
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        answer: Callable[[Request], Answer],
+        answer: Callable[[HttpRequest], HttpAnswer],
         headers: Mapping[str, str],
     ) -> None:
-        """`answer` is called in the thread of the connection. Every answer has `headers`."""
+        """`answer` is called in the connection's thread. Every answer has `headers`."""
         self._sockets = sockets
         self._answer = answer
         self._headers = headers
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}
-        """Connections without a request so far, the oldest first. Guarded by `_lock`."""
+        """Connections without a request so far, the oldest first. `_lock` guards it."""
 
     def serve(self) -> None:
-        """Accept connections, without an end."""
         with selectors.DefaultSelector() as selector:
             for each in self._sockets:
                 each.setblocking(False)
@@ -87,7 +79,7 @@ class WebServer:
             log.error("cannot accept connections: %s", error.strerror)
             time.sleep(_PAUSE_S)
             return
-        # Connections that say nothing do not shut others out
+        # Close the longest silent connection when the limit is reached
         if not self._free.acquire(blocking=False) and not (
             self._end_silent() and self._free.acquire(timeout=_PAUSE_S)
         ):
@@ -97,7 +89,7 @@ class WebServer:
             self._silent[link] = None
         try:
             threading.Thread(target=self._serve_one, args=(link,), daemon=True).start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:
             self._has_spoken(link)
             self._free.release()
             self._refuse(link)
@@ -108,7 +100,7 @@ class WebServer:
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
     def _end_silent(self) -> bool:
-        """End the connection that has been silent for longest; False if there is none."""
+        """False if there is none."""
         with self._lock:
             oldest = next(iter(self._silent), None)
             if oldest is None:
@@ -135,15 +127,14 @@ class WebServer:
                 answer = self._answer_to(head)
                 link.settimeout(SEND_S)
                 link.sendall(self._encoded(answer, is_head=is_head))
-                # Where something unread is left, closing would reset the connection, and the
-                # answer with it
+                # With unread bytes, closing would reset the connection, and the answer with it
                 link.shutdown(socket.SHUT_WR)
                 link.settimeout(_LINGER_S)
                 link.recv(HEAD_BYTES_MAX)
         finally:
             self._free.release()
 
-    def _answer_to(self, head: bytes) -> Answer:
+    def _answer_to(self, head: bytes) -> HttpAnswer:
         if len(head) > HEAD_BYTES_MAX:
             return _failure(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         method, request = _parse(head)
@@ -157,7 +148,7 @@ class WebServer:
             log.exception("a bug in answering %s", request.path)
             return _failure(HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _encoded(self, answer: Answer, *, is_head: bool) -> bytes:
+    def _encoded(self, answer: HttpAnswer, *, is_head: bool) -> bytes:
         headers = {
             "Content-Type": answer.kind,
             "Content-Length": str(len(answer.body)),
@@ -171,13 +162,12 @@ class WebServer:
         return front if is_head else front + answer.body
 
 
-def _failure(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Answer:
-    return Answer(f"{status.phrase}\n".encode(), status=status, headers=headers or {})
+def _failure(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> HttpAnswer:
+    return HttpAnswer(f"{status.phrase}\n".encode(), status=status, headers=headers or {})
 
 
 def _receive_head(link: socket.socket) -> bytes | None:
-    """The head of a request: longer than `HEAD_BYTES_MAX` if it has no end by then; None if it does
-    not come in time."""
+    """Longer than `HEAD_BYTES_MAX` if it has no end by then; None if it does not come in time."""
     until_s = time.monotonic() + HEAD_S
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES_MAX:
@@ -192,7 +182,7 @@ def _receive_head(link: socket.socket) -> bytes | None:
     return head
 
 
-def _parse(head: bytes) -> tuple[str, Request | None]:
+def _parse(head: bytes) -> tuple[str, HttpRequest | None]:
     """The method, and the request; None if it is no HTTP."""
     lines = head.decode("latin-1").replace("\r\n", "\n").partition("\n\n")[0].split("\n")
     words = lines[0].split(" ")
@@ -209,4 +199,4 @@ def _parse(head: bytes) -> tuple[str, Request | None]:
         query = dict(parse_qsl(parts.query, max_num_fields=8))
     except ValueError:
         return "", None
-    return words[0], Request(parts.path, query, headers)
+    return words[0], HttpRequest(parts.path, query, headers)

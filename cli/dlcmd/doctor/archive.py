@@ -1,8 +1,8 @@
 """The contents of the archive of `dlcmd doctor --bundle`, and its bytes.
 
-Every member goes through one `Redactor`, so a secret that this process knows, or that looks like
-one, is in none. Environment variables are taken by name from a list; command lines of processes and
-files of the user's are never read, except the logs of DIESEL-FS.
+Every member goes through one `Redactor`, so none has a secret that this process knows, or a text
+that looks like one. Only listed environment variables are packed; command lines of processes and
+the user's files are never read, except the logs of DIESEL-FS.
 """
 
 import io
@@ -29,10 +29,8 @@ from .findings import Finding, counts
 from .redaction import Redactor
 
 LOG_TAIL_BYTES = 256 << 10
-"""Bytes to pack from the end of each log."""
 
 LOGS_MAX = 20
-"""The number of logs to pack, the newest first."""
 
 SHOWN_VARIABLES = (
     *("DIESEL_URL", "DIESEL_USER", "DIESEL_REDIS_USER", "DIESEL_REDIS_PASSWORD_FILE"),
@@ -42,27 +40,25 @@ SHOWN_VARIABLES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("HOME", "TMPDIR", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-"""Variables to pack with their values, without passwords in URLs."""
+"""Packed without passwords in URLs."""
 
 SECRET_VARIABLES = (
     *("DIESEL_KEY", "DIESEL_TASK_KEY", "DIESEL_REDIS_PASSWORD", "DIESEL_REDIS_SENTINEL_PASSWORD"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 )
-"""Only whether these are set is recorded, never their values."""
+"""The archive records whether these are set, never their values."""
 
 _CGROUP_FILES = (
     *("memory.max", "memory.high", "memory.current", "memory.events", "memory.swap.max"),
     *("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.failcnt", "cpu.max", "pids.max"),
     *("pids.current", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
 )
-_FILE_BYTES_MAX = 64 << 10  # of a file in /proc
+_FILE_BYTES_MAX = 64 << 10
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
-class Member(NamedTuple):
-    """A file in the archive."""
-
+class ArchiveMember(NamedTuple):
     name: str
     content: bytes
 
@@ -73,8 +69,8 @@ def members(
     mounts: Sequence[MountFacts],
     logs: Sequence[Path],
     redactor: Redactor,
-) -> list[Member]:
-    """The files of the archive. It has `logs` besides those in the user's state folder."""
+) -> list[ArchiveMember]:
+    """`logs` come besides those in the user's state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -103,7 +99,7 @@ def members(
         with suppress(OSError):
             texts[name] = _tail(path)
     return [
-        Member(
+        ArchiveMember(
             redactor.text(name),
             (text if name in values else redactor.text(text)).encode("utf-8", "replace"),
         )
@@ -111,8 +107,8 @@ def members(
     ]
 
 
-def packed(files: Sequence[Member]) -> bytes:
-    """The archive (tar, gzip). It names no user of this machine."""
+def packed(files: Sequence[ArchiveMember]) -> bytes:
+    """A tar, compressed by gzip. It names no user of this machine."""
     buffer, now_s = io.BytesIO(), int(time.time())
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in files:
@@ -123,7 +119,6 @@ def packed(files: Sequence[Member]) -> bytes:
 
 
 def _versions() -> dict[str, object]:
-    """Versions of DIESEL-FS, of Python, of the packages that it needs, and of the system."""
     packages: dict[str, str] = {}
     with suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("diesel-fs") or ():
@@ -145,7 +140,6 @@ def _versions() -> dict[str, object]:
 
 
 def _settings(settings: Settings | None) -> dict[str, object]:
-    """The settings that apply, without secrets."""
     variables = {
         name: shown_url(os.environ[name]) for name in SHOWN_VARIABLES if name in os.environ
     }
@@ -167,7 +161,7 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """The limits of this process's control groups, and of those above them."""
+    """The groups above count, too."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():
@@ -184,7 +178,7 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """The lines of mountinfo that are mounts of datasets, or may be parts of one."""
+    """Lines of mounts of datasets, and of possible parts of one."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line
@@ -197,7 +191,6 @@ def _file_text(path: Path) -> str:
 
 
 def _state_logs() -> list[Path]:
-    """The logs in the user's state folder, those that were written last first."""
     found: list[tuple[int, Path]] = []
     with suppress(OSError, DieselError):
         for path in user_folders()["state"].glob("*.log"):
@@ -207,7 +200,7 @@ def _state_logs() -> list[Path]:
 
 
 def _tail(path: Path) -> str:
-    """The end of a log, from the beginning of a line. Raises OSError."""
+    """Begins at the beginning of a line. Raises OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_TAIL_BYTES))

@@ -16,22 +16,21 @@ from diesel_fs.system.atomic_file import atomic_file, write_error
 
 from ..args.options import global_flags
 from ..show.output import bytes_text, print_json, print_line, print_note
-from .archive import Member, members, packed
+from .archive import ArchiveMember, members, packed
 from .checks import MountFacts
 from .findings import Finding
 from .places import all_mounts, mount_facts
 from .redaction import Redactor, known_secrets
 
-MOUNTS_ASKED = 16
-"""Mounts that are queried at once, each by a child process."""
+MOUNTS_AT_ONCE = 16
+"""A child process queries each."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The archive that the user wants. `yes` writes it without a question; a dry run only lists its
-    members. `logs` are packed besides those in the user's state folder."""
+    """A dry run only lists the members. `logs` come besides those in the user's state folder."""
 
     file: Path
     logs: Sequence[Path]
@@ -39,12 +38,10 @@ class Bundle:
     dry_run: bool
 
     def check(self) -> None:
-        """Raises UsageError for a name with another ending and for a log that is no file,
-        ConflictError for a file that exists, NotFoundError for a log that cannot be read."""
+        """Raises UsageError for another ending and for a log that is no file, ConflictError for a
+        file that exists, NotFoundError for a log that cannot be read."""
         if not self.file.name.endswith(ENDINGS):
-            raise UsageError(
-                f"{self.file} does not end in .tar.gz", advice="name it help.tar.gz, say"
-            )
+            raise UsageError(f"{self.file} does not end in .tar.gz", advice="name it help.tar.gz")
         if os.path.lexists(self.file):
             raise ConflictError(
                 f"{self.file} exists already", advice="name a file that does not exist"
@@ -58,15 +55,15 @@ class Bundle:
                 raise UsageError(f"{log} is not a regular file")
 
     def write(self, findings: Sequence[Finding]) -> None:
-        """List the members, ask the user, and write. Raises UsageError, DieselError."""
+        """Raises UsageError, DieselError."""
         try:
             settings = global_flags().settings()
         except DieselError:  # the findings say why
             settings = None
         mounts: list[MountFacts] = []
-        # All mounts are queried at once, as some may hang. If none can be queried (no /proc, or no
-        # process can be started), an archive without mounts is better than none.
-        with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_ASKED) as threads:
+        # At once, as some mounts may hang. If none can be queried (no /proc, or no process can be
+        # started), an archive without mounts is better than none.
+        with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_AT_ONCE) as threads:
             mounts += threads.map(mount_facts, all_mounts())
         redactor = Redactor(known_secrets(settings))
         files = members(settings, findings, mounts, self.logs, redactor)
@@ -91,18 +88,18 @@ class Bundle:
         self._print_json(files, len(content))
 
     def _is_confirmed(self) -> bool:
-        """Whether the user says yes. Raises UsageError if there is no terminal to ask on."""
+        """Raises UsageError without a terminal."""
         if global_flags().json or not (sys.stdin and sys.stdin.isatty()):
             raise UsageError(f"this would write {self.file}", advice="confirm it with --yes")
         return click.confirm(f"write {self.file}?", err=True)
 
-    def _print_json(self, files: list[Member], size: int) -> None:
-        """With --json, print the members. `size` is 0 if nothing was written."""
+    def _print_json(self, files: list[ArchiveMember], size: int) -> None:
+        """Prints nothing without --json. `size` is 0 if nothing was written."""
         if global_flags().json:
             described = [{"name": each.name, "bytes": len(each.content)} for each in files]
             print_json({"file": str(self.file), "bytes": size, "members": described})
 
 
-def _print_list(files: list[Member]) -> None:
+def _print_list(files: list[ArchiveMember]) -> None:
     for member in files:
         print_line(f"{bytes_text(len(member.content)):>9}  {member.name}")

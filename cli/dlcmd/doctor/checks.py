@@ -15,37 +15,37 @@ from ..show.output import bytes_text, count_text
 from .findings import Figure, Finding, State
 
 MOUNT_BYTES_MIN = 256 << 20
-"""The memory that a mount needs: its three processes have some 35 MB each of their own, and its
-cache takes at least 64 MiB."""
+"""A mount's three processes have some 35 MB each of their own, and its cache takes at
+least 64 MiB."""
 
 MOUNT_BYTES_SMALL = 1 << 30
-"""With less, a mount holds few chunks: half of it is for contents."""
+"""A mount with less holds few chunks: half of it is for contents."""
 
 FILES_MIN, FILES_FEW = 256, 1024
-"""Open files: a mount opens a few hundred; every process of a data loader has sockets besides."""
+"""A mount opens a few hundred; every process of a data loader has sockets besides."""
 
 FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
-"""Room on the disk of the user's folders: for the log and the snapshot of a small dataset; for the
-snapshot of millions of files, of some 100 bytes each."""
+"""The user's folders need room for the log and snapshot of a small dataset; or for the snapshot of
+millions of files, of some 100 bytes each."""
 
 FREE_FILES_MIN = 100
-"""Files that the disk of such a folder must still take: snapshots, logs and sockets."""
+"""Snapshots, logs and sockets need files on the same disk."""
 
 OLD_CACHE_BYTES = 8 << 20
-"""Less than this, left by earlier boots, is not worth a warning."""
+"""Less from earlier boots is not worth a warning."""
 
 UNUSED_S = 30 * 86_400.0
-"""A dataset in a cache's folder is worth a warning if no job has used it for this time."""
+"""A dataset in a cache's folder without use for this time is worth a warning."""
 
 CACHE_FREE_FRACTION = 0.05
-"""A cache leaves this part of its disk free, so it takes nothing new on a disk that is fuller."""
+"""A cache leaves this part of its disk free, so it takes nothing new on a fuller disk."""
 
 CLOCK_NOTICE_S = 5.0
-"""A clock that is kept by NTP is right to a fraction of a second; a Date header has whole ones."""
+"""NTP keeps a clock right to a fraction of a second; a Date header has whole ones."""
 
 LATENCY_SLOW_S = 0.2
-"""A bucket in the same region answers in 10 to 100 ms. With more than this, reads that were not
-foreseen dominate an epoch."""
+"""A bucket in the same region answers in 10 to 100 ms. With more, unforeseen reads dominate an
+epoch."""
 
 METADATA_SLOW_S = 0.05
 """Redis answers in less than a millisecond, over a slow network in some."""
@@ -67,21 +67,17 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
-    """The rights of this process to use FUSE."""
-
     device_errno: str = ""
-    """The name of the errno from opening /dev/fuse; empty if it can be opened."""
+    """Empty if /dev/fuse can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
-    """The path of fusermount3; empty if it is missing."""
     helper_has_rights: bool = True
-    """Whether it runs as root, as it must."""
+    """It must run as root."""
     native_error: str = ""
-    """Why the native session cannot be used, as far as that is known without a mount."""
+    """Why the native session cannot be used, as far as known without a mount."""
     linux: str = ""
-    """The kernel's release."""
 
 
 def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
@@ -112,7 +108,6 @@ def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
 
 
 def session_finding(session: str, notes: Sequence[str], seconds: float) -> Finding:
-    """Which session a mount that was tried has taken, and why not a better one."""
     why = f" ({'; '.join(notes)})" if notes else ""
     found = f"a mount works, with the session {session}{why}"
     figures: dict[str, Figure] = {"session": session, "seconds": round(seconds, 2)}
@@ -123,7 +118,6 @@ def session_finding(session: str, notes: Sequence[str], seconds: float) -> Findi
 
 
 def expected_session(facts: FuseFacts) -> Finding:
-    """Which session a mount would take first, if none was tried."""
     if facts.native_error:
         found = f"the session kernel is taken first (native: {facts.native_error}); not tried"
         return Finding("session", "ok", found, figures={"session": "kernel"})
@@ -133,12 +127,10 @@ def expected_session(facts: FuseFacts) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Memory of this machine and of the control group, in bytes."""
-
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """The memory of a mount without `--memory`."""
+    """What a mount takes without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -180,24 +172,22 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One of the user's folders, or the folder above it if it does not exist yet."""
+    """The folder above if it does not exist yet."""
 
     what: str
     """`state`, `cache` or `tmp`: also the end of the check's name."""
     use: str
-    """Its use, for messages: `logs and sockets`."""
     path: str
     exists: bool = True
     owner_error: str = ""
-    """Why it is not this user's alone; empty if it is."""
+    """Empty if it is this user's alone."""
     write_error: str = ""
-    """Why nothing can be written; empty if something can."""
+    """Empty if something can be written."""
     free_bytes: int = 0
     total_bytes: int = 0
     free_files: int | None = None
     """None if the file system does not count them."""
     kind: str = ""
-    """The file system."""
 
 
 def folder_finding(facts: FolderFacts) -> Finding:
@@ -233,11 +223,10 @@ def folder_finding(facts: FolderFacts) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class OldCopies:
-    """Snapshots and images that an earlier boot of this machine has left: they are never used."""
+    """Snapshots and images of earlier boots are never used."""
 
     folder: str
     boot: str
-    """The run of the machine, as it stands in the names of current copies."""
     files: int
     bytes: int
 
@@ -258,11 +247,8 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
 
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
-    """Whether this host's clock agrees with that of a store, metadata store or server, which
-    `whose` names.
-
-    `ahead_s` is how far ours is ahead, which was measured to `error_s`.
-    """
+    """`whose` names a store, metadata store or server. Ours is `ahead_s` ahead, measured to
+    `error_s`."""
     off_s = max(0.0, abs(ahead_s) - error_s)
     direction = "ahead of" if ahead_s > 0 else "behind"
     found = f"this host's clock is {abs(ahead_s):,.1f} s {direction} that of {whose}"
@@ -279,7 +265,7 @@ def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
 
 
 def latency_finding(check: str, what: str, seconds: float, slow_s: float, cure: str) -> Finding:
-    """Whether something answers soon enough. `seconds` is the median of some requests."""
+    """`seconds` is the median of some requests."""
     text = f"{what} answers in {1000 * seconds:,.1f} ms"
     figures: dict[str, Figure] = {"seconds": round(seconds, 6)}
     if seconds > slow_s:
@@ -289,19 +275,18 @@ def latency_finding(check: str, what: str, seconds: float, slow_s: float, cure: 
 
 
 def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
-    """Whether chunks come fast enough. Small chunks tell little, so they are never too slow."""
+    """Small chunks show little, so they are never too slow."""
     rate = read_bytes / max(seconds, 1e-6)
     found = f"{bytes_text(read_bytes)} of a chunk came at {bytes_text(rate)}/s"
     figures: dict[str, Figure] = {"bytes": read_bytes, "bytes_per_s": round(rate)}
     if read_bytes >= 1 << 20 and rate < BANDWIDTH_SLOW:
-        cure = "`dlcmd forecast DATASET --store-bandwidth RATE` says what an epoch waits;"
+        cure = "`dlcmd forecast DATASET --store-bandwidth RATE` shows an epoch's waits;"
         cure += " mount with --cache-dir or --task, and run in the store's region"
         return Finding("store.bandwidth", "warning", found, cure, figures)
     return Finding("store.bandwidth", "ok", found, figures=figures)
 
 
 def redis_finding(facts: "ServerFacts", where: str) -> Finding:
-    """How a Redis that can be used is set up."""
     figures: dict[str, Figure] = {
         "version": facts.version, "policy": facts.policy, "used_bytes": facts.used_bytes,
         "limit_bytes": facts.limit_bytes, "keeps_log": facts.keeps_log,
@@ -325,8 +310,6 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class MountFacts:
-    """A mount of a dataset, with its statistics."""
-
     path: str
     source: str
     state: str
@@ -335,7 +318,6 @@ class MountFacts:
 
 
 def mount_findings(facts: MountFacts) -> Iterator[Finding]:
-    """Whether a mount serves its readers."""
     where = f"{facts.source} on {facts.path}"
     figures: dict[str, Figure] = {"path": facts.path, "state": facts.state}
     if facts.state == "dead":
@@ -361,14 +343,13 @@ def mount_findings(facts: MountFacts) -> Iterator[Finding]:
 
 
 def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]:
-    """The faults that the statistics of a living mount show."""
     if warning := _text(stats, "warning"):
         cure = f"unmount {path}, and mount the current version when the metadata store is back"
         yield Finding("mount.stale", "warning", f"{path}: {warning}", cure)
     failed = _number(_group(stats, "reads"), "failed")
     if failed:
         found = f"{path}: {count_text(failed, 'read')} failed since it was mounted"
-        cure = "its log says why; `dlcmd verify DATASET` looks for lost chunks"
+        cure = "its log has the cause; `dlcmd verify DATASET` looks for lost chunks"
         yield Finding("mount.reads", "fault", found, cure, {"failed": failed})
     residency = _group(stats, "residency")
     budget, size = _number(residency, "budget_bytes"), _number(stats, "bytes")
@@ -384,14 +365,12 @@ def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """The dataset that now has the name of a mounted one in the repository."""
-
     identity: str
     version: int
 
 
 def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding | None:
-    """Whether a mount shows an old version. `current` is None if there is no such dataset."""
+    """`current` is None if there is no such dataset."""
     stats = facts.stats or {}
     name, version = _text(stats, "dataset"), _number(stats, "version")
     at = quote(facts.path)
@@ -404,7 +383,7 @@ def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding
         found = f"{facts.path}: {name!r} is another dataset in the repository now"
         return Finding("mount.stale", "warning", found, again)
     if current.version > version and "follow" not in stats:
-        behind_s = (current.version - version) / 1e6  # versions are times in microseconds
+        behind_s = (current.version - version) / 1e6  # versions are microseconds
         found = (
             f"{facts.path} shows version {version}, and {current.version} is current, which is"
             f" {behind_s:,.0f} s newer"
@@ -435,8 +414,6 @@ def _number(values: Mapping[str, object], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedUse:
-    """A dataset in a cache's folder: its folder, its bytes, and since when it has not been used."""
-
     folder: str
     bytes: int
     unused_s: float
@@ -445,17 +422,14 @@ class CachedUse:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A folder that the user names: for a mount, or for a cache."""
-
     path: str
     exists: bool = True
     is_folder: bool = True
     is_cache: bool = False
     is_store: bool = False
     content: str = ""
-    """The name of something in it."""
     error: str = ""
-    """Why it cannot be used: it cannot be listed, or not be written to, or not be made."""
+    """Why it cannot be listed, written to, or made."""
     owner_error: str = ""
     free_bytes: int = 0
     total_bytes: int = 0

@@ -21,8 +21,7 @@ from .trial import LIMIT_S as TRIAL_LIMIT_S
 
 
 def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -> list[Finding]:
-    """All findings about this machine, its mounts, and the repository or folder that is named.
-    Never raises DieselError: that is a finding, too."""
+    """`target` is a repository or folder. Never raises DieselError: that is a finding, too."""
     findings: list[Finding] = []
     probes: list[Probe] = []
     is_url = target is not None and "://" in target
@@ -64,8 +63,8 @@ def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -
 def _place_probes(
     target: str | None, open_repository: Callable[[], Repository] | None
 ) -> list[Probe]:
-    """The mounts of datasets on this machine, and `target` if it is another folder. Only the mount
-    that is named is compared with the repository."""
+    """Mounts on this machine, and `target` if it is another folder. Only the named mount is
+    compared with the repository."""
     found: list[DatasetMount] = []
     with suppress(OSError):
         found = all_mounts()
@@ -79,10 +78,10 @@ def _place_probes(
     others = [each for each in found if each not in named]
     probes = mount_probes(others)
     if named:
-        return mount_probes(named, open_repository, is_asked=True) + probes
+        return mount_probes(named, open_repository, is_named=True) + probes
     return [place_probe(Path(path)), *probes]
 
 
 def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
-    """The mounts in which a path lies, by its text alone: a request to a mount may hang."""
+    """Compares the texts of paths alone: a request to a mount may hang."""
     return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

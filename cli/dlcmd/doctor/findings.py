@@ -5,26 +5,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["fault", "warning", "ok"]
-"""fault: a job fails, or runs badly. warning: a job runs, and something should be known."""
+"""A job fails or runs badly with a fault; it runs with a warning."""
 
 STATES: Sequence[State] = ("fault", "warning", "ok")
-"""The worst first."""
 
 Figure = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     check: str
-    """Which check: a name that programs may rely on, such as `fuse.device`."""
+    """A name that programs may rely on, such as `fuse.device`."""
     state: State
     found: str
     cure: str = ""
-    """Advice, with a command if there is one. A fault always has advice."""
+    """Advice, perhaps a command. A fault always has it."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Measured values, for programs."""
 
     def described(self) -> dict[str, object]:
         return {
@@ -37,17 +33,14 @@ class Finding:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first; among equals, as they were found."""
     return sorted(findings, key=lambda each: STATES.index(each.state))
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, int]:
-    """The number of findings of each state."""
     return {state: sum(each.state == state for each in findings) for state in STATES}
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """The lines to print: one for each finding, and one for its cure."""
     width = max((len(each.check) for each in findings), default=0)
     for each in in_order(findings):
         yield f"{each.state:<7}  {each.check:<{width}}  {each.found}"
@@ -56,7 +49,6 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Whether a job would run well here, in one sentence."""
     count = counts(findings)
     parts = [
         f"{count[state]} {state}{'' if count[state] == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Facts about this machine and the user's folders. Nothing is written and nothing is made."""
+"""Facts about this machine and the user's folders. Nothing is written or made."""
 
 import errno
 import os
@@ -37,12 +37,10 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""The folders of copies in the user's cache folder. A copy's name ends with the run of the
-machine."""
+"""Folders in the user's cache folder. A copy's name ends with the machine's run."""
 
 
 def fuse_facts() -> FuseFacts:
-    """The rights of this process to use FUSE."""
     error_name = error_text = ""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
@@ -58,7 +56,7 @@ def fuse_facts() -> FuseFacts:
         native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
     may_administrate = True
-    with suppress(OSError):  # without /proc, a mount that is tried shows it
+    with suppress(OSError):  # without /proc, a tried mount shows it
         may_administrate = syscalls.may_administrate()
     return FuseFacts(
         error_name,
@@ -73,7 +71,6 @@ def fuse_facts() -> FuseFacts:
 
 
 def _runs_as_root(program: str) -> bool:
-    """Whether a program is setuid root, or has capabilities instead."""
     found = os.stat(program)
     with suppress(OSError):
         if os.getxattr(program, "security.capability"):
@@ -82,7 +79,6 @@ def _runs_as_root(program: str) -> bool:
 
 
 def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
-    """Findings that need no probe: FUSE, memory and open files."""
     yield from fuse_findings(fuse)
     memory = MemoryFacts(memory_limit_bytes(), available_memory_bytes(), default_memory_bytes())
     yield memory_finding(memory)
@@ -90,7 +86,7 @@ def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
 
 
 def folder_probes() -> list[Probe]:
-    """Whether the user's folders can be used. Raises ConfigError if there is no home folder."""
+    """Raises ConfigError if there is no home folder."""
     folders = user_folders()
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
@@ -104,8 +100,6 @@ def folder_probes() -> list[Probe]:
 
 
 def _temporary_folder() -> Path:
-    """The folder for temporary files, or the one that should be, if nothing can be written
-    there."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:
@@ -121,7 +115,7 @@ def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe
 
 
 def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> FolderFacts:
-    """The facts about a folder. With `is_private`, it must belong to this user alone."""
+    """If `is_private`, the folder must belong to this user alone."""
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -149,8 +143,7 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
 
 
 def ownership_error(path: Path) -> str:
-    """Why others than this user may write to a folder; empty if nobody else may. As
-    `private_folder`."""
+    """Empty if only this user may write to a folder. As `private_folder`."""
     try:
         found = path.stat()
     except OSError as error:
@@ -163,7 +156,7 @@ def ownership_error(path: Path) -> str:
 
 
 def write_error(folder: Path) -> str:
-    """Why nothing can be written to a folder; empty if something can be."""
+    """Empty if something can be written."""
     if os.access(folder, os.W_OK | os.X_OK):
         return ""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
@@ -172,8 +165,6 @@ def write_error(folder: Path) -> str:
 
 
 def _old_copies_work(cache: Path) -> Callable[[Emit], None]:
-    """Looks for copies of earlier boots in the user's cache folder."""
-
     def work(emit: Emit) -> None:
         files = used = 0
         for folder in (cache / each for each in COPIES):

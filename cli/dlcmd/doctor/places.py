@@ -1,6 +1,6 @@
-"""Facts about mounts, about folders that the user names, and about a mount that is tried.
+"""Facts about mounts, named folders, and a tried mount.
 
-No mount is touched by this process: `mounts/mountpoints/mountpoint.py` asks each in a child with a
+This process touches no mount: `mounts/mountpoints/mountpoint.py` queries each in a child with a
 deadline.
 """
 
@@ -47,22 +47,20 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""How long a mount may take to answer each of two questions, which a new process asks. On busy
-processors, that takes a second or two."""
+"""A new process takes a second or two on busy processors."""
 
 MOUNTS_MAX = 64
-"""Further mounts are left out, since a child process queries each one."""
+"""A child process queries each one."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
 
 def all_mounts() -> list[DatasetMount]:
-    """The mounts of datasets that this process sees, at most `MOUNTS_MAX`."""
     return dataset_mounts(mounts())[:MOUNTS_MAX]
 
 
 def mount_facts(found: DatasetMount) -> MountFacts:
-    """Whether a mount is alive, and its statistics. Takes at most twice `ANSWER_S`."""
+    """Takes at most twice `ANSWER_S`."""
     try:
         if not is_alive(found.path, deadline_s=ANSWER_S):
             return MountFacts(found.path, found.source, "dead")
@@ -77,11 +75,10 @@ def mount_facts(found: DatasetMount) -> MountFacts:
 
 
 def mount_probe(
-    found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_asked: bool
+    found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_named: bool
 ) -> Probe:
-    """Whether a mount serves its readers; and whether it shows the current version, for which
-    `open_repository` opens the repository. Its faults are warnings, unless the user has named this
-    mount (`is_asked`)."""
+    """Compares the mount with the repository that `open_repository` opens. Its faults are warnings,
+    unless the user has named it (`is_named`)."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -100,7 +97,7 @@ def mount_probe(
             if behind := behind_finding(facts, current):
                 emit(behind)
 
-    worst: State = "fault" if is_asked else "warning"
+    worst: State = "fault" if is_named else "warning"
     return Probe("mount", f"the mount on {found.path}", work, _CURE_OF_MOUNT, worst=worst)
 
 
@@ -114,7 +111,6 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
-    """The facts about a folder, which need not exist."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)
@@ -162,10 +158,10 @@ def _cached(path: Path) -> list[CachedUse]:
 
 
 class Trial:
-    """A mount that `trial.py` tries in a folder of its own; a context manager that removes it."""
+    """A mount by `trial.py` in a folder of its own; a context manager removes it."""
 
     def __init__(self) -> None:
-        """Raises OSError if there is no room for the folder."""
+        """Raises OSError."""
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -177,10 +173,11 @@ class Trial:
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "dlcmd.doctor.trial", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**minimal_environment(), **own, "PYTHONPATH": _python_path()},
+            env={**minimal_environment(), **own},
             start_new_session=True,
         )  # fmt: skip
         out, err = self._child.communicate()
@@ -202,10 +199,6 @@ class Trial:
 _FOLDERS = ("CACHE_HOME", "CONFIG_HOME", "DATA_HOME", "STATE_HOME")
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, sys.path))
-
-
 def _trial_finding(out: bytes, err: bytes) -> Finding:
     try:
         answer = json.loads(out)
@@ -224,7 +217,6 @@ def mount_probes(
     found: Iterable[DatasetMount],
     open_repository: Callable[[], Repository] | None = None,
     *,
-    is_asked: bool = False,
+    is_named: bool = False,
 ) -> list[Probe]:
-    """A probe for each of these mounts, as `mount_probe`."""
-    return [mount_probe(each, open_repository, is_asked=is_asked) for each in found]
+    return [mount_probe(each, open_repository, is_named=is_named) for each in found]

@@ -1,8 +1,7 @@
 """Runs probes of stores, mounts and disks side by side, each with a time limit.
 
-A store, a disk or a mount may never answer, so each probe runs in a thread of its own, which is
-left behind when its time is over: it is a daemon thread, and ends with the program. Findings that
-it has emitted by then count.
+A store, disk or mount may never answer, so each probe runs in a daemon thread of its own, which is
+left behind when its time is over. Findings that it has emitted by then count.
 """
 
 import logging
@@ -17,32 +16,25 @@ from ..main import as_diesel_error
 from .findings import Finding, State
 
 Emit = Callable[[Finding], None]
-"""Takes a finding as soon as it is found."""
 
 LIMIT_S = 12.0
-"""How long a probe may take. An object store may need some seconds for its first answers, and
-nobody waits for a doctor for a minute."""
+"""An object store may need some seconds for its first answers, and nobody waits for a doctor for a
+minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question that may take long to answer."""
-
     check: str
-    """The check to which an error, or a lack of an answer, belongs."""
     what: str
-    """The thing that is probed, for a message: `the store at s3://...`."""
+    """The name in messages: `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
-    """Advice if it does not answer."""
     limit_s: float = LIMIT_S
-    """How long it may take."""
     worst: State = "fault"
-    """The worst state of its findings: `warning` for a thing that the user did not name, which a
-    job need not use."""
+    """`warning` for a thing that the user did not name."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
-        """Its findings, none worse than `worst`."""
+        """No finding is worse than `worst`."""
         findings = [*found]
         if is_late:
             text = f"{self.what} has not answered within {self.limit_s:.0f} s"
@@ -53,8 +45,8 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """The findings of all probes, in their order. Warnings that the library logs meanwhile are
-    findings, too. Takes about as long as the longest limit at most."""
+    """The findings in the probes' order. Warnings that the library logs meanwhile are findings,
+    too. Takes at most about the longest limit."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -66,7 +58,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
             try:
                 thread.start()
             except (RuntimeError, MemoryError):  # this user's processes, or memory, are at a limit
-                each.append(_not_asked(probe))
+                each.append(_not_started(probe))
         for probe, thread in zip(probes, threads, strict=True):
             if thread.ident is not None:
                 thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
@@ -84,20 +76,20 @@ def _run(probe: Probe, emit: Emit) -> None:
     except OSError as error:
         emit(failed(probe.check, as_diesel_error(error)))
     except MemoryError:
-        emit(_not_asked(probe))
+        emit(_not_started(probe))
     except Exception as error:
         text = f"unexpected {type(error).__name__}: {error}"
         emit(Finding(probe.check, "fault", text, "this is a bug: report it"))
 
 
-def _not_asked(probe: Probe) -> Finding:
-    text = f"{probe.what} cannot be asked: there is no memory or no process left"
+def _not_started(probe: Probe) -> Finding:
+    text = f"{probe.what} cannot be examined: there is no memory or no process left"
     cure = "raise the limits of memory and processes (`ulimit -v`, `ulimit -u`, pids.max)"
     return Finding(probe.check, "fault", text, cure)
 
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:
-    """A fault from an error. The cure is the error's advice, if it has one."""
+    """The error's own advice wins over `cure`."""
     cure = error.advice or cure or _CURE_BY_CODE.get(error.exit_code, _CURE)
     return Finding(check, "fault", error.message, cure)
 
@@ -111,11 +103,10 @@ _CURE_BY_CODE = {
     16: "free some space there, or raise its limit (of a Redis: maxmemory)",
     14: "check that the metadata store or server runs, and that its address is right",
 }
-"""Advice for errors that have none, by their exit code."""
 
 
 class _Warnings(logging.Handler):
-    """Keeps the warnings of the library, each text once, instead of printing them."""
+    """Keeps each warning once, instead of printing it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

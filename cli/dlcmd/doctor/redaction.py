@@ -17,19 +17,17 @@ from diesel_fs.urls import parse_url, passwords_in, shown_url
 HIDDEN = "***"
 
 SECRET_BYTES_MIN = 4
-"""A shorter secret is no secret, and to replace it everywhere would spoil the text."""
+"""Replacing shorter ones everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
-"""Bytes that are read from a file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
     re.IGNORECASE,
 )
-"""Names of variables and settings with secrets. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` are
-none.)"""
+"""Names of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` have no
+secrets.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
-"""Variables that are called after a secret and hold the path or address of one."""
 
 _LOOKS_SECRET = (
     re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
@@ -41,20 +39,16 @@ _NAMED_SECRET = re.compile(
     r"|(?:access|api|account|private)[_-]?key|cookie|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)"
     r"(?:(?:bearer|basic)\s+)?(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
 )
-"""A value behind a name such as `password=` or `"token":`."""
 
 
 class Redactor:
-    """Replaces secrets by `***`."""
-
     def __init__(self, secrets: Iterator[str]) -> None:
-        """`secrets` are texts that must not be shown, wherever they stand."""
         known = {each for each in secrets if len(each) >= SECRET_BYTES_MIN}
         ordered = sorted(known, key=len, reverse=True)  # one may be a part of another
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
-        """The text without secrets: known ones, those in URLs, and what looks like one."""
+        """Hides known secrets, those in URLs, and texts that look like one."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = shown_url(text)
@@ -63,8 +57,8 @@ class Redactor:
         return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
 
     def value(self, value: object) -> object:
-        """A value of JSON without secrets in its texts. A text under the name of a secret is left
-        out whole."""
+        """JSON without secrets in its texts. A text under the name of a secret is left out
+        whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -82,8 +76,7 @@ class Redactor:
 def known_secrets(
     settings: Settings | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """The secrets that this process can know: of the environment, of the files that it names, of
-    the settings and of their URL."""
+    """Those of the environment, of the files that it names, of the settings and of their URL."""
     env = os.environ if environment is None else environment
     for name, value in env.items():
         if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
@@ -111,13 +104,13 @@ def known_secrets(
 
 
 def _forms(value: str) -> Iterator[str]:
-    """A secret as it may stand in a text: as it is, and a key without its prefix."""
+    """The secret as it is, and a key without its prefix."""
     value = value.strip()
     yield value
     yield value.removeprefix(KEY_PREFIX)
 
 
 def _beginning(path: str) -> bytes:
-    """The first bytes of a file. A fifo is not waited for. Raises OSError."""
+    """A fifo does not block. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(SECRETS_BYTES_MAX) or b""

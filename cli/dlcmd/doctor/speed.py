@@ -1,8 +1,8 @@
 """Measures how fast this machine puts, lists and reads a dataset of made-up small files.
 
-`dlcmd doctor --speed` calls it after all checks, so that nothing else is busy meanwhile. It makes
-everything in a temporary folder, and removes the folder at the end, also after Ctrl-C. The files
-that the library keeps of its own (logs, snapshots, sockets) go to that folder, too.
+`dlcmd doctor --speed` calls it after all checks, so that nothing else is busy. Everything, also the
+library's own logs, snapshots and sockets, lies in a temporary folder, which is removed at the end,
+also after Ctrl-C.
 """
 
 import os
@@ -27,19 +27,18 @@ from .findings import Figure, Finding
 from .probes import failed
 
 FILES, FILE_BYTES = 10_000, 4096
-"""The made-up dataset: the file size for which the overhead of each file counts most."""
+"""The overhead of each file counts most at this size."""
 
 FILES_PER_FOLDER = 100
 
 SPACE_FACTOR = 3
-"""The files lie in the temporary folder up to three times: as made up, packed, and in a log or a
-partial chunk."""
+"""The files lie there up to three times: as made up, packed, and in a log or a partial chunk."""
 
 _DATASET = "speed"
 
 
 def speed_findings() -> list[Finding]:
-    """A finding for each rate. A DieselError is a finding, too."""
+    """A DieselError is a finding, too."""
     findings: list[Finding] = []
     try:
         with _own_folder() as (work, cleanup):
@@ -53,8 +52,7 @@ def speed_findings() -> list[Finding]:
 
 @contextmanager
 def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
-    """A temporary folder, in which the library keeps its files meanwhile; and a stack of calls to
-    make at the end, which no signal interrupts."""
+    """The library keeps its files there meanwhile. No signal interrupts the calls at the end."""
     before = {name: os.environ.get(name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
     cleanup = ExitStack()
     try:
@@ -78,7 +76,6 @@ def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C does not end the cleaning up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -89,7 +86,7 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _check_space(work: Path) -> None:
-    """Raises NoSpaceError if the files have no room."""
+    """Raises NoSpaceError."""
     free, needed = shutil.disk_usage(work).free, SPACE_FACTOR * FILES * FILE_BYTES
     if free < needed:
         raise NoSpaceError(
@@ -99,8 +96,7 @@ def _check_space(work: Path) -> None:
 
 
 class _Measurement:
-    """The files, the dataset and the mount of one run, each measured once by one process (a put: by
-    several), so figures vary."""
+    """Each rate is measured once by one process (a put: by several), so figures vary."""
 
     def __init__(self, work: Path, cleanup: ExitStack) -> None:
         self._work = work
@@ -109,7 +105,7 @@ class _Measurement:
         self._url = (work / "store").as_uri()
 
     def findings(self) -> Iterator[Finding]:
-        """All rates, in the order of the steps. Raises DieselError."""
+        """Raises DieselError."""
         self._make_files()
         yield self._put()
         yield self._read_many()
@@ -140,7 +136,7 @@ class _Measurement:
             return _content_finding("api", "read_many of the Python API reads", _seconds(read))
 
     def _read_mount(self) -> Iterator[Finding]:
-        """Rates of a mount, beside those of the plain files, which the kernel has in memory."""
+        """Compares the rates with those of the plain files, which the kernel has in memory."""
         at = self._work / "mnt"
         self._cleanup.callback(_unmount, at)
         try:
@@ -178,7 +174,6 @@ def _finding(
     plain_s: float | None = None,
     content_bytes: int = 0,
 ) -> Finding:
-    """The rate of `count` units in some seconds; `plain_s` is the time for the plain files."""
     figures: dict[str, Figure] = {"per_s": round(count / seconds, 1), "unit": unit}
     found = f"{what} {count / seconds:,.0f} {unit}/s"
     if content_bytes:
@@ -211,7 +206,6 @@ def _read_files(paths: Iterable[str]) -> None:
 
 
 def _scan(top: Path) -> None:
-    """List a folder and all below it, with the attributes of each entry."""
     folders = [str(top)]
     while folders:
         with os.scandir(folders.pop()) as found:

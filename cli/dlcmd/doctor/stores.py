@@ -1,8 +1,7 @@
 """Facts about a repository: whether it answers, how fast, its clock, and the user's rights.
 
-Only with `writes` is anything written: an object or file that is removed at once, and that a purge
-or the store itself would remove if this process died. It never has the name of something that is
-there, and it lies where DIESEL-FS alone writes.
+Only `writes` writes: an object or file that is removed at once, or by a purge or the store itself
+if this process dies. It has a new name, in a place where DIESEL-FS alone writes.
 """
 
 import os
@@ -53,17 +52,17 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""The number of small requests whose median time is the latency."""
+"""The median time is the latency."""
 
 HTTP_S = 4.0
-"""How long the endpoint of a bucket may take to answer at all."""
+"""Time for any answer of a bucket's endpoint."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""The measurement of the bandwidth: the bytes of one chunk to read, the size of a part, the parts
-at once, and the longest time."""
+"""Bandwidth is measured with these bytes of a chunk, in parts of this size, by threads, for at most
+this time."""
 
-DATASETS_ASKED = 20
-"""The number of datasets for which a server must say whether this user may write them."""
+DATASETS_TRIED = 20
+"""The right to write is tried with these datasets of a server."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -71,24 +70,19 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 
 @dataclass(frozen=True, slots=True)
 class StoreQuestion:
-    """The questions about a repository."""
-
     settings: Settings
     is_named: bool
     """Whether the user has named it. The default one need not exist yet."""
     measures: bool = True
-    """Whether the bandwidth is measured."""
     writes: bool = False
-    """Whether to try a write."""
 
     @property
     def shown(self) -> str:
-        """The address without a password."""
         return str(parse_url(self.settings.repository_url))
 
 
 def store_probe(question: StoreQuestion) -> Probe:
-    """All facts about the repository. Raises ConfigError for a bad address."""
+    """Raises ConfigError for a bad address."""
     url = parse_url(question.settings.repository_url)
     if url.scheme in SERVER_SCHEMES:
         cure = "check that the server runs, and that its address and the network are right"
@@ -99,26 +93,26 @@ def store_probe(question: StoreQuestion) -> Probe:
 
     def work(emit: Emit) -> None:
         if _can_be_reached(url, emit):
-            _ask(question, url, emit)
+            _examine(question, url, emit)
 
     return Probe("store", f"the repository {question.shown}", work, cure)
 
 
 def open_for_reading(settings: Settings) -> Repository:
-    """The repository that the settings name. Raises DieselError."""
+    """Raises DieselError."""
     open_buckets_directly()
     return open_configured(settings)
 
 
 def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
-    """Whether the endpoint of a bucket answers at all; its Date header tells its clock. True for
-    any other repository: opening that says it soon enough."""
+    """The Date header of a bucket's endpoint shows its clock. True for other repositories, since
+    opening them shows it soon enough."""
     if url.scheme not in CLOUD_SCHEMES:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
     endpoint = f"{'http' if access.plain_http else 'https'}://{access.host}/"
     request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310  # http or https
-    asked_s = time.time()
+    requested_s = time.time()
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=HTTP_S) as answer:
             date = answer.headers.get("Date")
@@ -134,20 +128,20 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
         return False
     with suppress(TypeError, ValueError):  # no date, or none that can be read
         theirs_s = parsedate_to_datetime(date).timestamp()
-        ours_s = (asked_s + time.time()) / 2
-        error_s = 1.0 + (time.time() - asked_s) / 2  # the header has whole seconds
+        ours_s = (requested_s + time.time()) / 2
+        error_s = 1.0 + (time.time() - requested_s) / 2  # the header has whole seconds
         emit(clock_finding(ours_s - theirs_s - 0.5, f"the object store at {access.host}", error_s))
     return True
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would lead to the pages of the vendor."""
+    """A redirect would lead to the vendor's pages."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: the answer is an HTTPError."""
+        """None makes it an HTTPError."""
 
 
-def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
+def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
     try:
         repository = open_for_reading(question.settings)
     except ObjectMissing as error:
@@ -160,15 +154,15 @@ def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
         return
     with repository:
         if isinstance(repository, StoredRepository):
-            _ask_stores(question, repository, emit)
+            _examine_stores(question, repository, emit)
         else:
-            _ask_server(question, repository, emit)
+            _examine_server(question, repository, emit)
 
 
 # Stores that this process opens itself
 
 
-def _ask_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
+def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
     url, objects = repository.url, repository.objects
     datasets = repository.datasets()
     has = count_text(len(datasets), "dataset")
@@ -177,15 +171,14 @@ def _ask_stores(question: StoreQuestion, repository: StoredRepository, emit: Emi
     )
     seconds = _median_seconds(lambda: objects.get(STORE_MARKER))
     emit(latency_finding("store.latency", "the store", seconds, LATENCY_SLOW_S, _SLOW_STORE))
-    _ask_metadata(repository, emit)
+    _examine_metadata(repository, emit)
     _emit_no_dataset(datasets, emit)
     if question.measures:
         _measure_bandwidth(repository, datasets, emit)
     emit(_write_finding(question, repository, datasets))
 
 
-def _ask_metadata(repository: StoredRepository, emit: Emit) -> None:
-    """The metadata store: whether it can be used, its clock, and how a Redis is set up."""
+def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
     where = "the metadata store"
     if problem := repository.meta_problem:
         is_default = repository.url.scheme != "file" and not repository.url.meta
@@ -210,17 +203,16 @@ def _ask_metadata(repository: StoredRepository, emit: Emit) -> None:
         emit(latency_finding("metadata.latency", where, seconds, METADATA_SLOW_S, _SLOW_REDIS))
     else:
         emit(Finding("metadata", "ok", "SQLite beside the chunks can be used"))
-    asked_s = time.time()
-    with suppress(DieselError):  # a folder that takes no file tells no time
+    requested_s = time.time()
+    with suppress(DieselError):  # a folder that takes no file has no clock
         theirs_s = meta.now_s()
         now_s = time.time()
-        emit(clock_finding((asked_s + now_s) / 2 - theirs_s, where, (now_s - asked_s) / 2))
+        emit(clock_finding((requested_s + now_s) / 2 - theirs_s, where, (now_s - requested_s) / 2))
 
 
 def _write_finding(
     question: StoreQuestion, repository: StoredRepository, datasets: list[DatasetInfo]
 ) -> Finding:
-    """Whether this user may write to the store: by the rights of its folder, or by trying it."""
     url, check = repository.url, "store.rights"
     try:
         if question.writes:
@@ -236,7 +228,7 @@ def _write_finding(
     if reason := write_error(url.path.resolve()):
         found = (
             f"this user may read {url}, and not write to it ({reason}): jobs run, and their mounts"
-            " cannot ask a purge to spare what they read"
+            " cannot register what they read, which a purge then deletes"
         )
         cure = "to put, purge or protect long jobs, give this user the right to write there"
         return Finding(check, "warning", found, cure)
@@ -244,10 +236,8 @@ def _write_finding(
 
 
 def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
-    """Write something and remove it. Raises DieselError, OSError.
-
-    In a folder, it is an empty temporary file of a put, as a killed put leaves them. In a bucket,
-    it is a lease on no version, of a dataset that is there if there is one.
+    """Raises DieselError, OSError. In a folder, write an empty temporary file, as a killed put
+    leaves them. In a bucket, write a lease on no version, of an existing dataset if there is one.
     """
     if repository.url.scheme == "file":
         path = repository.url.path.resolve() / object_temporary_name()
@@ -266,7 +256,7 @@ def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> 
 # Servers
 
 
-def _ask_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
+def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
     url = repository.url
     user = repository.credentials.user if repository.credentials else "?"
     datasets = repository.datasets()  # connects, and logs in
@@ -277,9 +267,9 @@ def _ask_server(question: StoreQuestion, repository: Repository, emit: Emit) -> 
     emit(latency_finding("store.latency", "the server", seconds, LATENCY_SLOW_S, _SLOW_STORE))
     _emit_no_dataset(datasets, emit)
     if isinstance(repository, RemoteRepository) and datasets:
-        asked_s = time.time()
+        requested_s = time.time()
         repository.dataset(datasets[0].name)
-        error_s = time.time() - asked_s
+        error_s = time.time() - requested_s
         emit(clock_finding(-repository.clock_offset_s, f"the server at {url.host}", error_s))
         if repository.metadata_error:
             found = f"the server cannot use its metadata store: {repository.metadata_error}"
@@ -294,9 +284,9 @@ def _ask_server(question: StoreQuestion, repository: Repository, emit: Emit) -> 
 
 
 def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: str) -> Finding:
-    """Which datasets a user of a server may write. It begins a put of each, and puts nothing."""
+    """Begins a put into each dataset, and puts nothing."""
     refused = []
-    for info in datasets[:DATASETS_ASKED]:
+    for info in datasets[:DATASETS_TRIED]:
         try:
             repository.begin(info.name, create=False)
         except PermissionDenied:
@@ -305,11 +295,11 @@ def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: st
         found = f"{user!r} may read, and not write, {', '.join(refused)}"
         cure = f"an administrator can run `dlcmd grant {refused[0]} {user} write`"
         return Finding("store.rights", "fault", found, cure)
-    many = count_text(min(len(datasets), DATASETS_ASKED), "dataset")
+    many = count_text(min(len(datasets), DATASETS_TRIED), "dataset")
     return Finding("store.rights", "ok", f"{user!r} may read and write {many} (tried)")
 
 
-# What both have
+# Both kinds
 
 
 def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
@@ -319,7 +309,6 @@ def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
 
 
 def _median_seconds(request: Callable[[], object]) -> float:
-    """How long a request takes that has been made before."""
     taken = []
     for _ in range(REQUESTS):
         begun_s = time.perf_counter()
@@ -329,8 +318,8 @@ def _median_seconds(request: Callable[[], object]) -> float:
 
 
 def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit: Emit) -> None:
-    """Read parts of a chunk, several at once, as a mount does. A dataset is left out if none of its
-    chunks can be found without a listing."""
+    """Read parts of a chunk at once, as a mount does. Leaves out datasets whose chunks need a
+    listing."""
     for info in datasets:
         with suppress(ObjectMissing, UsageError):
             name = _some_chunk(repository, info)
@@ -341,7 +330,6 @@ def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit
 
 
 def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
-    """The name of one chunk of a dataset; empty if it has none."""
     if info.head is not None and info.head.chunks:
         return chunk_object(info.identity, info.head.newest)
     first = next(repository.chunk_ids(info.identity), None)
@@ -349,8 +337,8 @@ def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
 
 
 def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
-    """Read the first bytes of an object. The threads are daemons: a read that never ends must not
-    keep the program. Raises DieselError."""
+    """The threads are daemons: a read that never ends must not keep the program. Raises
+    DieselError."""
     begun_s = time.perf_counter()
     parts = [(start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
     done: list[int] = []

@@ -1,9 +1,9 @@
 """The program that tries a mount: `python -m dlcmd.doctor.trial FOLDER`.
 
 It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. As JSON, it
-prints the session, why there is no better one, and the time that mounting and reading took; or the
-error. It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. The program
-that starts it removes FOLDER, and unmounts what may be left.
+prints the session, why there is no better one, and the time of mounting and reading; or the error.
+It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. The starter removes
+FOLDER, and any mount that is left.
 """
 
 import json
@@ -17,19 +17,18 @@ from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.repository.local import LocalRepository
 
 MOUNTPOINT = "mnt"
-"""The name of the mount point in FOLDER."""
 
 START_S = 15.0
-"""The longest time of each step of the mount; all take half a second on an idle machine."""
+"""Time for each step; all take half a second on an idle machine."""
 
 LIMIT_S = 20.0
-"""The longest time of the whole program, on a busy machine."""
+"""Time for the whole program, on a busy machine."""
 
 _DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
 
 
 def try_mount(folder: Path) -> dict[str, object]:
-    """Mount a dataset of one file, read it, unmount. Raises DieselError, OSError."""
+    """Raises DieselError, OSError."""
     url, at = (folder / "store").as_uri(), folder / MOUNTPOINT
     LocalRepository.open(url, create=True).close()
     with diesel_fs.connect(_DATASET, url, create=True) as dataset:

@@ -8,7 +8,7 @@ from .output import bytes_text
 
 
 class Bar:
-    """A progress bar on stderr, with rate and time left. It has no thread, since `put` forks."""
+    """Draws on stderr, with rate and time left. It has no thread, since `put` forks."""
 
     def __init__(self, title: str, unit: str) -> None:
         self._unit = unit
@@ -26,7 +26,6 @@ class Bar:
         self._rich.start()
 
     def draw(self, done: int, total: int, content_bytes: int | None = None) -> None:
-        """Redraw the bar (a `ShowProgress`)."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
         rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"

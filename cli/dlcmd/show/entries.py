@@ -11,11 +11,10 @@ from .output import Value, json_name
 SECOND_NS = 1_000_000_000
 
 KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: modes.S_IFDIR}
-"""The bits of `st_mode` for each kind of entry."""
 
 
 def dataset_json(info: DatasetInfo) -> dict[str, Value]:
-    """A dataset. Version and counts are None if the metadata store has no record of them."""
+    """Version and counts are None if the metadata store has no record of them."""
     head = info.head
     return {
         "dataset": info.name,
@@ -29,7 +28,6 @@ def dataset_json(info: DatasetInfo) -> dict[str, Value]:
 
 
 def entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[str, Value]:
-    """An entry of a version, by its index, path and attributes."""
     described: dict[str, Value] = {
         **json_name(path),
         "kind": entry.kind.name.lower(),
@@ -43,7 +41,6 @@ def entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[str
 
 
 def snapshot_json(view: Snapshot) -> dict[str, Value]:
-    """The dataset, version and counts of a snapshot."""
     return {
         "dataset": view.dataset,
         "identity": str(view.identity),

@@ -19,7 +19,6 @@ from ..args.options import global_flags
 from .output import bytes_text, print_json, print_line, print_note, print_table
 
 GIVEN = "given"
-"""The name of the order that `--order` gives, among the shuffles."""
 
 _COLUMNS = (
     *("order", "policy", "memory", "SSD", "peers", "store", "egress", "requests", "written"),
@@ -29,8 +28,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForecastResult:
-    """All forecasts of a job. `sizes` has the smallest SSD without stalls of each, or is empty;
-    `assumed` the options that the user did not give, with their values."""
+    """`sizes` has each forecast's smallest SSD without stalls, or is empty; `assumed` the options
+    that the user did not give, with their values."""
 
     forecasts: Sequence[Forecast]
     sizes: Sequence[int | None]
@@ -44,11 +43,10 @@ class ForecastResult:
 
     @property
     def commands(self) -> Sequence[str]:
-        """The commands for the best one; the first is `dlcmd mount`."""
+        """The best forecast's commands; the first is `dlcmd mount`."""
         return commands(self.best, self.options)
 
     def show(self) -> None:
-        """Print everything: as text, or with --json as an object."""
         if global_flags().json:
             print_json(self._described())
             return
@@ -97,7 +95,6 @@ class ForecastResult:
         )
 
     def _print_rows(self) -> None:
-        """A row for each policy and order; it describes the last epoch."""
         columns = (*_COLUMNS, "smallest SSD") if self.sizes else _COLUMNS
         rows = []
         for at, each in enumerate(self.forecasts):
@@ -138,11 +135,11 @@ class ForecastResult:
                 f" takes {bytes_text(batch_bytes)}: with more --memory they would wait less"
             )
         if self.assumed:
-            print_note(f"assumed, as you did not say: {', '.join(self.assumed)}")
+            print_note(f"assumed: {', '.join(self.assumed)}")
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as options take it, rounded down to whole units."""
+    """The size as options take it, rounded down to whole units."""
     for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
         if size_bytes >= 16 << shift or (size_bytes and size_bytes % (1 << shift) == 0):
             return f"{size_bytes >> shift}{unit}"

@@ -1,6 +1,6 @@
 """The page of `dlcmd forecast --html`: the reads and waits of each policy and order, as bars.
 
-Pure: forecasts in, the text of a page out, which needs no other file.
+Pure. The page needs no other file.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from diesel_fs.forecast.simulate import Forecast
 from .forecast import ForecastResult
 from .output import bytes_text
 
-_WIDTH, _BAR, _GAP = 860, 18, 8  # of a plot, in pixels
+_WIDTH, _BAR, _GAP = 860, 18, 8  # pixels
 _LEFT, _RIGHT, _TOP = 130, 150, 34
-_RANKS_MAX = 64  # bars of a plot of ranks
+_RANKS_MAX = 64
 
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -28,7 +28,7 @@ _TIER_COLOURS = ("#27ae60", "#2f7ed8", "#8e6bbf", "#c0392b")
 _COMPUTE, _STALL = "#b8c7d3", "#c0392b"
 
 _Bars = Sequence[tuple[str, Sequence[float], str]]
-"""The name of each bar, the lengths of its pieces, and the text behind it."""
+"""Name, lengths of the pieces, text behind."""
 
 
 def forecast_page(result: ForecastResult) -> str:
@@ -61,13 +61,13 @@ def forecast_page(result: ForecastResult) -> str:
         ),
     ]
     code = "".join(f"<p><code>{escape(line)}</code></p>" for line in result.commands)
-    told = f"<p>Assumed: {escape(', '.join(result.assumed))}.</p>" if result.assumed else ""
+    assumed = f"<p>Assumed: {escape(', '.join(result.assumed))}.</p>" if result.assumed else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>dlcmd forecast {escape(dataset)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>What training on {escape(dataset)} will read and wait for</h1>\n"
         f"<p>Recommended: {escape(best.policy)} in {best.job.shuffle} order.</p>{code}\n"
-        f"{''.join(plots)}\n{_table(forecasts, result.sizes)}\n{told}\n</body></html>\n"
+        f"{''.join(plots)}\n{_table(forecasts, result.sizes)}\n{assumed}\n</body></html>\n"
     )
 
 
@@ -96,7 +96,6 @@ def _table(forecasts: Sequence[Forecast], smallest: Sequence[int | None]) -> str
 
 
 def _plot(title: str, bars: _Bars, colours: Sequence[str]) -> str:
-    """Horizontal bars, each of several pieces, as an SVG."""
     longest = max((sum(pieces) for _, pieces, _ in bars), default=0.0) or 1.0
     height = _TOP + len(bars) * (_BAR + _GAP) + _GAP
     parts = [f'<text x="0" y="18">{escape(title)}</text>']

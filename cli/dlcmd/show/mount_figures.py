@@ -1,10 +1,9 @@
 """What happened in a mount between two samples of its statistics: the figures of `dlcmd top` and of
 the dashboard.
 
-`MountSamples` takes the samples, and `interval` makes the figures of two of them. A mount counts
-since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the counters), so
-two samples give one interval exactly. The part of an interval in which nothing waited belongs to
-the readers themselves if any was seen in it, else to nobody.
+A mount counts since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the
+counters), so two samples give one interval exactly. The part of an interval in which nothing waited
+belongs to the readers themselves if any was seen in it, otherwise to nobody.
 """
 
 import time
@@ -21,25 +20,22 @@ from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""The sources of the parts that a mount reads in a task."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""How long a mount that does not answer any more may take to be unmounted, or to die."""
+"""Time for a mount without an answer to be unmounted, or to die."""
 
 NUMBER_END = 1 << 63
-"""No figure of a mount is so large."""
 
 
 class MountSamples:
-    """Samples of one mount's statistics: over its control socket, which costs the mount no request;
-    or from `.diesel/stats`, which may be a second old, if the socket lets only the mount's user
-    in."""
+    """Samples of a mount's statistics: over its control socket, without a request to the mount; or,
+    if the socket lets only the mount's user in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
         """Raises UsageError if there is no mount, NotFoundError for a dead one, DeadlineError for
-        one that hangs. A child process finds that out: this one would hang with the mount, and
-        could not be ended."""
+        one that hangs, which a child process finds out: this one would hang, too, and could not be
+        ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(
@@ -51,11 +47,10 @@ class MountSamples:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a sample costs a message on a socket, and not the start of a process."""
         return self._control is not None
 
     def take(self) -> Stats:
-        """A sample. Raises NotFoundError if the mount has ended, DieselError."""
+        """Raises NotFoundError if the mount has ended, DieselError."""
         try:
             if self._control is not None:
                 try:
@@ -68,7 +63,6 @@ class MountSamples:
             raise
 
     def take_after(self, before: Stats) -> Stats:
-        """A sample that is newer than another one."""
         while True:
             found = self.take()
             if clock_s(found) > clock_s(before):
@@ -76,7 +70,7 @@ class MountSamples:
             time.sleep(RETRY_S)
 
     def _check_there(self, wait_s: float = 0.0) -> None:
-        """Raises NotFoundError if the mount has ended, or ends within a time."""
+        """Raises NotFoundError if the mount has ended, or ends within `wait_s`."""
         path, until_s = self._found.path, time.monotonic() + wait_s
         while True:
             now = mounted_at(path)
@@ -88,23 +82,19 @@ class MountSamples:
 
 
 def clock_s(stats: Stats) -> float:
-    """When a sample was taken, in seconds of the mount's clock. Raises DieselError if an older
-    diesel-fs has made the mount."""
+    """The mount's clock at a sample. Raises DieselError for a mount of an older diesel-fs."""
     waits = stats.get("waits")
     if not isinstance(waits, Mapping):
         raise DieselError(
-            "the mount does not say what its readers wait for",
+            "the mount does not report what its readers wait for",
             advice="an older diesel-fs has made it: mount it again",
         )
     return number_at(stats, "waits.clock_s")
 
 
 def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
-    """What happened between two samples: an object for `--json`. Times are in seconds.
-
-    `own_pid` is the group of processes that takes the samples, which counts as no reader. The two
-    samples were taken at different times.
-    """
+    """The object for `--json`, with times in seconds. `own_pid` is this program's process group,
+    which counts as no reader. The samples have different times."""
     passed_s = number_at(after, "waits.clock_s") - number_at(before, "waits.clock_s")
 
     def rate(path: str) -> float:
@@ -125,7 +115,7 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
         "reader_s": left_s if is_seen else 0.0,
         "idle_s": 0.0 if is_seen else left_s,
         "waiting": round(sum(requests_s.values()) / passed_s, 3),
-        "requests_per_s": round(sum(map(_requests, readers)), 3),
+        "requests_per_s": round(sum(number_at(each, "requests_per_s") for each in readers), 3),
         "read_bytes_per_s": rate("reads.bytes"),
         "reads_per_s": {"memory": rate("reads.hits"), "fetched": rate("reads.misses")},
         "fetched_bytes_per_s": rate("cache.fetched_bytes"),
@@ -144,7 +134,7 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
 
 
 def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str, object]]:
-    """What each reader did in the interval; readers of which nothing came are left out."""
+    """Idle readers are left out."""
     earlier = {_key(each): each for each in list_at(before, "waits.readers")}
     for each in list_at(after, "waits.readers"):
         old = earlier.get(_key(each), {})
@@ -161,7 +151,7 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
-    """The identity of a reader: its rank, else its process."""
+    """A reader's rank, else its process."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 
@@ -186,16 +176,12 @@ def _causes_s(before: Stats, after: Stats, path: str) -> dict[str, float]:
 
 
 def _difference(before: Stats, after: Stats, path: str) -> float:
-    """How much a counter has grown. One that began again (as the prefetch worker's) has not."""
+    """0 for a counter that began again (as the prefetch worker's)."""
     return max(number_at(after, path) - number_at(before, path), 0.0)
 
 
-def _requests(reader: Mapping[str, object]) -> float:
-    return number_at(reader, "requests_per_s")
-
-
 def at(stats: Stats, path: str) -> object:
-    """The value at a path of names, with dots between; None if there is none."""
+    """`path` has dots between names; None if there is nothing."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -203,7 +189,6 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """The number at a path of names, with dots between; 0 if there is none that makes sense."""
     found = at(stats, path)
     if isinstance(found, int | float) and abs(found) < NUMBER_END:
         return float(found)
@@ -211,12 +196,10 @@ def number_at(stats: Stats, path: str) -> float:
 
 
 def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:
-    """The objects in the list at a path; none if there is no list."""
     found = at(stats, path)
     return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 
 def mapping_at(stats: Stats, path: str) -> Mapping[str, object]:
-    """The object at a path of names, with dots between; an empty one if there is none."""
     found = at(stats, path)
     return found if isinstance(found, Mapping) else {}

@@ -1,8 +1,7 @@
 """Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units.
 
-A mount follows the position of each reader in the order that the reader has announced (a plan);
-such a reader gets a line under "plans". Figures that this version of `dlcmd` does not know are
-shown too. Pure functions.
+A reader that has announced its order (a plan) gets a line under "plans". Figures that this version
+of `dlcmd` does not know are shown too. Pure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,13 +25,12 @@ _GROUPS = {
     "peers": "other nodes",
     "follow": "following the dataset",
 }
-"""The titles of the groups, by their names in the statistics. `client` stands below `task`."""
+"""Titles, by names in the statistics. `client` stands below `task`."""
 
 _STREAM_COLUMNS = ("stream", "epoch", "position", "of", "", "files/s", "")
 
 
 def stats_lines(stats: Mapping[str, object]) -> Iterator[str]:
-    """The lines to print for the statistics that a mount returns."""
     yield "(counters may be a second old)"
     yield from _figures({name: value for name, value in stats.items() if not _is_group(value)})
     for name, value in stats.items():
@@ -91,7 +89,6 @@ def _text(name: str, value: object) -> str:
 
 
 def _reader(stats: Mapping[str, object]) -> str:
-    """The line of one reader: a rank, or a process with those that belong to it."""
     named = "process" if stats.get("rank") is None else "rank"
     number = stats.get("pid") if stats.get("rank") is None else stats.get("rank")
     requests, waited_s = stats.get("requests", 0), stats.get("waited_s", 0.0)
@@ -112,7 +109,7 @@ def _streams(streams: list[object]) -> Iterator[str]:
 def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
     number = {key: value for key, value in stats.items() if isinstance(value, int | float)}
     name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
-    if epoch < 0:  # so a mount says that the plan has been read to its end
+    if epoch < 0:  # the plan has been read to its end
         return name, "-", "", "", "", "", "all read"
     position, length = number.get("position", 0), number.get("length", 0)
     part = f"{100 * position / length:.0f} %" if length else ""

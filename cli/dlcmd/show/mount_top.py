@@ -23,7 +23,6 @@ _BARS = " ▏▎▍▌▋▊▉█"
 
 
 def short_line(found: Mapping[str, object]) -> str:
-    """An interval as one line, for an output that is no terminal."""
     passed_s = number_at(found, "interval_s")
     causes = _shares(found)
     largest = [f"{_LABELS[name]} {share:.0%}" for name, share in causes.items() if share >= 0.005]
@@ -36,7 +35,6 @@ def short_line(found: Mapping[str, object]) -> str:
 
 
 def screen(stats: Stats, found: Mapping[str, object], columns: int, rows: int) -> list[str]:
-    """The lines of the live view of an interval, as many and as long as the terminal takes."""
     lines = [*_head(stats), "", *_wait_lines(found), "", *_rate_lines(found)]
     readers, plans = found["readers"], found["plans"]
     if isinstance(readers, list) and readers:
@@ -57,7 +55,7 @@ def _head(stats: Stats) -> Iterator[str]:
 
 
 def _shares(found: Mapping[str, object]) -> dict[str, float]:
-    """The part of the interval that each cause has; all add up to 1."""
+    """They add up to 1."""
     passed_s = number_at(found, "interval_s")
     causes = {name: number_at(found, f"causes_s.{name}") for name in reversed(CAUSE_NAMES)}
     causes |= {name: number_at(found, f"{name}_s") for name in ("reader", "idle")}

@@ -1,8 +1,7 @@
 """Prints results to stdout, and notes and errors to stderr.
 
-In JSON, the path of an entry is text under `path` (and that to which a link leads under `target`).
-One that is not UTF-8 is shown there in an escaped form, and its exact bytes stand beside it in
-base64 under `path_b64` (`target_b64`).
+In JSON, an entry's path is text under `path` (a link's target under `target`). If it is not UTF-8,
+it is escaped there, and `path_b64` (`target_b64`) has its exact bytes in base64.
 
 This module imports little, since every start of `dlcmd` pays for it.
 """
@@ -21,29 +20,27 @@ from diesel_fs.names import shown
 from ..args.options import Flags, global_flags
 
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
-"""A value of JSON."""
 
 STDOUT = "standard output"
-"""The name of stdout in errors."""
 
 _WRITE_BYTES = 1 << 16
 
 
 def print_line(text: str) -> None:
-    """Print a line about the result, unless -q or --json is given."""
+    """Prints nothing with -q or --json."""
     flags = global_flags()
     if not (flags.quiet or flags.json):
         write_stdout([text.encode("utf-8", "surrogateescape") + b"\n"])
 
 
 def print_note(text: str) -> None:
-    """Print a note beside a result, to stderr, unless -q is given."""
+    """Goes to stderr; -q prints nothing."""
     if not global_flags().quiet:
         _write_stderr(f"dlcmd: {text}\n")
 
 
 def _write_stderr(text: str) -> None:
-    """Write to stderr. If that is closed or full, the text is lost, and the verb goes on."""
+    """Loses the text if stderr is closed or full, and the verb goes on."""
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         sys.stderr.flush()
@@ -54,7 +51,7 @@ def print_json(value: object) -> None:
 
 
 def print_result(described: Mapping[str, object], text: str) -> None:
-    """Print the result of a verb: an object with --json, else a line of text (none with -q)."""
+    """An object with --json, otherwise a line of text (none with -q)."""
     if global_flags().json:
         print_json(described)
     else:
@@ -62,15 +59,15 @@ def print_result(described: Mapping[str, object], text: str) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal. (A closed one is none.)"""
+    """A closed stdout is none."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
 ) -> None:
-    """Print rows: on a terminal as a table, in which the columns `numbers` are aligned to the
-    right; else one a line, separated by tabs and without the columns' names."""
+    """Prints a table on a terminal, with the columns `numbers` aligned to the right; otherwise one
+    row a line, separated by tabs and without the columns' names."""
     if is_terminal():
         import rich.box  # noqa: PLC0415  # rich takes 0.1 s to import
         from rich.console import Console  # noqa: PLC0415
@@ -87,7 +84,7 @@ def print_table(
 
 
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """Write bytes to stdout, in large writes. Raises OSError, and DieselError if it is closed."""
+    """Makes large writes. Raises OSError, and DieselError if stdout is closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -116,13 +113,12 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """A name and a line end: the exact bytes for a pipe or file; on a terminal with control
-    characters escaped."""
+    """A terminal gets control characters escaped, a pipe or file exact bytes."""
     return (shown(name).encode() if is_terminal() else name) + b"\n"
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
-    """A path or name in JSON, as the module's docstring says."""
+    """See the module."""
     try:
         return {key: name.decode()}
     except UnicodeDecodeError:
@@ -130,10 +126,8 @@ def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
 
 
 def print_error(error: DieselError, flags: Flags, *, code: int | None = None) -> None:
-    """Print an error as one line on stderr, and with --json as an object in a second line.
-
-    `code` is the exit code, if it is not the error's own. Never raises.
-    """
+    """One line on stderr, and with --json an object in a second line. `code` is the exit code, if
+    it is not the error's own. Never raises."""
     lines = [f"dlcmd: {error}"]
     if flags.json:
         described = {
@@ -147,10 +141,8 @@ def print_error(error: DieselError, flags: Flags, *, code: int | None = None) ->
 
 
 def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
-    """Name the entries that failed, with the reasons, on stderr. Raises PartialError if any did.
-
-    `source` stands for the entry with the empty path; `verb` is the participle for the message.
-    """
+    """Print failed entries and reasons on stderr, and raise PartialError if there are any. `source`
+    stands for the empty path; `verb` is the message's participle."""
     if not failed:
         return
     for path, reason in failed:
@@ -160,12 +152,10 @@ def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str
 
 
 def json_failed(failed: Sequence[tuple[bytes, str]]) -> list[Value]:
-    """The entries that failed, with the reasons, for JSON."""
     return [{**json_name(path), "reason": reason} for path, reason in failed]
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes with a unit; a kB is 1,000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -174,14 +164,12 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number and a noun, in the plural if the number is not 1."""
     many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun[-1] == "s" else "s")
     return f"{count:,} {noun if count == 1 else many}"
 
 
 def time_text(seconds: float) -> str:
-    """A time (in seconds since 1970) in this machine's time zone; as `@SECONDS` if it lies in a
-    year that the C library cannot write."""
+    """A time in this machine's time zone; `@SECONDS` for a year that the C library cannot write."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""Shows how far a verb has come: as a bar on a terminal, as lines of JSON with --json, else not."""
+"""Shows a verb's progress: as a bar on a terminal, or as lines of JSON with --json."""
 
 import sys
 import time
@@ -9,26 +9,25 @@ from typing import Protocol
 from ..args.options import global_flags
 from .output import Value, print_json
 
-DRAW_S = 0.1  # from one drawing of the bar to the next, at least
-REPORT_S = 1.0  # from one line of JSON to the next, at least
+DRAW_S = 0.1
+REPORT_S = 1.0
 
 
 class ShowProgress(Protocol):
-    """Shows that `done` of `total` are done (0: the total is not known yet), and how many bytes of
-    contents that were, for a verb that counts them. Called as often as one likes; never fails."""
+    """Shows that `done` of `total` are done (0: not known yet), and their bytes of contents, if the
+    verb counts them. May be called at any rate; never fails."""
 
     def __call__(self, done: int, total: int, content_bytes: int | None = None) -> None: ...
 
 
 def is_bar_shown() -> bool:
-    """Whether progress is shown as a bar: on a terminal, without -q or --json."""
     flags = global_flags()
     return not (flags.json or flags.quiet) and sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
 def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
-    """Show progress inside `with`. `unit` is the noun for the counted things, in the plural."""
+    """`unit` is the plural noun of the counted things."""
     flags = global_flags()
     if flags.json and not flags.quiet:
         start_s = time.monotonic()
@@ -51,8 +50,8 @@ def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
 
 
 def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProgress:
-    """`show`, called from the monotonic time `next_s` on, and once in `interval_s` at most. If
-    nobody can see the progress (the reader of stdout has ended, say), the verb goes on."""
+    """Calls `show` from the monotonic time `next_s` on, once in `interval_s` at most. If nobody can
+    see the progress (the reader of stdout has ended), the verb goes on."""
 
     def show_sometimes(done: int, total: int, content_bytes: int | None = None) -> None:
         nonlocal next_s
@@ -68,7 +67,6 @@ def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProg
 def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
-    """The progress after `passed_s` seconds, with rates and the time left."""
     rate = done / passed_s
     to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {

@@ -1,6 +1,6 @@
 """Draws how well orders mix, over the size of their groups, as an SVG that needs no library.
 
-Pure: a report in, the text of a picture out. Colours work on light and dark backgrounds.
+Pure. Colours work on light and dark backgrounds.
 """
 
 import math
@@ -11,17 +11,15 @@ from diesel_fs.orders.quality import OrderQuality, QualityReport
 from .output import bytes_text
 
 _WIDTH, _HEIGHT = 760, 430
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins; names of the ends stand on the right
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins
 _LINE, _END = "#2f7ed8", "#888888"
 _PERCENT_STEP = 20
 _TEXT_HEIGHT = 15
 
 
 def quality_svg(report: QualityReport, title: str) -> str:
-    """The worth of a batch after each order, in percent of its files, over the group size.
-
-    Below each group size stands the memory that its order needs; dashed lines are the two ends.
-    """
+    """The worth of a batch, in percent of its files, over the group size. Below each size stands
+    the memory that its order needs; dashed lines are the two ends."""
     sizes = list(report.by_group_size)
     shown = [*sizes, max(report.chunks, *sizes)]
     lowest, highest = math.log(shown[0]), math.log(max(shown[-1], shown[0] + 1))
@@ -41,19 +39,19 @@ def quality_svg(report: QualityReport, title: str) -> str:
     for name, end in (("full shuffle", report.full), ("no shuffle", report.packed)):
         at = y(worth_percent(end))
         parts.append(_rule(at, "1", stroke=_END, dash="6 4"))
-        below = max(at + 4, below + _TEXT_HEIGHT)  # names must not lie on each other
+        below = max(at + 4, below + _TEXT_HEIGHT)
         label = f"{name}, {bytes_text(end.memory_bytes)}"
         parts.append(_text(_WIDTH - _RIGHT + 8, below, label))
     points = [(x(size), y(worth_percent(each))) for size, each in report.by_group_size.items()]
     path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{_LINE}" stroke-width="2"/>')
     for (across, down), (size, each) in zip(points, report.by_group_size.items(), strict=True):
-        told = (
+        tooltip = (
             f"G = {size}: {worth_percent(each):.0f} % of a batch, {bytes_text(each.memory_bytes)}"
         )
         parts.append(
             f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{_LINE}">'
-            f"<title>{told}</title></circle>"
+            f"<title>{tooltip}</title></circle>"
         )
         parts.append(_text(across, _HEIGHT - _BOTTOM + 18, f"{size}", anchor="middle"))
         memory = bytes_text(each.memory_bytes)
@@ -71,12 +69,11 @@ def quality_svg(report: QualityReport, title: str) -> str:
 
 
 def worth_percent(quality: OrderQuality) -> float:
-    """How many of the files of a batch it is worth, in percent; 100 where classes say nothing."""
+    """100 if classes mean nothing."""
     return 100 / max(quality.design_effect or 1.0, 1e-9)
 
 
 def _shown(text: str) -> str:
-    """Text for XML, which has no control characters."""
     return escape(
         "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
     )
@@ -88,7 +85,6 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 1
 
 
 def _rule(y: float, opacity: str, *, stroke: str = _END, dash: str = "") -> str:
-    """A horizontal line through the plot."""
     return (
         f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{stroke}"'
         f' stroke-opacity="{opacity}" stroke-dasharray="{dash}"/>'

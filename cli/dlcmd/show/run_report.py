@@ -5,9 +5,9 @@ from html import escape
 
 from diesel_fs.torch.planner import Interval, LoopTimes, Summary
 
-_WIDTH, _HEIGHT = 900, 120  # of a plot, in pixels
-_BARS = 300  # of a plot
-_EPOCHS_MAX = 100  # rows of a table; of more, the last are shown
+_WIDTH, _HEIGHT = 900, 120  # pixels
+_BARS = 300
+_EPOCHS_MAX = 100
 
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -51,7 +51,7 @@ def _row(name: str, times: Interval) -> str:
 
 
 def _plot(intervals: Sequence[Interval]) -> str:
-    """Bars over time: which share of it the loop waited (dark), and computed (light)."""
+    """Bars over time: the loop waited (dark) or computed (light)."""
     if not intervals:
         return ""
     start_s = min(each.end_s - each.total_s for each in intervals)
@@ -68,8 +68,8 @@ def _plot(intervals: Sequence[Interval]) -> str:
 def _binned(
     intervals: Sequence[Interval], start_s: float, span_s: float
 ) -> list[tuple[float, float]]:
-    """For each bar how many seconds of it the loop waited and computed. The time of an interval
-    is spread evenly over it."""
+    """The seconds of waiting and computing in each bar. An interval's time is spread evenly over
+    it."""
     bins = [(0.0, 0.0)] * _BARS
     width_s = span_s / _BARS
     for each in intervals:

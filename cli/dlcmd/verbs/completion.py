@@ -77,7 +77,6 @@ complete --no-files --command dlcmd --arguments '(_dlcmd_completion)'
 """
 
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-"""For each shell the code that makes it ask `dlcmd`."""
 
 
 @verb("completion")

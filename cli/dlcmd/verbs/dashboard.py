@@ -12,8 +12,8 @@ from diesel_fs.urls import HostPort
 
 from ..args.options import file_path, global_flags, option, verb
 from ..dashboard.access import TOKEN_CHARS_MIN, Access
-from ..dashboard.datasets import DatasetsSource
-from ..dashboard.servers import ServerSource, parse_metrics_place
+from ..dashboard.datasets import WatchedDatasets
+from ..dashboard.servers import WatchedServer, parse_metrics_place
 from ..dashboard.site import SECURITY_HEADERS, Site
 from ..dashboard.watcher import Watcher
 from ..dashboard.web import WebServer
@@ -32,7 +32,7 @@ TOKEN_BYTES_MAX = 4096
 )  # fmt: skip
 @option(
     "--server-metrics", "servers", metavar="[HOST:]PORT|URL", multiple=True,
-    help="Show this server, too: give what its option --metrics says. Repeatable.",
+    help="Show this server, too: give the value of its option --metrics. Repeatable.",
 )  # fmt: skip
 @option(
     "--token-file", type=file_path, metavar="FILE",
@@ -41,13 +41,13 @@ TOKEN_BYTES_MAX = 4096
 def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> None:
     """Show mounts, tasks, servers and datasets live, as a page in the browser.
 
-    The page shows all mounts that you have made on this machine, also later ones, the tasks that
-    they are in, the datasets of the repository (--url), and the servers that you name. It shows the
-    causes of waits, the sources of reads, the progress of each rank in its plan, and all that over
-    the last hour. It changes nothing, and works without the internet.
+    The page shows all your mounts on this machine, also later ones, their tasks, the datasets of
+    the repository (--url), and the servers that you name: the causes of waits, the sources of
+    reads, and the progress of each rank in its plan, over the last hour. It changes nothing, and
+    works without the internet.
 
-    Without a token the page can be reached from this machine only. From another one, use
-    `ssh -L 9320:localhost:9320 HOST`; or give a token, of 16 characters at least, and open
+    Without a token only this machine can reach the page. From another one, use `ssh -L
+    9320:localhost:9320 HOST`; or give a token of at least 16 characters, and open
     http://HOST:PORT/?token=TOKEN once in each browser. The token and all figures then cross the
     network unencrypted.
 
@@ -71,8 +71,8 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
         )
     sockets = listen(wanted)
     at = HostPort(wanted.host, sockets[0].getsockname()[1])
-    sources = [ServerSource(f"server-{i + 1}", *each) for i, each in enumerate(places)]
-    watcher = Watcher(sources, DatasetsSource(settings))
+    sources = [WatchedServer(f"server-{i + 1}", *each) for i, each in enumerate(places)]
+    watcher = Watcher(sources, WatchedDatasets(settings))
     site = Site(watcher, Access(token, {wanted.host}))
     web = WebServer(sockets, site.answer, SECURITY_HEADERS)
     threading.Thread(target=web.serve, name="web", daemon=True).start()
@@ -83,7 +83,7 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
 
 
 def _read_token(file: Path | None) -> str:
-    """The token, from a file or the environment; empty without one. Raises ConfigError."""
+    """Reads the file or the environment; "" without a token. Raises ConfigError."""
     if file is not None:
         text = private_bytes(file, "the dashboard's token", TOKEN_BYTES_MAX).decode("latin-1")
     else:

@@ -18,7 +18,7 @@ _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
 
 
 def first_side(text: str) -> Address:
-    """Read the first argument: a dataset, or a path in one. Raises UsageError."""
+    """A dataset, or a path in one. Raises UsageError."""
     if text[:1] in ("/", ".", "~"):
         raise UsageError(
             f"{text} is a folder's path, and the first argument is a dataset",
@@ -28,10 +28,7 @@ def first_side(text: str) -> Address:
 
 
 def second_side(text: str) -> Address | Path:
-    """Read the second argument: a folder if it has a slash or is `.` or `..`, else a dataset.
-
-    Raises UsageError.
-    """
+    """A folder if it has a slash or is `.` or `..`, else a dataset. Raises UsageError."""
     return Path(text) if "/" in text or text in (".", "..") else versioned_address(text)
 
 
@@ -42,11 +39,11 @@ def second_side(text: str) -> Address | Path:
 def diff(first: Address, second: Address | Path, checksum: bool) -> None:
     """Show what differs between two versions, two datasets, or a dataset and a folder.
 
-    Each entry that differs gets a line: + if only the second argument has it, - if only the first
-    has it, M if its mode, mtime, size or content differs. An entry of another kind (a file that is
-    now a folder) gets - and +. With a path, only the entries below it are compared. A FOLDER needs
-    a slash in its name (./images); it is compared as `put` compares it, so the lines are what `put
-    --delete` would do. The exit code is 0 even if there are differences.
+    Each difference is a line: + if only the second argument has the entry, - if only the first has
+    it, M if its mode, mtime, size or content differs. An entry of another kind (a file that is now
+    a folder) gets - and +. With a path, only the entries below it are compared. A FOLDER needs a
+    slash in its name (./images); the lines are what `put --delete` would do. The exit code is 0
+    even if there are differences.
 
     \b
     Examples:

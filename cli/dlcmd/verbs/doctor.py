@@ -51,21 +51,20 @@ def doctor(
     target: str | None, quick: bool, writes: bool, speed: bool, bundle: Path | None, yes: bool,
     dry_run: bool, logs: tuple[Path, ...],
 ) -> None:  # fmt: skip
-    """Check what a training job needs here, and say what to do about each fault.
+    """Check what a training job needs here, with advice for each fault.
 
-    It checks this machine (FUSE, memory, open files, disks), the mounts of datasets on it, and the
-    repository of URL, --url or DIESEL_URL. DIR is a mount, which it then compares with the
-    repository, or a folder to mount on or to keep a cache in. It tries a mount in a temporary
-    folder.
+    It checks this machine (FUSE, memory, open files, disks), its mounts, and the repository of URL,
+    --url or DIESEL_URL, and tries a mount in a temporary folder. DIR is a mount, which is compared
+    with the repository, or a folder for a mount or a cache.
 
-    The worst comes first. The exit code is 0 only if there is no fault, so that a job would run
-    well; with warnings it is 0, too. A fault of a mount is a warning, unless you ask about it. It
-    takes about 15 seconds at most, even if a store or a mount hangs, and leaves nothing behind.
-    --speed takes some seconds more, and uses a folder in TMPDIR.
+    The worst comes first. The exit code is 0 if there is no fault, even with warnings: a job would
+    run well. A fault of a mount is a warning, unless you name the mount. It takes about 15 seconds
+    at most, even if a store or a mount hangs, and leaves nothing behind. --speed takes some seconds
+    more, and uses a folder in TMPDIR.
 
     With --bundle, the findings go into an archive instead. Its contents are listed, and it is
-    written when you confirm it, on a terminal or by --yes. Only you may read it, and a file that
-    exists is never replaced. Keys and passwords, and what looks like one, are replaced by `***`.
+    written when you confirm it, on a terminal or by --yes. Only you may read it, and an existing
+    file is never replaced. Keys, passwords, and texts that look like one are replaced by `***`.
     Names of datasets, folders and hosts stay.
 
     \b
@@ -112,7 +111,6 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _coloured(line: str) -> str:
-    """A line with its state in colour, on a terminal."""
     state = line.partition(" ")[0]
     if not is_terminal() or state not in _COLOURS:
         return line

@@ -21,7 +21,7 @@ def du(targets: tuple[Address, ...]) -> None:
     """Count files, their bytes, and the bytes that they take in the repository.
 
     Compressed files take fewer bytes than they have. For a whole dataset, "reclaimable" is about
-    how many bytes of replaced and deleted files `dlcmd purge` can free.
+    the bytes that `dlcmd purge` can free.
 
     \b
     Examples:
@@ -55,8 +55,7 @@ def du(targets: tuple[Address, ...]) -> None:
 
 
 def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
-    """About how many bytes a purge can free; None for a part or an old version of a dataset, and if
-    the metadata store does not answer."""
+    """None for a part or an old version of a dataset, and if the metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
@@ -65,10 +64,9 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
-    """The number of files of an entry and all below it, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
-    # The column has 0 for a file of several extents, and each extent has its own number
+    # The column has 0 for a file of several extents
     with_extents = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
     stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
     stored_bytes += sum(extent.stored for i in with_extents.tolist() for extent in view.extents(i))

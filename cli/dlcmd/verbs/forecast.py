@@ -34,14 +34,11 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine of the job, as the user describes it."""
-
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        """How the machine divides its memory with a policy, as a mount does."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
         known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
@@ -58,7 +55,7 @@ _BITS = re.compile(r"(\d{1,9})([KMGT]?)bit(?:/s)?", re.IGNORECASE | re.ASCII)
 
 
 def rate(text: str) -> int:
-    """A number of bytes a second: 125M, 1G, or of bits a second: 10Gbit. Raises UsageError."""
+    """Bytes a second: 125M, 1G, or bits: 10Gbit. Raises UsageError."""
     if (bits := _BITS.fullmatch(text)) is not None:
         power = " KMGT".index(bits[2].upper() or " ")
         return int(int(bits[1]) * 1000**power) // 8
@@ -71,15 +68,12 @@ def rate(text: str) -> int:
 
 
 class _Milliseconds(click.types.FloatParamType):
-    """A number of milliseconds, as seconds."""
-
     def convert(
         self,
         value: SupportsFloat | SupportsIndex,
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> float:
-        """As click's."""
         return float(super().convert(value, param, ctx)) / 1000
 
 
@@ -180,12 +174,12 @@ def forecast(
 ) -> None:  # fmt: skip
     """Predict what a training job will read, hit, cost and wait for.
 
-    The epochs are simulated read by read, with the eviction policies that a mount uses, for each
-    policy and order. The columns `memory` to `store` show the sources of the files of a later
-    epoch; then come the bytes and requests that it takes from the store, the bytes that it writes
-    to the SSDs, the times of the first and of later epochs, and how much of that is waiting. The
-    first line gives the command to type, and the reason; the last lines are the commands for the
-    best of the rows: the fastest, and among equally fast ones the cheapest.
+    The epochs are simulated read by read, with a mount's eviction policies, for each policy and
+    order. The columns `memory` to `store` show the sources of a later epoch's files; then come its
+    bytes and requests from the store, the bytes written to the SSDs, the times of the first and of
+    later epochs, and the part of that which is waiting. The first line gives the command to type,
+    and the reason; the last lines are the commands for the best row: the fastest, and among equally
+    fast ones the cheapest.
 
     Options that you leave out are assumed, and a note names them. Only the snapshot is read.
 
@@ -247,7 +241,6 @@ def _is_given(name: str) -> bool:
 
 
 def _assumed() -> list[str]:
-    """The options of the job that the user did not give, with their values."""
     texts = []
     for each in click.get_current_context().command.params:
         if each.name in _ASSUMED and not _is_given(each.name):
@@ -265,7 +258,7 @@ _ASSUMED = {
 
 
 def _read_order(view: Snapshot, file: Path) -> Indices:
-    """The order in a file, as numbers of files. Raises NoSuchPath, UsageError."""
+    """Returns numbers of files. Raises NoSuchPath, UsageError."""
     try:
         paths = file.read_bytes().splitlines()
     except OSError as error:

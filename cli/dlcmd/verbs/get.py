@@ -35,8 +35,8 @@ from ..show.progress import shown_progress
 def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None:
     """Write a dataset back to a folder, a file or a tar, with mode, mtime and links.
 
-    The contents of a folder go into DEST. A file that exists and is equal is skipped; one that
-    exists and differs is named and kept, unless --force is given. Nothing is written outside DEST.
+    The contents of a folder go into DEST. An equal file is skipped; one that differs is named and
+    kept, unless --force is given. Nothing is written outside DEST.
 
     \b
     Examples:
@@ -67,10 +67,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
 
 def _destination(repository: Repository, dest: str, name: bytes) -> Path:
-    """The path that DEST means. A folder `DEST/` for a file is made.
-
-    Raises UsageError if it lies in the repository.
-    """
+    """Makes a folder `DEST/` for a file. Raises UsageError inside the repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
     if repository.url.scheme == "file" and (real == store or store in real.parents):
@@ -82,10 +79,8 @@ def _destination(repository: Repository, dest: str, name: bytes) -> Path:
 
 @contextmanager
 def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
-    """The file that a tar is written to: stdout for `-`, else one that appears when it is whole.
-
-    Raises UsageError, ConflictError.
-    """
+    """Yields stdout for `-`, otherwise a file that appears when it is whole. Raises UsageError,
+    ConflictError."""
     if name == "-":
         if sys.stdout is None:
             raise DieselError("standard output is closed")

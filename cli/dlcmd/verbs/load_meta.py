@@ -39,10 +39,7 @@ def load_meta(file: Path) -> None:
 
 
 def _state(view: Snapshot) -> str:
-    """Whether a snapshot has the repository's current version, in words.
-
-    A repository that cannot be reached is no error.
-    """
+    """Whether it has the repository's current version. An unreachable repository is no error."""
     try:
         with open_repository_from_flags() as repository:
             info = repository.dataset(view.dataset)

@@ -43,9 +43,9 @@ _BATCH = 4096
 def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
     """List datasets, the entries of a folder, or (with DATASET@) the versions that are kept.
 
-    On a terminal, control characters and bytes that are not text are shown escaped. In a pipe or
-    file, names are written unchanged, one a line, as ls and find write them. A name may contain a
-    newline: with -0, a program can tell such a name from two names.
+    On a terminal, control characters and bytes that are not text are escaped. In a pipe or file,
+    names are written unchanged, one a line, as by ls and find. A name may contain a newline; with
+    -0 it is still one name.
 
     \b
     Examples:
@@ -120,7 +120,7 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
 
 
 def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetInfo:
-    """A dataset without its counts if the metadata store has lost newer ones, which a note says."""
+    """Drops the counts, with a note, if the metadata store has lost newer ones."""
     if not (warning := repository.loss_warning(info)):
         return info
     print_note(warning)
@@ -128,7 +128,6 @@ def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetIn
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
-    """The row of a dataset; with question marks if the metadata store has no counts of it."""
     described = dataset_json(info)
     counts = [described[name] for name in ("files", "bytes", "chunks", "version")]
     created = time_text(info.created_ns / SECOND_NS)
@@ -138,7 +137,6 @@ def _dataset_row(info: DatasetInfo) -> list[str]:
 def _lines(
     view: Snapshot, chosen: Indices, top: bytes, *, recursive: bool, long: bool, nul: bool
 ) -> Iterator[bytes]:
-    """The lines of a listing; with `recursive`, paths below `top` in place of names."""
     start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]

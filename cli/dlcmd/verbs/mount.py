@@ -41,26 +41,24 @@ from ..show.output import print_note, print_result
 from ..show.progress import is_bar_shown, shown_progress
 
 NUMBER_MAX = 2**63 - 1
-"""The limit of seeds and of the sizes of groups (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
-"""Seconds between two queries of how much a mount has loaded, and the number of queries that it may
-leave without an answer. A mount of the pyfuse3 session never answers, since it loads nothing
-ahead."""
+"""Seconds between two queries of how much a mount has loaded, and the most without an answer. The
+pyfuse3 session never answers, since it loads nothing ahead."""
 
 
-_ID = re.compile("[0-9]{1,10}")  # of a user or group
+_ID = re.compile("[0-9]{1,10}")
 
 
 def octal(text: str) -> int:
-    """A mask of permission bits in octal digits, as for umask(1). Raises UsageError."""
+    """Raises UsageError."""
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
 
 
 def user_id(text: str) -> int:
-    """The number of a user, from the number or the name. Raises UsageError."""
+    """Takes a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -68,7 +66,7 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """The number of a group, from the number or the name. Raises UsageError."""
+    """Takes a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):
@@ -79,7 +77,7 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Give a command the options of a training task (`TaskOptions`), and `--task-key-file`."""
+    """See `TaskOptions`."""
     kinds: dict[str, object] = {"folder": folder_path, "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
@@ -113,7 +111,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
         type=click.Choice(["refuse", "warn", "allow"]), shows_default=True,
     ),
     offline=FieldOption(
-        "With --snapshot: do not ask the repository whether its version is the current one."
+        "With --snapshot: do not compare its version with the repository's."
     ),
     follow=FieldOption("Show newer versions as soon as they are published."),
     session=FieldOption(
@@ -160,7 +158,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     ),
     metrics=FieldOption(
         "Address at which Prometheus gets the metrics of the mount; without HOST, only from this"
-        " machine. Port 0 is any free one; the mount says which.", metavar="[HOST:]PORT",
+        " machine. Port 0 is any free one, which the mount prints.", metavar="[HOST:]PORT",
     ),
 )  # fmt: skip
 @option(
@@ -215,7 +213,7 @@ def mount(
 
 
 def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptions:
-    """The options of the task. A key file wins over DIESEL_TASK_KEY. Raises UsageError."""
+    """A key file wins over DIESEL_TASK_KEY. Raises UsageError."""
     if task.get("cache_bytes") == 0:
         raise UsageError(
             "--cache-size 0 leaves no room for a cache", advice="leave out --cache-dir"
@@ -227,7 +225,6 @@ def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptio
 
 
 def _show_loading(name: str, mountpoint: str) -> None:
-    """Show how many chunks the mount has loaded, until it has all of them or no more room."""
     unanswered = 0
     try:
         with shown_progress(f"load {name}", "chunks") as show:

@@ -18,7 +18,7 @@ _WHOLE_PPM = 1_000_000
 
 
 def share(text: str) -> int:
-    """A share, written as a percentage, in millionths. Raises UsageError."""
+    """Turns a percentage into millionths. Raises UsageError."""
     match = _PERCENT.fullmatch(text)
     found = int(match[1]) * 10_000 + int((match[2] or "").ljust(4, "0")) if match else -1
     if not 0 <= found <= _WHOLE_PPM:
@@ -53,10 +53,10 @@ def share(text: str) -> int:
 def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_run: bool) -> None:
     """Free the space of replaced and deleted files.
 
-    Chunks with much unused space are rewritten, and small chunks are merged. The old chunks are
-    deleted by a later purge: when the grace period is over and neither a kept version nor a mount
-    needs them. With --grace 0 they are deleted at once; a reader that could not register with the
-    repository then loses the files that it reads.
+    Chunks with much unused space are rewritten, and small chunks are merged. A later purge deletes
+    the old chunks, after the grace period, if neither a kept version nor a mount needs them. With
+    --grace 0 they are deleted at once; a reader that could not register with the repository then
+    loses its files.
 
     \b
     Examples:

@@ -44,7 +44,6 @@ from ..show.output import (
 from ..show.progress import ShowProgress, shown_progress
 
 _DELETIONS_SHOWN = 10
-"""Number of paths to be deleted that a dry run names without -v."""
 
 
 @verb("put")
@@ -105,22 +104,22 @@ def put(
 ) -> None:  # fmt: skip
     """Pack the contents of a folder, a file, archives or the objects in a bucket into a dataset.
 
-    A dataset that does not exist is made. Entries that are there unchanged are skipped, so run the
-    same command again to finish an interrupted put. A single file gets the path in the address; if
-    that is a folder or ends in a slash, the file goes into it under its own name. A glob with a
-    slash is matched against the path below SRC, one without against the name; a glob that ends in a
-    slash matches folders only.
+    A missing dataset is made. Unchanged entries are skipped, so run the same command again to
+    finish an interrupted put. A single file gets the path in the address; if that is a folder or
+    ends in a slash, the file goes into it under its own name. A glob with a slash is matched
+    against the path below SRC, one without against the name; with a slash at its end it matches
+    folders only.
 
-    With --unpack each archive is fetched once, and none lies on a disk of this machine meanwhile.
-    An archive is skipped if it was put before and has not changed, and if the dataset still has all
-    that it brought. An address may end in #sha256= and the 64 hex digits of the content that it
-    must have. If several archives have a file with one path, the last archive counts.
+    With --unpack each archive is fetched once, and none lies on a disk of this machine. An
+    unchanged archive is skipped if the dataset still has all its files. An address may end in
+    #sha256= and the 64 hex digits of its content. If several archives have a file with one path,
+    the last archive counts.
 
     The --manifest names the file and the target of each sample. Its first line is `path,target`;
     each further line names a file, relative to DATASET/path, and a class, a number or a text. (With
-    `path,target_path` the target is a file, too.) If the dataset lacks a file that the manifest
-    names, the files are put, the manifest is not, and the exit code is 3. Training scripts read it
-    by DieselDataset(..., manifest=True).
+    `path,target_path` the target is a file, too.) If the dataset lacks a named file, the files are
+    put without the manifest, and the exit code is 3. Training scripts read it by DieselDataset(...,
+    manifest=True).
 
     \b
     Examples:
@@ -150,7 +149,7 @@ def put(
         progress = _Progress(show)
         try:
             report = _put(repository, source, target, options, progress, fetched)
-        except BaseException as error:  # Ctrl-C too: the message says how much is committed
+        except BaseException as error:  # Ctrl-C too: the message has the committed amount
             so_far = progress.so_far
             if not dry_run and (so_far.files or not isinstance(error, Exception)):
                 moved = bytes_text(so_far.content_bytes)
@@ -160,8 +159,6 @@ def put(
 
 
 class _Progress:
-    """Shows how far a put is (a `PutProgress`), and keeps its last report."""
-
     def __init__(self, show: ShowProgress) -> None:
         self._show = show
         self.so_far = PutReport()
@@ -175,7 +172,7 @@ class _Progress:
 def _parse_arguments(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[str, Address]:
-    """The source's name, and the address to put it at. Raises UsageError."""
+    """The source's name, and its address. Raises UsageError."""
     wanted = "DATASET[/path]" if tar is not None else "SRC and DATASET[/path]"
     if len(arguments) != (2 if tar is None else 1):
         given = count_text(len(arguments), "argument")
@@ -191,7 +188,7 @@ def _parse_arguments(
 def _parse_unpack(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[Sequence[str], Address]:
-    """The names of the archives, and the address to put them at. Raises UsageError."""
+    """The archives' names, and their address. Raises UsageError."""
     if len(arguments) < 2:
         raise UsageError("put --unpack takes SRC... and DATASET[/path]", advice="see --help")
     if tar is not None or files_from or nul:
@@ -201,10 +198,7 @@ def _parse_unpack(
 
 @contextmanager
 def _repository(*, dry_run: bool) -> Iterator[Repository]:
-    """Open the repository, which is made if it is missing.
-
-    A dry run makes nothing: an empty temporary repository takes the place of a missing one.
-    """
+    """Make a missing repository; a dry run opens an empty temporary one instead."""
     with ExitStack() as stack:
         try:
             repository = stack.enter_context(open_repository_from_flags(create=not dry_run))
@@ -237,7 +231,6 @@ def _put(
 
 
 def _is_folder(repository: Repository, target: Address) -> bool:
-    """Whether an address names an existing folder. The root always exists."""
     if not target.path:
         return True
     try:
@@ -310,8 +303,6 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
 
 
 def _lost_attributes(report: PutReport) -> str:
-    """The attributes of this source that a dataset cannot keep, in one line; empty if it keeps
-    all."""
     parts = []
     if report.stripped:
         entries = count_text(report.stripped, "entry")
@@ -325,7 +316,7 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """The first paths that --delete would delete, or all; folders before their entries."""
+    """Folders come before their entries."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

@@ -18,10 +18,10 @@ from .verify import print_findings
 def recover(name: str, since: float | None, forget_lost: bool) -> None:
     """Rebuild the metadata of a dataset from its chunks, all of them or those since a time.
 
-    If a chunk that the metadata or the newest snapshot names is lost or damaged, recover names the
-    chunk and its files, changes nothing, and ends with exit code 15. With --forget-lost it rebuilds
-    without such chunks: their files are then no longer part of the dataset. If the object store
-    cannot be reached, recover changes nothing and ends with exit code 13.
+    If a chunk of the metadata or the newest snapshot is lost or damaged, recover names it and its
+    files, changes nothing, and ends with exit code 15. --forget-lost rebuilds without such chunks:
+    the dataset then lacks their files. If the object store cannot be reached, recover changes
+    nothing and ends with exit code 13.
 
     \b
     Examples:

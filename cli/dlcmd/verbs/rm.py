@@ -15,8 +15,7 @@ from ..show.output import count_text, print_result
 def rm(targets: tuple[Address, ...], recursive: bool) -> None:
     """Delete files, links or folders. If one of them does not exist, nothing is deleted.
 
-    Mounts that show an older version go on. The bytes stay in the chunks until `dlcmd purge` frees
-    them.
+    Mounts of older versions go on. `dlcmd purge` frees the bytes.
 
     \b
     Examples:
@@ -44,7 +43,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
-    """The paths to delete, deepest first. Raises NoSuchPath, and UsageError for a folder."""
+    """The deepest come first. Raises NoSuchPath, and UsageError for a folder."""
     chosen: dict[int, None] = {}
     for target in targets:
         index = view.index_of(target.path)

@@ -23,15 +23,15 @@ from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""The exit codes of a shell for a command that cannot be started."""
+"""A shell has the same exit codes."""
 
 _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""Seconds before each look at the processes of the command: within 30 s in all. After a signal the
-next look may be later by the time that was left."""
+"""The pauses before looks at the command's processes: 30 s in all. After a signal the next look may
+be later by the time that was left."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
 
@@ -69,12 +69,11 @@ def run(
 ) -> None:
     """Run a training command, and have the mounts load its files before it reads them.
 
-    The command is not changed: each DataLoader gives the same samples in the same order, unless
-    --shuffle or --own-seed say otherwise. When an epoch begins, the samples that its sampler will
-    give are announced to the mount that has the files. Without PyTorch, or without files in a
-    mount, the command runs as it would alone.
+    Each DataLoader gives the same samples in the same order, unless --shuffle or --own-seed change
+    it. When an epoch begins, its samples are announced to the mount that has the files. Without
+    PyTorch, or without files in a mount, the command runs as it would alone.
 
-    The exit code is the command's (128 + N where signal N ended it); 126 and 127 if it cannot be
+    The exit code is the command's (128 + N if signal N ended it); 126 and 127 if it cannot be
     started. Signals are passed on to it.
 
     \b
@@ -85,7 +84,7 @@ def run(
     """
     if report is not None:
         _check_writable(report)
-    with PlanServer(None if global_flags().quiet else _say) as planner:
+    with PlanServer(None if global_flags().quiet else _print_error) as planner:
         settings = planner.settings(
             ahead=ahead, group_size=group_size if shuffle == "chunk" else 0, own_seed=own_seed
         )
@@ -94,12 +93,12 @@ def run(
         _write(report, report_page(shlex.join(command), code, planner.summary))
     if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
         for line in planner.summary.lines():
-            _say(line)
+            _print_error(line)
     raise click.exceptions.Exit(code)
 
 
 def _check_writable(report: Path) -> None:
-    """Say before the command runs that its report could not be written. Raises UsageError."""
+    """Raises UsageError."""
     try:
         report.open("a").close()
     except OSError as error:
@@ -107,16 +106,13 @@ def _check_writable(report: Path) -> None:
 
 
 def _write(report: Path, page: str) -> None:
-    """Write the report. An error is printed and does not change the exit code, as the command has
-    ended."""
     try:
         report.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        _say(f"cannot write the report {report}: {error.strerror}")
+        _print_error(f"cannot write the report {report}: {error.strerror}")
 
 
 def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
-    """The command's environment: its Python processes run the hook, and nothing else differs."""
     hook = os.path.dirname(os.path.abspath(diesel_fs.torch.hook.__file__))
     before = inherited.get("PYTHONPATH")
     path = f"{hook}{os.pathsep}{before}" if before else hook
@@ -124,15 +120,14 @@ def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanServer) -> int:
-    """Run the command to its end, and return its exit code as a shell would."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
         try:
-            # There is no other thread yet, so a function may run between fork and exec.
+            # No other thread yet: a function may run between fork and exec.
             child = subprocess.Popen(
                 command,
                 env=environment,
-                preexec_fn=lambda: _set_mask(mask),  # noqa: PLW1509
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
             )
         except (FileNotFoundError, NotADirectoryError) as error:
             return _not_started(command[0], error, NOT_FOUND)
@@ -144,7 +139,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
             got = _next_signal(next(looks, None))
             if got is None:
                 if unjoined := _unjoined_path(environment):
-                    _say(
+                    _print_error(
                         f"nothing is planned for a process of the command, which has PYTHONPATH="
                         f"{unjoined}: write PYTHONPATH={unjoined}:$PYTHONPATH in the script"
                     )
@@ -164,8 +159,8 @@ def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
 
 
 def _unjoined_path(environment: Mapping[str, str]) -> str:
-    """The PYTHONPATH of a Python process of the command that lacks our folder, and so cannot join;
-    empty if there is none."""
+    """A Python process with this PYTHONPATH lacks our folder, and cannot join; "" if there
+    is none."""
     hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
     settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):
@@ -183,17 +178,13 @@ def _unjoined_path(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def _set_mask(mask: "set[signal.Signals] | set[int]") -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def _not_started(name: str, error: OSError, code: int) -> int:
-    _say(f"cannot start {name!r}: {error.strerror}")
+    _print_error(f"cannot start {name!r}: {error.strerror}")
     return code
 
 
-def _say(text: str) -> None:
-    """Print a line to stderr. A closed one does not change the exit code."""
+def _print_error(text: str) -> None:
+    """A closed stderr does not change the exit code."""
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(f"dlcmd run: {text}\n")
         sys.stderr.flush()

@@ -34,8 +34,6 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 @dataclass(frozen=True, slots=True)
 class WantedOrder:
-    """The order that the user wants, of all files below a folder."""
-
     seed: int
     epoch: int
     group_size: int = GROUP_SIZE_DEFAULT
@@ -45,7 +43,7 @@ class WantedOrder:
     drop_last: bool = False
 
     def order(self, view: Snapshot, below: int) -> Indices:
-        """The files in that order. Raises UsageError for numbers that make no sense."""
+        """Raises UsageError for numbers out of range."""
         if self.full:
             return full_shuffle(
                 view, self.seed, self.epoch, rank=self.rank, world=self.world,
@@ -57,7 +55,7 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """How well orders of several group sizes mix, this one's among them. Raises UsageError."""
+        """Raises UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -107,15 +105,14 @@ class WantedOrder:
 def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path | None) -> None:
     """Print the files of a dataset or folder in chunk-wise random order, one path a line.
 
-    The chunks are shuffled and cut into groups, and the files of each group are shuffled. So a
-    program that reads in this order needs memory for two groups of chunks only. The same options
-    give the same order on every machine. All ranks get parts of equal length.
+    The chunks are shuffled and cut into groups, and the files of each group are shuffled, so a
+    program that reads in this order needs memory for two groups only. The same options give the
+    same order on every machine. All ranks get parts of equal length.
 
     --quality helps to choose a group size: for several of them, for full shuffle and for none, it
-    prints the memory that is needed, from how many chunks the files of a batch come, the design
-    effect (how many times the class mix of batches varies as much as after full shuffle; 1 is
-    ideal), and how many fully shuffled files a batch is worth. Classes are the folders directly in
-    the dataset or folder that you name.
+    prints the memory, the number of chunks in a batch, the design effect (how many times the class
+    mix of batches varies as much as after full shuffle; 1 is ideal), and how many fully shuffled
+    files a batch is worth. Classes are the folders directly in the dataset or folder that you name.
 
     \b
     Examples:
@@ -147,7 +144,7 @@ def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
-    """Raises UsageError, before anything is printed, for a path with a newline in it."""
+    """Raises UsageError, before anything is printed."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in view.iter_paths(order):
@@ -167,7 +164,6 @@ def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
 
 
 def _print_quality(report: QualityReport) -> None:
-    """Print the orders as a table and an advice on stderr, or with --json all as an object."""
     if global_flags().json:
         sizes = [
             {"group_size": size, **_described(report, quality)}
@@ -203,7 +199,6 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """The number of fully shuffled files that a batch is worth."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 
@@ -217,7 +212,7 @@ def _advice(report: QualityReport) -> str:
         f" {count_text(report.chunks, 'chunk')}, batches of {report.batch_files}"
     )
     if report.full.design_effect is None:
-        return f"{measured}: classes say nothing here; classes are the folders directly below"
+        return f"{measured}: classes mean nothing here; classes are the folders directly below"
     size = report.recommended
     if size is None:
         return f"{measured}: no group size here mixes them well; {_MIX_FIRST}, or use --full"

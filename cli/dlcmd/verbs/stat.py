@@ -19,8 +19,8 @@ from ..show.output import Value, print_json, time_text, write_stdout
 def stat(target: Address) -> None:
     """Show the metadata of a dataset or an entry; of a file also the chunks with its bytes.
 
-    An extent is the part of a file that lies in one chunk. Offsets count from the chunk's start.
-    The time of a chunk comes from its ID: the chunk was finished then, just before its upload.
+    An extent is the part of a file in one chunk. Offsets count from the chunk's start. A chunk's
+    time comes from its ID: it was finished then, just before its upload.
 
     \b
     Examples:
@@ -62,7 +62,6 @@ def _extents(view: Snapshot, index: int) -> list[Value]:
 
 
 def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
-    """The lines for a user: one for each value, and one for each extent."""
     shown_values = {
         **described,
         "mode": modes.filemode(KIND_BITS[entry.kind] | entry.mode),

@@ -1,4 +1,4 @@
-"""The verb `top`: it takes samples of a mount's statistics, and shows what happened between two."""
+"""The verb `top`: shows live what happens in a mount."""
 
 import os
 import shutil
@@ -36,10 +36,10 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = b"\x1b[H", b"\x1b[K\r\n", b"\x1b[J"
 def top(folder: Path, every_s: float, count: int | None) -> None:
     """Show live how long the readers of a mount wait, and for what.
 
-    Each second is divided among what requests of readers waited for: the object store, other nodes
-    of the task, decompression, the prefetch worker, the mount itself, metadata. The remaining time
-    belongs to the readers themselves (they decode, compute or read from the page cache), or to
-    nobody if no reader was seen. The same follows for each rank or process.
+    Each second is divided among the causes of waits: the object store, other nodes of the task,
+    decompression, the prefetch worker, the mount itself, metadata. The remaining time belongs to
+    the readers themselves (they decode, compute or read from the page cache), or to nobody if no
+    reader was seen. The same follows for each rank or process.
 
     On a terminal the view is renewed in place; elsewhere each update is a line, and with --json an
     object. Ctrl-C ends it with exit code 0, the end of the mount with 10.
@@ -80,7 +80,6 @@ def _show(stats: Stats, found: Mapping[str, object], *, is_live: bool) -> None:
 
 @contextmanager
 def _terminal(*, is_live: bool) -> Iterator[None]:
-    """Clear the terminal and hide the cursor, if the view is live."""
     if not is_live:
         yield
         return

@@ -1,7 +1,7 @@
 """The verb `user`: the accounts of a server.
 
-`user add` makes the user's secret key in this process and shows it once. Only the public half of
-the key is sent and stored.
+`user add` makes the secret key in this process and shows it once. Only the public half is sent and
+stored.
 """
 
 import os
@@ -110,7 +110,7 @@ def user_add(
 
 
 def _write_key(path: Path, seed: bytes) -> None:
-    """Write a key to a new file that only its owner can read. Raises ConflictError if it exists."""
+    """The new file is its owner's alone. Raises ConflictError if it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)

@@ -33,8 +33,7 @@ def verify(name: str, headers_only: bool) -> None:
 
 
 def print_findings(findings: Findings, name: str, done: str) -> None:
-    """Print the findings. Raises CorruptError for damage, ObjectStoreError for chunks that could
-    not be read."""
+    """Raises CorruptError for damage, ObjectStoreError for chunks that could not be read."""
     if global_flags().json:
         described = findings.to_message()
         del described["folded"]

@@ -22,10 +22,9 @@ def warmup(place: str) -> None:
     """Load the files at a path of a mount, so that reading them does not wait for the object store.
 
     The path is a mount point, or a folder or file below one. Files are loaded into the kernel's
-    page cache, as far as the mount's --memory goes; with --cache-dir or --task, all of them also
-    into that cache, as far as that has room. Exit code 3 means that there was no room for all of
-    them, or that some cannot be read. If there is no room, files that were loaded for no plan make
-    way.
+    page cache, as far as the mount's --memory goes; with --cache-dir or --task also into that
+    cache, as far as it has room. Files that were loaded for no plan make way. Exit code 3: there
+    was no room for all, or some cannot be read.
 
     \b
     Examples:
@@ -57,7 +56,7 @@ def warmup(place: str) -> None:
 
 
 def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
-    """Print the result. Raises PartialError if not all is loaded."""
+    """Raises PartialError if not all is loaded."""
     described = {
         "event": "done",
         "mountpoint": job.mountpoint,

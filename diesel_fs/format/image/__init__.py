@@ -1,11 +1,9 @@
 """An image: a snapshot's tree as a file system that the Linux kernel mounts by itself (EROFS).
 
-The kernel then answers look-ups, attributes and listings of a mount without a request to us. The
-image has no contents. These lie on another device of the file system, the **content file**, at
-addresses that the image gives. FORMAT.md, section 8, has the bytes.
-
-Read in this order: `addresses` (where contents lie in the content file), `tree` (the bytes of the
-file system), `file` (the file that holds both: `build_image` makes one, `Image` opens it).
+The kernel then answers look-ups, attributes and listings of a mount without a request to us.
+Contents lie on another device of the file system, the **content file**, at addresses that the image
+gives. FORMAT.md, section 8, has the bytes. Read `addresses`, then `tree` (the file system), then
+`file` (`build_image` makes an image, `Image` opens it).
 """
 
 from .addresses import BLOCK_BYTES, ImageTooLarge

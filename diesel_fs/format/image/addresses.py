@@ -1,13 +1,12 @@
-"""Gives each content of a snapshot its address in the content file.
+"""Gives each content of a snapshot its address in the content file (FORMAT.md, section 8). Any
+thread.
 
 An **address** is the number of a block of 4 KiB. Images of one dataset that are built one after
-another form a **chain**: a content that two of them hold keeps its address, and no two contents
-ever get one address. So the pages of the content file that the kernel keeps stay right while a
-mount goes from one version to the next.
+another form a **chain**, in which no two contents ever get one address. So the pages of the content
+file that the kernel keeps stay right while a mount goes from one version to the next. A content's
+**origin** is its chunk, its offset there (for several extents, those of the first), and its size.
 
-A content is identified by its **origin**: its chunk, its offset there, and its size; for a file of
-several extents, the chunk and offset of the first one. Pure functions; safe from any thread. They
-work on ranges of chunks, so that they need little memory beside their result.
+The functions work on ranges of chunks, so that they need little memory beside their result.
 """
 
 from collections.abc import Iterator
@@ -27,12 +26,12 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 4096
 BLOCKS_MAX = (1 << 32) - 1
-"""Addresses have 32 bits, and the last of them would mean a hole."""
+"""Addresses have 32 bits; the last would mean a hole."""
 
 _ALIGNED_BLOCKS = 16
-"""A file of several extents begins at a multiple of this, like the extents within the file."""
+"""Files of several extents begin at a multiple, like the extents within."""
 
-_BATCH = 1 << 20  # contents for which addresses are given at one time
+_BATCH = 1 << 20
 _NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
 CHUNK_ID = np.dtype("S16")
 
@@ -50,52 +49,38 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """An image's data about the content file: for n entries, of which m have content, in k chunks.
-    The m are in the order of their addresses."""
+    """The columns of an image (FORMAT.md, section 8)."""
 
     first_block: layout.U4
-    """n; the first block of each entry's content; 0 for an entry without content."""
     order: layout.U4
-    """m; the entries."""
     start_block: layout.U4
-    """m; their first blocks."""
     chunk: layout.U4
-    """m; the chunk of their origin, a number in `chunk_id`."""
     offset: layout.U4
-    """m; their offsets in the chunk object, in bytes."""
     size: layout.U8
-    """m; in bytes."""
     chunk_id: npt.NDArray[np.bytes_]
-    """k; ascending."""
 
 
 DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))
-"""The types of the fields of `ContentColumns`, in their order."""
+"""The types of `ContentColumns`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The places of a snapshot's contents. The two columns are those of `ContentColumns`."""
-
     first_block: layout.U4
     order: layout.U4
     end: int
-    """The number of blocks that the chain has given."""
     used: int
-    """The number of blocks of the content file, from the first on, that this snapshot needs."""
+    """Blocks of the content file, from the first on, that this snapshot needs."""
 
 
 def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
-    """The addresses of a snapshot's contents: the addresses in the earlier image, or fresh blocks.
-
-    `end` is the number of blocks that the chain has given; block 0 belongs to no content. Raises
-    ImageTooLarge.
-    """
+    """Give contents their addresses in the earlier image, or fresh blocks. `end` is the number of
+    blocks that the chain has given; block 0 belongs to no content. Raises ImageTooLarge."""
     columns = snapshot.columns
     kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
     first_block = np.zeros(len(snapshot), np.uint32)
     used = 1
-    of_many = [np.zeros(0, np.int64)]  # fresh contents of several extents, which come last
+    of_many = [np.zeros(0, np.int64)]
     for entries in _by_origin(columns):
         blocks = _blocks_of(columns.size[entries])
         first = np.zeros(len(entries), np.int64)
@@ -123,7 +108,6 @@ def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int 
 
 
 def _checked(ends: Ints) -> int:
-    """The greatest end. Raises ImageTooLarge."""
     end = int(ends.max(initial=0))
     if end > BLOCKS_MAX:
         raise ImageTooLarge
@@ -131,8 +115,7 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """The number of blocks that contents of these sizes need. Raises ImageTooLarge for a larger
-    content; this keeps sums of blocks from overflowing."""
+    """Raises ImageTooLarge for a content so large that sums of blocks could overflow."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -151,7 +134,7 @@ def origins_of(
 
 
 def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
-    """The entries with content, in the order of their origins, in batches of whole chunks."""
+    """Entries with content, by origin, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
     many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
@@ -169,15 +152,12 @@ def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
 
 
 def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
-    """Chunk and offset as one number, to sort origins by."""
     return chunk.astype(np.uint64) << np.uint64(32) | offset
 
 
 class _Kept:
-    """The addresses of an earlier image, by origin."""
-
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """`chunk_id` is the chunk table of the snapshot; chunk numbers refer to it from now on."""
+        """Chunk numbers are those of `chunk_id`, the snapshot's table."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)
@@ -187,8 +167,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """The addresses of contents with ascending origins; 0 for a content that the image lacks.
-        If several contents have one origin, the i-th gets the address of the i-th."""
+        """Origins ascend; 0 stands for a content that the image lacks. The i-th content of
+        one origin gets the i-th address."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

@@ -1,7 +1,7 @@
-"""The file of an image: the tree, the columns about the content file, and a trailer.
+"""The file of an image: the tree, the columns about the content file, and a trailer. Any thread.
 
-The file system stands at the start, so the kernel mounts the file as it is. The trailer at the end
-has the lengths and checksums of all parts (FORMAT.md, section 8). Pure; safe from any thread.
+The file system stands at the start, so the kernel mounts the file as it is. The trailer has the
+lengths and checksums of all parts (FORMAT.md, section 8).
 """
 
 import struct
@@ -21,8 +21,8 @@ from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
-"""The version of images that are built. Images of version 1 can be read, too: only their inodes of
-large files differ, and the kernel alone reads these."""
+"""The version that is built. Version 1 can be read, too: it differs in the inodes of large files,
+which only the kernel reads."""
 
 _OLDEST_VERSION = 1
 _TRAILER_BYTES = 512
@@ -31,17 +31,16 @@ _TRAILER = struct.Struct("<8sHHI16sQ16sQQQQQIIIIq")
 _PART = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
 _PARTS = ("tree", "root", "hidden", *ContentColumns._fields)
-"""The parts of an image, in their order."""
 
-_BATCH = 1 << 18  # contents
+_BATCH = 1 << 18
 
 
 class Image:
-    """A finished image, in memory or mapped. Immutable; safe from any thread."""
+    """An image in memory or mapped. Immutable."""
 
     def __init__(self, buffer: Bytes, *, verify: bool) -> None:
-        """Raises a leaf of FormatError. The trailer and the lengths are always checked; `verify`
-        also compares the checksums of all parts, at some 20 GB/s."""
+        """Raises a leaf of FormatError. Trailer and lengths are always checked; `verify` compares
+        all checksums, too, at some 20 GB/s."""
         view = memoryview(buffer).cast("B")
         fields, parts = _parse_trailer(view)
         if verify:
@@ -53,15 +52,15 @@ class Image:
         self.identity = fields.identity
         self.version = fields.version
         self.chain = fields.chain
-        """Addresses can be compared between images of one chain only."""
+        """Only images of one chain have comparable addresses."""
         self.sequence = fields.sequence
-        """The number of the image in its chain, from 1."""
+        """The image's number in its chain, from 1."""
         self.end_block = fields.end_block
-        """The number of blocks of the content file that this chain has given up to this image."""
+        """Blocks that this chain has given up to this image."""
         self.entry_count = fields.entries
         self.shown = fields.shown
         self.tree_bytes = parts[0][1]
-        """The length of the file system, which lies at the start of the image."""
+        """The length of the file system, which is at the start."""
         self.columns = _columns_of(view, parts)
         self.first_block = self.columns.first_block
         self.order = self.columns.order
@@ -70,8 +69,8 @@ class Image:
         self._hidden_block = fields.hidden_block
 
     def root_folder(self, *, hidden: bool) -> bytes:
-        """The listing of the root folder, which is the content of its device: with `.diesel`, or
-        without it if `hidden`. Both have the same length."""
+        """The content of the root folder's device: with `.diesel`, or if `hidden` without. Both
+        have the same length."""
         if not hidden:
             return bytes(self._root)
         at = self._hidden_block * BLOCK_BYTES
@@ -79,15 +78,10 @@ class Image:
 
 
 def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iterator[Bytes]:
-    """The image of a snapshot, as pieces to be written one after the other.
-
-    `earlier` is the last image of the chain that this image continues (of the same dataset, any
-    version, any `Shown`), or the name of a new chain, which no other chain has ever had. A chain
-    must never continue in two ways from one image.
-
-    Raises ImageTooLarge, and FormatError for a snapshot that contradicts itself or that no tree can
-    show.
-    """
+    """A snapshot's image, in pieces to write. `earlier` is the last image of the chain (of the same
+    dataset, any version, any `Shown`), or a new chain's name, which none has ever had. A chain must
+    never continue in two ways from one image. Raises ImageTooLarge, and FormatError for a snapshot
+    that contradicts itself or that no tree can show."""
     check(snapshot)
     if isinstance(earlier, Image):
         if earlier.identity != snapshot.identity:
@@ -148,8 +142,7 @@ def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterabl
 
 
 def _taken(order: U4, of: Callable[[U4], U4 | U8]) -> Iterator[Bytes]:
-    """The bytes of a column by address, made in batches; `of` returns the column's values for
-    entries."""
+    """Values by address, in batches; `of` returns those of entries."""
     for start in range(0, len(order), _BATCH):
         yield of(order[start : start + _BATCH]).view(np.uint8).data
 
@@ -159,7 +152,7 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 
 
 def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """The trailer; and each part's start, end, and checksum."""
+    """Return the trailer, and each part's start, end, and checksum."""
     magic_at = SUPERBLOCK_AT
     if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
         raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))
@@ -203,8 +196,8 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
 
 
 def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at: int) -> None:
-    """Raise CorruptError unless the parts follow one another up to the trailer and have the lengths
-    that the trailer's counts demand."""
+    """Raise CorruptError unless the parts follow one another up to the trailer, with the lengths
+    that its counts demand."""
     at = 0
     for start, length, _ in parts:
         if start != at:

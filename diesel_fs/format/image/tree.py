@@ -1,12 +1,8 @@
-"""The tree of an image: the bytes of an EROFS file system, without contents.
+"""The tree of an image: the bytes of an EROFS file system, without contents (FORMAT.md, section 8).
+Any thread.
 
-EROFS is a read-only file system of the Linux kernel. The tree has an inode for each entry of a
-snapshot and the listings of its folders. Files' inodes name blocks of the content file
-(`addresses.py`), which is mapped behind the tree's own blocks; the blocks of the root folder lie
-between, on a device of their own, so that a mount can hide `.diesel` there.
-
-FORMAT.md, section 8, has the layout. Pure; safe from any thread. All work is done by columns, in
-batches.
+The tree has an inode for each entry of a snapshot and the listings of its folders. Files' inodes
+name blocks of the content file (`addresses.py`). All work is done by columns, in batches.
 """
 
 import struct
@@ -26,12 +22,12 @@ from ..snapshot.reader import ROOT_INDEX, Snapshot, Span
 from .addresses import BLOCK_BYTES, BLOCKS_MAX, Addresses, ImageTooLarge, Ints
 
 CONTROL_FOLDER = b".diesel"
-"""The empty folder in the root folder on which a mount puts its control files."""
+"""An empty folder in the root, for a mount's control files."""
 
 SUPERBLOCK_AT = 1024
 MAGIC = 0xE0F5E1E2
 _COMPAT_MTIME = 2
-_INCOMPAT_FEATURES = 4 | 8  # places of content behind inodes; devices
+_INCOMPAT_FEATURES = 4 | 8  # inline content; devices
 # magic, checksum (unused), compatible features, bits of a block's length, extra slots, number of
 # the root; inodes, seconds and nanoseconds of building (unused), blocks; block of the inodes, of
 # attributes (unused); UUID, name, incompatible features, compression (unused), devices, place of
@@ -40,22 +36,22 @@ _SUPERBLOCK = struct.Struct("<I4xIBBHQ8x4xII4x16s16sI2xHH38x")
 _DEVICE_SLOT_BYTES = 128
 _DEVICE_TABLE_AT = 9 * _DEVICE_SLOT_BYTES  # behind the superblock
 _DEVICE = struct.Struct("<64sII56x")  # name, blocks, the address of the first
-_INODES_AT = 1  # a block
-_SLOT_BYTES = 32  # an inode's number is its place, in these units
-_SLOTS = BLOCK_BYTES // _SLOT_BYTES  # in a block
+_INODES_AT = 1
+_SLOT_BYTES = 32  # units of an inode's place, which is its number
+_SLOTS = BLOCK_BYTES // _SLOT_BYTES
 _INODE_BYTES = 64
 _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
-_ROOT_NUMBER = 2  # not 0: programs take an entry with the number 0 for a deleted one
+_ROOT_NUMBER = 2  # not 0, which means a deleted entry
 _INLINE_BYTES_MAX = BLOCK_BYTES - _INODE_BYTES
 _EXTENDED = 1  # the inode has 64 bytes
 # The place of content: in blocks; in blocks, but its end behind the inode; in blocks of a device
-# that is named behind the inode.
+# that is named behind the inode
 _PLAIN, _INLINE, _INDEXED = 0 << 1, 2 << 1, 4 << 1
-_LARGE_SLOTS = 3  # an inode, and behind it the place of the content
+_LARGE_SLOTS = 3  # an inode, and behind it the content's place
 _LARGE_IN_BLOCK = _SLOTS // _LARGE_SLOTS
 _PLACES_ARE_LONG, _PLACE_BITS_MAX = 0x20, 31
 _PLACE = np.dtype([("block_high", "<u2"), ("device", "<u2"), ("block", "<u4")])
-_PLACE_BYTES_MAX = BLOCK_BYTES << _PLACE_BITS_MAX  # of content
+_PLACE_BYTES_MAX = BLOCK_BYTES << _PLACE_BITS_MAX
 _CONTENT_DEVICE = 1
 _INODE = np.dtype(
     [
@@ -87,23 +83,20 @@ _BATCH = 1 << 18  # entries, or items of folders
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Attributes of the tree that no snapshot holds: owner, permission bits, and access."""
+    """Attributes that no snapshot holds: owner, permission bits, and access."""
 
     uid: int
     gid: int
     umask: int = 0
-    """Permission bits that are taken away from files and folders."""
+    """Taken from files and folders."""
     private_to: int = -1
-    """If not negative: the root folder belongs to this user, and only its owner may enter it."""
+    """If not negative, the root folder's owner, who alone may enter it."""
 
 
 def check(snapshot: Snapshot) -> None:
     """Raise CorruptError for columns that contradict each other, and FormatError for entries that a
-    tree in the kernel cannot show.
-
-    This is the first check of a private copy since it was written. It is needed because the kernel
-    trusts a file system, and anybody may have written the snapshot.
-    """
+    tree cannot show. A private copy was not checked since it was written, the kernel trusts a file
+    system, and anybody may have written the snapshot."""
     columns = snapshot.columns
     layout.check(snapshot.header, columns)
     is_link = layout.kinds(columns.flags) == Kind.LINK
@@ -115,8 +108,8 @@ def check(snapshot: Snapshot) -> None:
 
 
 def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
-    """The entries of the root folder, and how many come before `.diesel`. Compares names, since a
-    snapshot's lookup index may be wrong."""
+    """The root folder's entries, and how many come before `.diesel`. Compares names: a snapshot's
+    lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
 
@@ -124,12 +117,9 @@ def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
 def _packed(
     costs: Callable[[int, int], Ints], count: int, starts: Ints, limit: int
 ) -> tuple[Ints, Ints]:
-    """Cut `count` items into runs whose costs add up to `limit` at most, as few as possible; a new
-    run begins at each of `starts`, the first of which is 0.
-
-    `costs(first, end)` returns the costs of a range of items; none is above `limit`. Returns the
-    first item and the cost of each run.
-    """
+    """Cut `count` items into as few runs as possible, each of at most `limit` in cost; a new run
+    begins at each of `starts`, the first of which is 0. `costs(first, end)` gives the costs of
+    items; none is above `limit`. Returns the first item and the cost of each run."""
     firsts, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     done = 0
     while done < count:
@@ -140,14 +130,14 @@ def _packed(
         at = np.concatenate([[done], inside]) - done
         stop = np.concatenate([inside, [end]]) - done
         found = []
-        while len(at):  # the first run of each range of items, then the second, ...
+        while len(at):  # the first run of each range, then the second, ...
             found.append(at)
             after = np.searchsorted(total, total[at] + limit, "right") - 1
             more = after < stop
             at, stop = after[more], stop[more]
         first = np.sort(np.concatenate(found))
         cost = np.diff(total[first], append=total[-1])
-        if end < count:  # the last run may go on in the next batch
+        if end < count:  # the last run may go on
             end = done + int(first[-1])
             first, cost = first[:-1], cost[:-1]
         firsts.append(first + done)
@@ -162,31 +152,26 @@ def _ragged(starts: Ints, lengths: Ints) -> Ints:
 
 
 class _Items:
-    """The items of folders. An **item** is one name in one folder; items are numbered in the order
-    of folders and, within a folder, of names (as bytes).
-
-    Each folder lists its entries, `.` and `..`; the root folder also lists `.diesel`, whose index
-    is the number of entries. Entries already stand in this order, so an item's entry is the item's
-    number minus the number of **special** items (`.`, `..` and `.diesel`) before it.
-    """
+    """An **item** is one name in one folder; items are numbered by folder and, within it, by name
+    (as bytes). Each folder lists its entries, `.` and `..`; the root also lists `.diesel`, with the
+    number of entries as its index. Entries already stand in this order, so an item's entry is the
+    item's number minus the number of **special** items (`.`, `..` and `.diesel`) before it."""
 
     _SPECIAL_NAMES = np.frombuffer(b".." + CONTROL_FOLDER, np.uint8)
     _SPECIAL_NAME_AT = np.array([0, 0, 2])
     _SPECIAL_NAME_BYTES = np.array([1, 2, len(CONTROL_FOLDER)])
 
     def __init__(self, snapshot: Snapshot, folders: Ints) -> None:
-        """`folders` has the indices of all folders, ascending; the last one is `.diesel`."""
+        """`folders` are indices, ascending; the last is `.diesel`."""
         self._columns = columns = snapshot.columns
         control = len(snapshot)
         counts = np.append(columns.offset[folders[:-1]].astype(np.int64), 0) + 2
         counts[ROOT_INDEX] += 1
         ends = np.cumsum(counts)
         self.first: Ints = ends - counts
-        """By position in `folders`: its first item."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
         self.control = 2 + _beside_control(snapshot)[1]
-        """The item `.diesel` of the root folder."""
         dot, dots = self.first + before_dot, self.first + before_dots + 1
         above = np.append(columns.parent[folders[:-1]].astype(np.int64), ROOT_INDEX)
         number = np.concatenate([dot, dots, [self.control]])
@@ -196,7 +181,6 @@ class _Items:
         self._special_name = np.repeat([0, 1, 2], [len(folders), len(folders), 1])[order]
 
     def of(self, items: Ints) -> "_Listed":
-        """The entries and names of these items, in their order."""
         before = np.searchsorted(self._special, items)
         entry = items - before + 1
         special = np.flatnonzero(self._special[np.minimum(before, len(self._special) - 1)] == items)
@@ -209,8 +193,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """The bytes that each item of a range takes in a listing. `.diesel` counts with the item
-        before it, so both are always in one block."""
+        """Bytes in a listing. `.diesel` counts with the item before it, so both are always in one
+        block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -219,7 +203,6 @@ class _Items:
         return costs
 
     def copy_names(self, listed: "_Listed", at: Ints, out: layout.Bytes) -> None:
-        """Copy the names of items to the positions `at` in `out`."""
         plain = np.ones(len(at), np.bool_)
         plain[listed.special] = False
         columns, length = self._columns, listed.length
@@ -233,24 +216,23 @@ class _Items:
 
 
 class _Listed(NamedTuple):
-    """Items as columns. The names of special items lie elsewhere."""
+    """Names of special items lie elsewhere."""
 
     entry: Ints
     name_start: Ints
     length: Ints
     special: Ints
-    """Which of the items are special."""
     special_name_at: Ints
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """The number of entries before `.`, and before `..`, by position in `folders`."""
+    """Count the entries before `.` and before `..` in each folder."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
         name_at = columns.name_start[start : min(start + _BATCH, len(columns.parent))]
         first, second = columns.names[name_at], columns.names[name_at + np.uint64(1)]
-        # A name that begins with a dot has at least two bytes.
+        # A name that begins with a dot has at least two bytes
         for counts, smaller in (
             (before_dot, first < dot),
             (before_dots, (first < dot) | ((first == dot) & (second < dot))),
@@ -261,27 +243,24 @@ def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[
 
 
 class ImageTree:
-    """The file system of an image: the places of its inodes and blocks, and their bytes.
-
-    Raises ImageTooLarge.
-    """
+    """Places and bytes of an image's inodes and blocks. Raises ImageTooLarge."""
 
     def __init__(self, snapshot: Snapshot, shown: Shown, addresses: Addresses) -> None:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """By index of an entry; `.diesel` counts as the last one, here and in the other columns."""
+        """For each entry; `.diesel` is the last, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
         self._run_first, self._run_bytes = _packed(
             items.costs, items.count, items.first, BLOCK_BYTES
         )
-        """A run is the items in one block of a folder. A folder's last run may stand behind the
-        folder's inode instead."""
+        """A run is the items in one block of a folder. The last one may stand behind the folder's
+        inode."""
         self._run_end = np.append(self._run_first[1:], items.count)
         self._run_folder = np.searchsorted(items.first, self._run_first, "right") - 1
-        """The position of each run's folder in `_folders`."""
+        """Positions in `_folders`."""
         is_last = np.append(np.diff(self._run_folder) > 0, True)
         self.root_blocks = int(np.searchsorted(self._run_folder, 1))
         self._is_inline = is_last & (self._run_bytes <= _INLINE_BYTES_MAX)
@@ -295,8 +274,7 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """Number the inodes. Folders and links come first, each with its data behind it in its
-        block; then the files of at most one block; then all other files."""
+        """In the order of FORMAT.md, section 8."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -325,9 +303,7 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """Give addresses to the blocks behind the inodes: first those of folders, then those of
-        links. Behind these come the blocks of the root folder, on another device, and then the
-        content file."""
+        """In the order of FORMAT.md, section 8."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -360,7 +336,7 @@ class ImageTree:
 
     def hidden_block(self) -> tuple[int, Bytes]:
         """The number of the root folder's block that lists `.diesel`, and this block without that
-        name. The block has other names, since `.diesel` is never the first one of a block."""
+        name."""
         run = int(np.searchsorted(self._run_first, self._items.control, "right")) - 1
         items = np.arange(self._run_first[run], self._run_end[run])
         out = np.zeros(BLOCK_BYTES, np.uint8)
@@ -369,10 +345,9 @@ class ImageTree:
         return run, out.data
 
     def _head(self) -> Bytes:
-        """The superblock and the device table."""
         snapshot = self.snapshot
         head = bytearray(BLOCK_BYTES)
-        # File handles (NFS) name the file system by this UUID, so each version has its own.
+        # File handles (NFS) name the file system by this UUID, so each version has its own
         uuid = xxh3_128_digest(snapshot.identity.bytes + snapshot.version.to_bytes(8, "little"))
         _SUPERBLOCK.pack_into(
             *(head, SUPERBLOCK_AT, MAGIC, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
@@ -390,7 +365,7 @@ class ImageTree:
     def _inodes(
         self, entries: Ints, layouts: Ints, size: Ints, block: Ints
     ) -> npt.NDArray[np.void]:
-        """The inodes of entries; `layouts` says how the content of each lies."""
+        """`layouts`: how each entry's content lies."""
         columns, shown = self.snapshot.columns, self.shown
         is_control = entries == len(self.snapshot)
         source = np.where(is_control, ROOT_INDEX, entries)  # `.diesel` is as old as the root folder
@@ -411,7 +386,6 @@ class ImageTree:
         return rows
 
     def _mixed_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of folders and links, and the data behind these."""
         number = self._number[self._folders], self._number[self._links]
         tails = np.flatnonzero(self._is_inline)
         tail_at = number[0][self._run_folder[tails]].astype(np.int64) * _SLOT_BYTES + _INODE_BYTES
@@ -452,13 +426,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """Write inodes to their places in `out`, which begins at byte `base` of all inodes."""
+        """`out` begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """The files of more than one block, or all others, in batches."""
+        """Batches of the files of more than one block, or of all others."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -476,9 +450,6 @@ class ImageTree:
         yield bytes(self._small_blocks * BLOCK_BYTES - written * _INODE_BYTES)
 
     def _large_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of all other files. These name the device of their content:
-        the kernel then reads many blocks at once. If it had to find the device by the block, it
-        would read each block alone."""
         before = np.zeros(0, np.int64)
         for files in self._files(large=True):
             files = np.concatenate([before, files])
@@ -488,7 +459,6 @@ class ImageTree:
         yield self._large_blocks_of(before)
 
     def _large_blocks_of(self, files: Ints) -> Bytes:
-        """Blocks of these inodes; the last block is filled with zeros."""
         size = self.snapshot.columns.size[files].astype(np.int64)
         kind = np.full(len(files), _PLACES_ARE_LONG | _PLACE_BITS_MAX)
         inodes = self._inodes(files, np.full(len(files), _INDEXED), size, kind)
@@ -513,13 +483,13 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """Write the items of runs; `at` has the byte of `out` at which each run starts."""
+        """`at` has each run's first byte in `out`."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 
     def _list(self, items: Ints, count: Ints, at: Ints, out: layout.Bytes) -> None:
-        """Write the items of some runs: `count` items for each run, written from byte `at` of `out`
-        on. A run has first a record for each item, then the names."""
+        """`count` items for each run, from byte `at` of `out` on: first each item's record, then
+        the names."""
         listed = self._items.of(items)
         run = np.repeat(np.arange(len(count)), count)
         first = np.cumsum(count) - count

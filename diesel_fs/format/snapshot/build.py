@@ -1,17 +1,14 @@
-"""Builds the next snapshot from the previous one (or none) and changed rows.
+"""Builds the next snapshot from the previous one (or none) and changed rows (FORMAT.md, section 7).
+Any thread.
 
-A **row** is one changed entry of a dataset (`Rows` in `format/entries.py`): a file, link or folder
-that is new or replaced, or a tombstone for one that was deleted. A folder without an entry of its
-own is **implicit**: it exists because something is in it. Such a folder **shadows** a file or link
-that has the same path, which is stored but not visible. `build_snapshot` works in three steps:
-`_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
-position, and `_Assembly` makes the columns of the result.
+A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
+or replaced, or a tombstone. `_MergePlan` decides which entry is visible at each path, `_EntryOrder`
+gives each entry its position, and `_Assembly` makes the columns of the result.
 
-The result depends on the state alone, not on its history: a merge gives the same bytes as a full
-build. Surviving entries keep their relative order, since that is by depth, folder and name. So the
-next snapshot is the previous one without some entries, with new ones inserted at known positions.
-Python code runs once per changed row and per folder that holds one; all other entries stay in
-arrays. Pure functions; safe from any thread.
+A merge gives the same bytes as a full build. Surviving entries keep their relative order, since
+that is by depth, folder and name. So the next snapshot is the previous one without some entries,
+with new ones inserted. Python code runs once per changed row and per folder that holds one; all
+other entries stay in arrays.
 
 A **source** is an array that has, for each item of a result, the number of its origin among
 (previous items, then new ones); each column of the result is one `take` by a source.
@@ -40,9 +37,9 @@ from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
-_NO_CHUNK = 0xFFFFFFFF  # stands for a chunk that is not in the chunk table
+_NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries for which several columns are made at one time
-_BLOCK_ROWS = 1 << 16  # rows at a time that have their names as Python objects
+_BLOCK_ROWS = 1 << 16  # rows at a time with names as Python objects
 
 
 def build_snapshot(
@@ -56,16 +53,12 @@ def build_snapshot(
     digest: int,
     entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
-    """The next snapshot, as buffers to be written one after the other.
-
-    `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` has all chunks of
-    the new version, in any order. `version` and `digest` (of the chunks' IDs) are those of the
-    dataset's head. A row with the root's own path, `b""`, sets the root's mode and time. The files
-    of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
-    impossible row, and CorruptError for a file that lies in a chunk outside `chunks` or whose
-    digest differs. A caller with many rows should keep no reference to them: this function frees
-    them as it goes.
-    """
+    """The next snapshot, as buffers to write. `rows` replace, insert or (TOMBSTONE) remove entries
+    of `previous`; `chunks` has all chunks of the new version, in any order. `version` and `digest`
+    (of the chunks' IDs) are the head's. A row of `b""` sets the root's mode and time. The files of
+    each chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible
+    row, and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller
+    with many rows should keep no reference to them: they are freed on the way."""
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
         raise UsageError(f"the previous snapshot is of {previous.identity}, not of {identity}")
@@ -84,7 +77,7 @@ def build_snapshot(
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
-    """The snapshot of a dataset without entries: an implicit root folder and nothing else."""
+    """Only an implicit root folder."""
     one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
     lengths = dict.fromkeys((*one_each, "target_start"), 1)
     lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
@@ -99,23 +92,20 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
 
 
 class _ChangedFolders:
-    """The folders that hold changed rows, and all folders above them, in directory order.
-
-    A folder's **number** here is its position in that order; the root is 0. Each is stored as
-    (number of its parent, name): the whole paths of deeply nested folders would take memory that
-    grows with the square of the depth. The lists `parent`, `name`, `hash` and `old_index` (in the
-    previous snapshot; -1 if it has no such folder) are by number; `of_row` has the number of each
-    row's folder.
-    """
+    """The folders that hold changed rows, and all folders above, in directory order. A folder's
+    **number** is its position in that order; the root is 0. Each is stored as (parent's number,
+    name): whole paths of deep folders would take memory by the square of the depth. `parent`,
+    `name`, `hash` and `old_index` (in the previous snapshot; -1: none) are by number; `of_row` has
+    each row's folder."""
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
-        ids: dict[tuple[int, bytes], int] = {}  # by ID of the parent, and name
-        levels = [0]  # by ID: the depth
+        ids: dict[tuple[int, bytes], int] = {}  # by (ID of the parent, name)
+        levels = [0]
         id_of_row_folder = np.zeros(len(rows.folders), np.int64)
         is_used = np.zeros(len(rows.folders), np.bool_)
         is_used[rows.folder] = True
         for used in np.flatnonzero(is_used).tolist():
-            path, folder = rows.folders[used], 0  # from the root on, the ID of each folder
+            path, folder = rows.folders[used], 0
             if len(path) > PATH_BYTES_MAX:
                 raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
             for name in path.split(b"/") if path else ():
@@ -137,9 +127,9 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """Number the folders in directory order. Before, they have IDs in the order of rows: `ids`
-        maps (ID of the parent, name) to an ID, and `levels` has the depths by ID."""
-        self._rank = np.zeros(len(levels), np.int64)  # by ID: the number
+        """Number the folders in directory order. `ids` maps (parent's ID, name) to an ID, in the
+        order of rows; `levels` has the depths by ID."""
+        self._rank = np.zeros(len(levels), np.int64)
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
         for (parent, name), at in ids.items():
@@ -156,12 +146,10 @@ class _ChangedFolders:
 
 
 class _MergePlan:
-    """The changes to each path: which entry is visible there, which are removed, which are new.
-
-    An entry's attributes without its name (mode, size, place of its bytes) are its **data**. Data
-    is numbered: first the visible entries of the previous snapshot, then its shadowed ones, then
-    the rows, and last one number for all implicit folders.
-    """
+    """The changes to each path: which entry is visible there, which are removed, which are new. An
+    entry's attributes without its name are its **data**, numbered: first the previous snapshot's
+    visible entries, then its shadowed ones, then the rows, and last one number for all implicit
+    folders."""
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
@@ -170,20 +158,20 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """The number, by index in the previous snapshot, of the data that is now visible there."""
+        """Visible at each previous entry now."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """The data of the entry that a folder shadows now, by its previous index."""
+        """Data that each previous folder shadows now."""
         self.new_shadow: dict[int, int] = {}
-        """The data of the entry that a new folder shadows, by its number."""
+        """Data that each new folder shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """The change of the number of entries of each folder."""
+        """Changes of each folder's number of entries."""
         self.new_data: dict[int, int] = {}
-        """The data that is visible at each new folder, by its number."""
+        """Data of each new folder."""
         self.new_rows: Indices
-        """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
+        """Rows that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -191,7 +179,6 @@ class _MergePlan:
         self._plan_folders(own_row)
 
     def _check_rows(self) -> None:
-        """Raise UsageError for a row with an impossible record."""
         records, rows = self.rows.records, self.rows
         kind = records["kind"]
         wrong = (kind > Kind.TOMBSTONE) | (records["codec"] > 1)
@@ -201,10 +188,8 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """Hash each row's path, and compare its name with the next row's.
-
-        Works on blocks of rows, so that few names are Python objects at a time.
-        """
+        """Hash each row's path, and compare its name with the next's; in blocks, so that few names
+        are Python objects at a time."""
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
         self.ascends: layout.Mask = np.zeros(count, np.bool_)
@@ -224,10 +209,10 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """The row of each changed folder that has one, by number in `_ChangedFolders`."""
+        """The rows of changed folders."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
-        has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
+        has_prefix = np.zeros(1 << 16, np.bool_)  # passed by one row in thousands
         has_prefix[wanted >> np.uint64(48)] = True
         likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
         at = np.searchsorted(wanted, self.hash[likely])
@@ -243,11 +228,11 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Plan the rows that are not in `own_row`. No row changes anything below their paths."""
+        """Rows not in `own_row` change nothing below their paths."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
-        if old.entry_count == 1:  # only the root, and its row is not among these
+        if old.entry_count == 1:  # only the root, which has a row in `own_row`
             self.new_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
             counted = folders.of_row[self.new_rows]
             self.entry_changes += np.bincount(counted, minlength=len(folders))
@@ -284,8 +269,7 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """Plan the changed folders, the deepest first: an implicit folder is removed together with
-        the last entry in it."""
+        """The deepest first: an implicit folder goes with its last entry."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -313,44 +297,39 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """The data and the kind of the entry stored at the path of a previous entry, visible or
-        shadowed; -1 if the folder there is only implied."""
+        """Data and kind of the entry stored at a previous entry's path, visible or shadowed; -1 if
+        the folder there is only implied."""
         if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
         if not flags & layout.IMPLICIT:
             return at, Kind(int(self.old_kind[at]))
         if at in self.shadow:
-            return self.shadow[at], Kind.FILE  # or a link: both are treated alike
+            return self.shadow[at], Kind.FILE  # or a link: treated alike
         return -1, Kind.TOMBSTONE
 
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrder:
-    """The positions of entries in the result. The columns `new_*` are the new entries, in directory
-    order.
-
-    A new entry is made from an **item**. Items are numbered: first the new folders, then all rows.
-    """
+    """The positions of entries in the result; `new_*` are of new ones, in directory order. Those
+    come from **items**: first the new folders, then all rows."""
 
     made: list[int]
-    """The folders that are new, as numbers of `_ChangedFolders`."""
+    """The new folders, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """The folder of each entry, a number of `_ChangedFolders`."""
+    """The folders of new entries, as numbers of `_ChangedFolders`."""
     new_item: layout.U4
-    """The item of each entry."""
     new_hash: layout.U8
     new_index: layout.U4
-    """The index of each entry in the result."""
+    """Positions in the result."""
     old_index: Indices
-    """The index in the result of each previous entry; meaningless for removed ones."""
+    """Positions in the result; meaningless for removed entries."""
     folder_index: Indices
-    """The index in the result of each of `_ChangedFolders`; meaningless for removed folders."""
+    """Of `_ChangedFolders` in the result; meaningless for removed ones."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """The order of the entries that the plan keeps and adds. Raises UsageError if two rows have one
-    path."""
+    """Raises UsageError for two rows of one path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -365,7 +344,7 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
     folder, item = folder[order], item[order]
     del order
     places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
-    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])  # by previous index
+    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])
     inserted_before = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
     old_index = np.arange(n) - removed_before[:-1] + inserted_before
     new_index = (places - removed_before[places] + np.arange(len(places))).astype(np.uint32)
@@ -393,11 +372,10 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 def _sorted_by_name(
     plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
-    """The order of items by folder, then name. The rows of most folders are sorted already; only
-    the other folders are sorted by name."""
+    """Only folders with unsorted rows, which are few, are sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
-    """Whether the next item's name comes after this one's."""
+    """The next item's name comes after this one's."""
     fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
     fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
@@ -415,7 +393,6 @@ def _sorted_by_name(
 
 
 def _runs(values: layout.U4) -> tuple[Indices, Indices]:
-    """The starts of runs of equal values, and their lengths."""
     change = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=change[1:])
     starts = np.flatnonzero(change)
@@ -429,8 +406,8 @@ def _places(
     item: layout.U4,
     made_position: dict[int, int],
 ) -> Indices:
-    """The index of the previous entry before which each new one is inserted, ascending; the number
-    of previous entries stands for the end."""
+    """The previous entry before which each new one is inserted, ascending; the number of previous
+    entries stands for the end."""
     old, folders = plan.old, plan.folders
     old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
     places = np.empty(len(folder), np.int64)
@@ -445,7 +422,7 @@ def _places(
                 places[start:end] = _places_among(old, inside, names)
                 continue
             places[start:end] = inside.start
-        else:  # it was no folder: its entries come before those of the next folder
+        else:  # it was no folder: its entries come before the next folder's
             at = at if at >= 0 else int(places[made_position[number]])
             following = old_folders[np.searchsorted(old_folders, at) :][:1]
             places[start:end] = (
@@ -455,24 +432,21 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    """The entry of a folder before which each name is inserted; both are sorted."""
-    if len(names) * 64 > len(inside):  # listing all names costs less than the searches
+    if len(names) * 64 > len(inside):  # listing all costs less
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
     else:
         at = [bisect_left(inside, name, key=old.name) for name in names]
     for name, i in zip(names, at, strict=True):
-        if i < len(inside) and old.name(inside[i]) == name:  # then the lookup should have found it
+        if i < len(inside) and old.name(inside[i]) == name:  # the lookup should have found it
             raise CorruptError(f"damaged snapshot of {old.dataset}: {shown(name)} is not indexed")
     return [inside.start + i for i in at]
 
 
 class _Data(NamedTuple):
-    """The data of entries: the columns of `layout.SnapshotColumns` of the same names.
-
-    At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
-    `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.
-    """
+    """Columns as in `layout.SnapshotColumns`. At first, chunks, targets and extents are numbered as
+    (previous ones, then the rows'); `_targets`, `_extents` and `_number_chunks` turn these into the
+    result's numbers."""
 
     flags: layout.U4
     size: layout.U8
@@ -487,11 +461,8 @@ _DTYPES = (np.uint32, np.uint64, np.int64, np.uint64, np.uint32, np.uint32, np.u
 
 
 class _Assembly:
-    """The columns of the result, from the previous snapshot and the rows.
-
-    Arrays as long as all rows are written in place: beside the rows and the result, memory holds
-    little more than one number per entry.
-    """
+    """The columns of the result. Long arrays are written in place: beside rows and result, memory
+    holds little more than one number per entry."""
 
     def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
@@ -509,7 +480,7 @@ class _Assembly:
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
         self._number_chunks(data, data_source)
-        del data_source, self.plan.rows  # `data` now has all but their names
+        del data_source, self.plan.rows  # `data` has all but their names
         parent = self._parent()
         held = np.bincount(parent[1:], minlength=n)
         ends = 1 + np.cumsum(held)
@@ -548,7 +519,6 @@ class _Assembly:
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each name of the result, and all names."""
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
@@ -582,7 +552,6 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
-        """The lookup index: fingerprints, sorted, and the entry of each."""
         old_fingerprints = np.zeros(self.old_count, np.uint32)
         old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
@@ -594,8 +563,8 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """The number of the data (see `_MergePlan`) of each entry, then of each shadowed one; and
-        the index of the folder that hides each shadowed one."""
+        """Each entry's data, then each shadowed one's; and the folder that hides each shadowed
+        one."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
@@ -611,7 +580,6 @@ class _Assembly:
         return source, entries
 
     def _data(self, source: Indices) -> tuple[_Data, list[bytes], layout.Records]:
-        """The data with the numbers `source`; and the targets and the extents of the rows."""
         records = self.plan.rows.records
         kind = records["kind"]
         links = np.flatnonzero(kind == Kind.LINK)
@@ -640,8 +608,7 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """The data of `rows`. `links` has all rows that are links, `many` all that are files of
-        several extents."""
+        """`links` are all rows of links, `many` those of files of several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -668,7 +635,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
-        """The tail of a row: a link's target, or a file's extents. Raises UsageError if missing."""
+        """Raises UsageError if missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -688,7 +655,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each target, and all targets, in the order of their links in `data`."""
+        """Starts of targets, and all targets, by the order of links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -696,7 +663,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """The extents of all files that have several, in the order of their files in `data`."""
+        """The extents in the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -732,8 +699,7 @@ class _Assembly:
             self._check_places(data, data_source, one)
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
-        """Raise CorruptError for a row that lies outside its chunk, since readers refuse such a
-        snapshot."""
+        """Raise CorruptError for a row outside its chunk: readers refuse such a snapshot."""
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
         places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
@@ -759,13 +725,12 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """The numbers of the previous chunks in the new chunk table."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """The start of each item (and the end of the last), and the bytes of all."""
+    """Starts (and the end), and bytes."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -777,11 +742,8 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of different lengths, taken from (old, then new): the start of each, and the bytes of
-    all, followed by `behind`.
-
-    Runs of items that stay side by side are copied at once, so the cost is that of the changes.
-    """
+    """Items of (old, then new): their starts, and their bytes, then `behind`. Runs of items that
+    stay together are copied at once, so the cost is that of the changes."""
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)
     lengths = np.concatenate([np.diff(each[0]).astype(np.uint32) for each in (old, new)])

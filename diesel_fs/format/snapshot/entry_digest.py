@@ -1,14 +1,13 @@
-"""Checks a new snapshot's data about a chunk's files against the chunk's own header.
+"""Checks a new snapshot's data about a chunk's files against the chunk's own header (FORMAT.md,
+section 5, "Order of writing"). Any thread.
 
-A writer computes the **entry digest** of each chunk from its header when it commits the chunk, and
-compares it with the columns of the snapshot that it is about to publish. Between these two steps
-the data passes through the metadata store, the merge of snapshots and the memory of this process,
-none of which has checksums of single entries.
+The **entry digest** of a chunk is the number of its file contents, and the sum of a hash of each
+one's attributes, without paths. A writer computes it from the header when it commits the chunk. If
+a snapshot has fewer of a chunk's contents, the others have been replaced since, and the chunk is
+not compared.
 
-The digest is the number of the chunk's file contents, and the sum of a hash of each one's
-attributes; so it does not depend on their order. Paths are not part of it. If a snapshot has fewer
-of a chunk's contents, the others have been replaced since, and the chunk is not compared. Pure
-functions; safe from any thread.
+In between, the data passes through the metadata store, the merge of snapshots and the memory of
+this process, none of which has checksums of single entries.
 """
 
 from bisect import bisect_left
@@ -26,13 +25,13 @@ from .layout import CODEC_SHIFT, MANY_EXTENTS, SnapshotColumns, kinds
 _Hashes = npt.NDArray[np.uint64]
 _Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
-# Odd numbers with many bits set, from xxHash and similar hashes.
+# Odd numbers with many bits set, from xxHash and the like
 _FACTORS = (
     *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
 )
 _LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
-_BLOCK_ENTRIES = 1 << 20  # entries of a snapshot per step
+_BLOCK_ENTRIES = 1 << 20
 _HASHED = ("size", "mtime_ns", "checksum", "offset", "stored", "flags")  # columns of a file's hash
 
 
@@ -44,7 +43,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The digest of the rows of one chunk (`ChunkHeader.rows`)."""
+    """`rows` are one chunk's (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -60,10 +59,10 @@ def entry_digest(rows: Rows) -> EntryDigest:
 
 
 def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, EntryDigest]) -> None:
-    """Raise CorruptError if the files of a chunk in a snapshot do not have the chunk's digest."""
+    """Raise CorruptError if a chunk's files in a snapshot differ from its digest."""
     ids = columns.chunk_id.tobytes() if digests else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
-    group = np.full(len(table), -1, np.int64)  # by chunk number; -1: not compared
+    group = np.full(len(table), -1, np.int64)  # -1: not compared
     wanted: list[tuple[ChunkId, EntryDigest]] = []
     for chunk, expected in digests.items():
         number = bisect_left(table, chunk)
@@ -93,8 +92,7 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 
 class _Sums:
-    """Sums up the digests of some chunks. `group` maps chunk numbers to positions in the sums; -1
-    for chunks that are not compared."""
+    """`group` maps chunk numbers to positions in the sums; -1: not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -105,13 +103,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add the entries, given as columns, that are files of one extent."""
+        """Add those of these entries that are files of one extent."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Add file contents, given as their chunks (which are all compared) and their hashes."""
+        """`chunk` names only chunks that are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

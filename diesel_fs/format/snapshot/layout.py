@@ -1,10 +1,8 @@
-"""The bytes of a snapshot (FORMAT.md, section 7): its header, its sections, and their checks.
+"""The bytes of a snapshot (FORMAT.md, section 7): its header, its sections, and their checks. Any
+thread.
 
-A snapshot stores one column per attribute of its entries; each column, and each table beside them,
-is a **section** of the file. `parse` returns the columns as numpy views of the given buffer, after
-checking them; `write` does the reverse. `reader.py` looks things up in them.
-
-Pure functions; safe from any thread.
+Each column of entries, and each table beside them, is a **section** of the file. `parse` returns
+the columns as numpy views of the given buffer, after checking them; `write` does the reverse.
 """
 
 import struct
@@ -40,24 +38,23 @@ KNOWN_FLAGS = 0
 HEADER_BYTES = 640
 ALIGNMENT = 64
 NAME_PADDING = bytes(8)
-"""Zeros behind the last name, so that every name can be read as 64-bit words."""
+"""Behind the last name, so that every name can be read as 64-bit words."""
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""A flag: the folder has no entry of its own, and exists because something is in it."""
+"""The folder has no entry of its own: something is in it."""
 MANY_EXTENTS = 1 << 25
-"""A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset`
-their number."""
+"""`chunk` is the index of the file's first extent in `extents`, `offset` their number."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
-"""The flags of a file that is one uncompressed extent, among the bits `EXTENT_BITS`."""
+"""A file in one uncompressed extent, among the bits `EXTENT_BITS`."""
 
 _KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY_EXTENTS
 IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT
 _SIZE_LIMIT = 1 << 63  # off_t is signed
 _DEPTH_MAX = PATH_BYTES_MAX // 2 + 1
-_BATCH = 65_536  # entries per step of a check that needs several words for each entry
+_BATCH = 65_536  # entries per step of a check that needs several words each
 
 STORED_EXTENT = np.dtype(
     [
@@ -72,8 +69,8 @@ STORED_EXTENT = np.dtype(
 )
 SHADOWED = np.dtype(
     [
-        ("entry", "<u4"),  # the folder that shows at its path
-        ("flags", "<u4"),  # this and the others: as the columns of the same names
+        ("entry", "<u4"),  # the folder at its path
+        ("flags", "<u4"),  # this and the others: as in `SnapshotColumns`
         ("size", "<u8"),
         ("mtime_ns", "<i8"),
         ("checksum", "<u8"),
@@ -87,46 +84,26 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """All sections of a snapshot, in the order of the file, of n entries and c chunks."""
+    """The sections in the order of the file (FORMAT.md, section 7)."""
 
     parent: U4
-    """n; the index of each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; the offset of each name in `names`, and the end of the last."""
     flags: U4
-    """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; for a link the length of its target, for a folder 0."""
     mtime_ns: I8
-    """n."""
     chunk: U4
-    """n; the number of the file's chunk; for a folder the index of its first child; for a link the
-    number of its target."""
     offset: U4
-    """n; bytes from the start of the chunk object; for a folder the number of its children, for a
-    link 0."""
     stored: U4
-    """n; bytes in the chunk."""
     checksum: U8
-    """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of the hash of each entry except the root."""
     slot: U4
-    """n - 1; the index of the entry of each fingerprint; ascending among equal fingerprints."""
     names: Bytes
-    """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; the offset of each target in `targets`, and the end of the last."""
     targets: Bytes
-    """The targets of links in the order of entries, then those of shadowed links."""
     extents: Records
-    """STORED_EXTENT; first of files in the order of entries, then of shadowed files."""
     chunk_id: Bytes
-    """16 c; the IDs of the chunks, ascending."""
     chunk_bytes: U8
-    """c; the length of each chunk object."""
     shadowed: Records
-    """SHADOWED, in the order of `entry`: files and links whose path is also a folder."""
 
 
 DTYPES = tuple(
@@ -136,7 +113,7 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of the fields of `SnapshotColumns`, in their order."""
+"""The types of `SnapshotColumns`, in order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -144,8 +121,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """Dataset, version and counts of a snapshot. `entries` counts the root and implicit folders,
-    too."""
+    """`entries` counts the root and implicit folders, too."""
 
     identity: UUID
     dataset: str
@@ -161,7 +137,6 @@ class SnapshotHeader:
 def header_of(
     columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
 ) -> SnapshotHeader:
-    """The header for these columns; counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
     return SnapshotHeader(
@@ -186,7 +161,7 @@ def codecs(flags: U4) -> U4:
 
 
 def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
-    """The file, as buffers to be written one after the other."""
+    """Buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
@@ -206,12 +181,9 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
-    """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
-
-    The checksums of the header and of each section are always compared. `verify` also checks the
-    columns against each other; a private copy does not need that, since it was verified when it was
-    written.
-    """
+    """The columns are views of `buffer`. Raises a leaf of FormatError. Compares all checksums.
+    `verify` also checks columns against each other; a private copy was verified when it was
+    written."""
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
@@ -234,13 +206,13 @@ _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
 def check_magic(start: bytes) -> None:
-    """Raise ForeignError if a file that begins with these MAGIC_BYTES bytes is not a snapshot."""
+    """Raise ForeignError unless a snapshot begins so."""
     if start != MAGIC[: len(start)]:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """The header, checked except for the sections. Raises a leaf of FormatError."""
+    """Checked, but for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -283,10 +255,9 @@ _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "na
 
 
 def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
-    """The header at the start of a file, and a mark of its entries: versions with equal marks have
-    the same paths, attributes and contents, and may differ only in the chunks that hold them.
-    Raises a leaf of FormatError.
-    """
+    """The header, and a mark of the entries: versions with equal marks have the same paths,
+    attributes and contents, and may differ only in the chunks that hold them. Raises a leaf of
+    FormatError."""
     view = memoryview(front)
     header = _parse_header(view)
     sections = (SnapshotColumns._fields.index(name) for name in _CONTENT)
@@ -295,8 +266,7 @@ def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """A mark of everything in a snapshot except its version: the counts in its header, and the
-    checksums of all sections."""
+    """A mark of all but the version: the header's counts, and the sections' checksums."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
@@ -317,7 +287,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """The columns; and each section's start, end, end of its padding, and checksum."""
+    """Also returns each section's start, end, end of padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -334,7 +304,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = SnapshotColumns(*arrays)  # each has its dtype of DTYPES
+    columns = SnapshotColumns(*arrays)
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (
@@ -348,16 +318,13 @@ def _parse_sections(
 
 
 def words(names: Bytes) -> U8:
-    """`names` (with NAME_PADDING) as overlapping little-endian words: word i starts at byte i."""
+    """Overlapping little-endian words of `names` (with NAME_PADDING): word i starts at byte i."""
     return np.ndarray((len(names) - 7,), np.dtype("<u8"), names, strides=(1,))
 
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
-    """Whether pairs of names are equal. Each side is (`words` of its names, the start of each name,
-    the length of each name).
-
-    Compares 8 bytes of all pairs at a time, and continues with the pairs that are equal so far.
-    """
+    """Compare pairs of names. Each side is (`words` of its names, starts, lengths). Compares 8
+    bytes of all pairs at a time, and goes on with the pairs that are equal until then."""
     (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
     same: Mask = lengths == other_lengths
     left = np.flatnonzero(same)
@@ -373,11 +340,8 @@ def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
 
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
-    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros beyond the
-    name's end.
-
-    `source` is the result of `words`.
-    """
+    """8 bytes of each name from `position` on, as a little-endian word, with zeros beyond its end.
+    `source` comes from `words`."""
     rest = lengths - position
     word = source[np.where(rest > 0, starts + position, 0)]
     unused_bits = np.clip(64 - 8 * rest, 0, 63).astype(np.uint64)
@@ -386,8 +350,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Which names cannot be components of a path. `starts` has one more item than there are
-    names."""
+    """Names that cannot be in a path. `starts` has one item more."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -401,11 +364,8 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """The length of the longest path. `child_end(i)` returns the end of the children of entries
-    0..i.
-
-    Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
-    """
+    """`child_end(i)` is the end of the children of entries 0..i. Returns a number above
+    PATH_BYTES_MAX, early, if folders are nested too deeply."""
     length = np.diff(name_start).astype(np.int32)
     longest, depth, start, end = 0, 0, 1, child_end(0)
     while start < end:
@@ -428,8 +388,7 @@ def _exact_sum(values: U8) -> int:
 
 
 def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
-    """Raise CorruptError if columns contradict each other. After this, every index in them is
-    valid."""
+    """Raise CorruptError if columns contradict each other. Afterwards all indices are valid."""
     _check_names(columns)
     kind = kinds(columns.flags)
     _check_tree(columns, kind)
@@ -443,7 +402,7 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
 
 
 def _check_names(columns: SnapshotColumns) -> None:
-    """Check that the names tile `names` and are possible in a path."""
+    """They tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
         _corrupt("the root has a name")
@@ -459,13 +418,12 @@ def _check_names(columns: SnapshotColumns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Slices that cover all items; checking one slice at a time needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
 
 def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
-    """Check that folders, their children and parents agree, and no path is too long."""
+    """Folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
         _corrupt("an entry of unknown kind or with unknown flags")
@@ -495,8 +453,8 @@ def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
 
 
 def _check_order(columns: SnapshotColumns) -> None:
-    """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
-    neighbours at a time, and continues with those that are equal so far."""
+    """The names in each folder ascend strictly. Compares 8 bytes of all neighbours at a time, and
+    continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -518,7 +476,7 @@ def _check_order(columns: SnapshotColumns) -> None:
 
 
 def _check_index(columns: SnapshotColumns) -> None:
-    """Check that the lookup index holds each entry except the root once, in order."""
+    """The lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -530,7 +488,7 @@ def _check_index(columns: SnapshotColumns) -> None:
 
 
 def _check_shadowed(columns: SnapshotColumns) -> None:
-    """Check that shadowed entries are sorted files and links of implicit folders."""
+    """Shadowed entries are sorted files and links of implicit folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
@@ -542,7 +500,7 @@ def _check_shadowed(columns: SnapshotColumns) -> None:
 
 
 class _Data(NamedTuple):
-    """The places of entries' contents: items of the columns with these names."""
+    """Items of the columns with these names."""
 
     flags: U4
     size: U8
@@ -558,14 +516,14 @@ class _Data(NamedTuple):
 
 
 def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
-    """The data of all visible entries, then of shadowed ones, in batches."""
+    """Visible entries, then shadowed ones, in batches."""
     for batch in _batches(len(columns.flags)):
         yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
     yield _Data(*(columns.shadowed[name] for name in _Data._fields))
 
 
 def _check_data(columns: SnapshotColumns) -> None:
-    """Check the places of files and the targets of links, visible and shadowed."""
+    """The places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
         _corrupt("a chunk of an impossible length")
@@ -599,7 +557,7 @@ def _check_data(columns: SnapshotColumns) -> None:
 
 
 def _check_places(one: _Data, object_bytes: U8) -> None:
-    """Check files of one extent against the lengths of the chunks."""
+    """Files of one extent lie within their chunks."""
     if (one.chunk >= len(object_bytes)).any():
         _corrupt("a file in a chunk that is not in its table")
     places = (codecs(one.flags), one.stored, one.size, one.offset)
@@ -608,8 +566,7 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
 
 
 def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
-    """Check links against their targets; `before` links come before them. Returns the number of
-    links."""
+    """`before` links come before these. Returns their number."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (

@@ -1,12 +1,9 @@
-"""Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes.
+"""Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes
+(FORMAT.md, section 7). Any thread.
 
-An entry's **index** is its position in directory order (by depth, then folder, then name): the root
-is 0, and the children of a folder are contiguous. The **hash** of an entry depends on its path
-alone. A lookup searches the column `fingerprint` (sorted) for the upper half of the hash; the
-column `slot` has the index of the entry of each fingerprint. FORMAT.md, section 7, has both.
-
-A snapshot is immutable and safe from any thread; the folders that it memoizes can be computed
-again. The buffer (a mapped file) stays in use until the snapshot, and every array that it returned,
+An entry's **index** is its position in directory order, its **hash** depends on its path alone. A
+lookup searches the column `fingerprint` for the upper half of the hash; the column `slot` has the
+index. The buffer (a mapped file) stays in use until the snapshot, and every array that it returned,
 are gone.
 """
 
@@ -35,7 +32,7 @@ Span: TypeAlias = "slice[int, int, None]"
 
 ROOT_INDEX = 0
 ROOT_HASH = 0
-"""The hash of the root. For other entries, hash(entry) = xxh3_64(name, seed=hash(folder))."""
+"""For other entries, hash(entry) = xxh3_64(name, seed=hash(folder))."""
 
 _EQUAL_TRIED_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
 _MEMO_FOLDERS_MAX = 65_536  # a memo is emptied at this size, about 15 MB
@@ -51,13 +48,13 @@ _KINDS = tuple(Kind)
 class Extent(NamedTuple):
     """The place of one part of a file; sizes and offsets in bytes."""
 
-    chunk: int  # number in the chunk table
+    chunk: int
     offset: int  # from the start of the chunk object
     stored: int
     codec: int
-    checksum: int  # xxh3-64 of the content
+    checksum: int
     start: int  # in the file
-    size: int  # of the content
+    size: int
 
 
 PlainExtent = tuple[int, int, int, int]
@@ -70,7 +67,7 @@ _HASHED_BYTES = 1 << 20
 
 def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -> bool:
     """Whether a file has the content of these extents, by their checksums. `read(size, start)`
-    reads from the file."""
+    reads from it."""
     for extent in extents:
         digest, position, end = xxh3_64(), extent.start, extent.start + extent.size
         while position < end:
@@ -116,7 +113,7 @@ class Stats:
 
 
 class ChunkIds(Sequence[ChunkId]):
-    """The chunk IDs of a snapshot, by chunk number; they ascend."""
+    """The chunk IDs by number; they ascend."""
 
     __slots__ = ("_ids",)
 
@@ -140,12 +137,11 @@ class ChunkIds(Sequence[ChunkId]):
 
 
 class Snapshot:
-    """All metadata of one dataset at one version (see the module)."""
+    """All metadata of one dataset at one version."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
         """Raises a leaf of FormatError. `verify=False` is for a private copy, which was verified
-        when it was written: then only checksums are compared, at 30 GB/s.
-        """
+        when it was written: then only checksums are compared, at 30 GB/s."""
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
         self.columns = columns
@@ -184,7 +180,7 @@ class Snapshot:
     # One entry
 
     def lookup(self, path: bytes) -> int:
-        """The index of the entry at `path`, or -1."""
+        """An entry's index, or -1."""
         cut = path.rfind(b"/") + 1
         folder, name = path[:cut], path[cut:]
         if not name:
@@ -193,8 +189,8 @@ class Snapshot:
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
 
     def index_of(self, path: bytes) -> int:
-        """The index of the entry at `path`. Raises NoSuchPath, NotAFolder for a path below a file
-        or link, and UsageError for a path that no dataset can have."""
+        """Raises NoSuchPath, NotAFolder for a path below a file or link, and UsageError for a path
+        that no dataset can have."""
         index = self.lookup(check_path(path))
         if index < 0:
             raise self._missing(path)
@@ -214,12 +210,12 @@ class Snapshot:
         return NoSuchPath(f"no {text!r} in dataset {self.dataset!r}")
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index of the entry `name` in the folder with this index, or -1."""
+        """The index of the entry `name` in a folder, or -1."""
         self._check(folder)
         return self._find(folder, xxh3_64_intdigest(name, self.hash(folder)), name) if name else -1
 
     def children(self, i: int) -> range:
-        """The indices of the entries in a folder, sorted by name; empty if `i` is no folder."""
+        """Their indices, sorted by name; empty if `i` is no folder."""
         if self._kind(i) != Kind.FOLDER:
             return range(0)
         start, end = self._chunk[i], self._chunk[i] + self._offset[i]
@@ -228,12 +224,12 @@ class Snapshot:
         return range(start, end)
 
     def name(self, i: int) -> bytes:
-        """The last component of an entry's path; empty for the root."""
+        """Empty for the root."""
         self._check(i)
         return self._names[self._name_start[i] : self._name_start[i + 1]].tobytes()
 
     def parent(self, i: int) -> int:
-        """The index of an entry's folder; the root is its own folder."""
+        """The root is its own folder."""
         self._check(i)
         return self._parent[i]
 
@@ -247,17 +243,15 @@ class Snapshot:
         return b"/".join(components)
 
     def stat(self, i: int) -> Stat:
-        """Kind, mode, size and time of last change."""
         kind = self._kind(i)
         return Stat(_KINDS[kind], self._flags[i] & 0xFFF, self._size[i], self._mtime_ns[i])
 
     def size(self, i: int) -> int:
-        """The size that `stat` returns, without the other attributes."""
         self._check(i)
         return self._size[i]
 
     def link(self, i: int) -> bytes:
-        """The target of a link. Raises ValueError for other entries."""
+        """Raises ValueError for entries that are no link."""
         if self._kind(i) != Kind.LINK:
             raise ValueError(f"entry {i} is no link")
         number = self._chunk[i]
@@ -267,11 +261,8 @@ class Snapshot:
         return self.columns.targets[start:end].tobytes()
 
     def extents(self, i: int, start: int = 0, end: int | None = None) -> tuple[Extent, ...]:
-        """The places of a file's content, in order; empty for empty files and other kinds.
-
-        With `start` and `end` (None: the file's end), only the extents that have bytes in this
-        range.
-        """
+        """The places of a file's content, in order; empty for empty files and other kinds. With
+        `start` and `end` (None: the file's end), only the extents that have bytes in this range."""
         size = self._size[i] if self._kind(i) == Kind.FILE else 0
         if start >= size:
             return ()
@@ -288,16 +279,14 @@ class Snapshot:
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
 
     def plain_extent(self, i: int) -> PlainExtent | None:
-        """The place of a file that is one uncompressed extent and not empty; None for any other
-        entry."""
+        """None unless the entry is a file of one uncompressed extent, and not empty."""
         if not 0 <= i < self.entry_count or self._flags[i] & _EXTENT_BITS != _PLAIN_FILE:
             return None
         size = self._stored[i]
         return (self._chunk[i], self._offset[i], size, self._checksum[i]) if size else None
 
     def hash(self, i: int) -> int:
-        """The hash of an entry's path. For a folder, this is the seed for the hashes of its
-        names."""
+        """The hash of an entry's path. A folder's is the seed for the hashes of its names."""
         memo, climbed = self._hash_of_folder, []
         while (found := memo.get(i)) is None:
             climbed.append(i)
@@ -313,7 +302,7 @@ class Snapshot:
     # Many entries
 
     def lookup_many(self, paths: Sequence[bytes]) -> Indices:
-        """The indices of the entries at `paths`; -1 for a path without an entry."""
+        """-1 for a path without an entry."""
         if len(paths) > _BATCH:
             batches = range(0, len(paths), _BATCH)
             return np.concatenate([self.lookup_many(paths[at : at + _BATCH]) for at in batches])
@@ -337,10 +326,10 @@ class Snapshot:
         return indices
 
     def find_many(self, folders: Indices, hashes: layout.U8, names: Sequence[bytes]) -> Indices:
-        """The indices of `names` in the folders with the indices `folders`; -1 if there is none.
+        """The indices of `names` in `folders` (by index, or -1); -1 if there is none.
 
-        A folder may be -1; then the result is -1, too. `hashes` are the hashes of the names, with
-        the hash of their folder as seed. Folder and name of each candidate are compared exactly.
+        `hashes` are the hashes of the names, with the hash of their folder as seed. Folder and name
+        of each candidate are compared exactly.
         """
         if not len(self._slot) or not len(names):
             return np.full(len(hashes), -1, np.int64)
@@ -359,9 +348,7 @@ class Snapshot:
 
     def _first_at_least(self, fingerprints: layout.U4) -> Indices:
         """The position of the first fingerprint that is not smaller; the last position if all are.
-
-        `np.searchsorted` alone would take ten times as long: 20 cache misses for each.
-        """
+        `np.searchsorted` alone would take ten times as long: 20 cache misses for each."""
         column, shift, last = self.columns.fingerprint, self._bucket_shift, len(self._slot) - 1
         at: Indices = self._bucket_start[fingerprints >> shift].astype(np.int64)
         unfinished = np.flatnonzero(column[at] < fingerprints)
@@ -380,20 +367,20 @@ class Snapshot:
 
     @cached_property
     def _bucket_start(self) -> layout.U4:
-        """The position of the first fingerprint with each value of the upper bits. There is about
-        one fingerprint for each value."""
+        """The position of the first fingerprint with each value of the upper bits; there is about
+        one for each."""
         lowest = np.arange(0, 1 << 32, 1 << int(self._bucket_shift)).astype(np.uint32)
         start = np.searchsorted(self.columns.fingerprint, lowest)
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
 
     def _same_names(self, candidates: Indices, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         lengths = np.fromiter(map(len, names), np.int64, len(names))
-        asked = layout.words(np.frombuffer(b"".join(names) + layout.NAME_PADDING, np.uint8))
+        wanted = layout.words(np.frombuffer(b"".join(names) + layout.NAME_PADDING, np.uint8))
         start = self.columns.name_start
         own_starts = start[candidates].astype(np.int64)
         own_lengths = start[candidates + 1].astype(np.int64) - own_starts
         return layout.equal_names(
-            (self._words, own_starts, own_lengths), (asked, np.cumsum(lengths) - lengths, lengths)
+            (self._words, own_starts, own_lengths), (wanted, np.cumsum(lengths) - lengths, lengths)
         )
 
     def stat_many(
@@ -402,8 +389,7 @@ class Snapshot:
         *,
         missing_ok: bool = False,
     ) -> Stats:
-        """The attributes of the entries with these paths, or these indices (a `range` of step 1
-        costs no copy).
+        """The attributes of paths, or of indices (a `range` of step 1 costs no copy).
 
         Raises NoSuchPath for the first missing path unless `missing_ok`, and IndexError for an
         index that no entry has.
@@ -433,7 +419,7 @@ class Snapshot:
         )
 
     def names(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The names of entries; fastest for a range of step 1."""
+        """Fastest for a range of step 1."""
         checked = self._checked(entries)
         if isinstance(checked, slice):
             starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
@@ -445,7 +431,7 @@ class Snapshot:
         return [bytes(self._names[start:end]) for start, end in each]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The paths of many entries; the path of each folder is made once."""
+        """The path of each folder is made once."""
         wanted = np.arange(self.entry_count)[self._checked(entries)]
         folders: dict[int, bytes] = {ROOT_INDEX: b""}
         paths = []
@@ -459,12 +445,12 @@ class Snapshot:
         return paths
 
     def iter_paths(self, entries: Indices) -> Iterator[bytes]:
-        """Like `paths`, for any number of entries: only a batch of paths is in memory at a time."""
+        """As `paths`, holding one batch of paths at a time."""
         for start in range(0, len(entries), _PATHS_BATCH):
             yield from self.paths(entries[start : start + _PATHS_BATCH])
 
     def chunk_of(self, entries: Sequence[int] | Indices) -> Indices:
-        """The number of the chunk of each file (its first); -1 for links and folders."""
+        """Each file's first chunk, as a number; -1 for links and folders."""
         wanted = self._checked(entries)
         flags, chunk = self.columns.flags[wanted], self.columns.chunk[wanted].astype(np.int64)
         many = (flags & layout.MANY_EXTENTS) != 0
@@ -473,11 +459,8 @@ class Snapshot:
         return chunk
 
     def used_bytes(self) -> npt.NDArray[np.float64]:
-        """The number of stored bytes of each chunk that are contents of files, including shadowed
-        files.
-
-        Works in steps: a fraction of a second for 10 million entries, with little memory.
-        """
+        """Each chunk's stored bytes that are contents of files, shadowed ones too. Works in steps:
+        a fraction of a second for 10 million entries, with little memory."""
         columns, shadowed = self.columns, self.columns.shadowed
         used = np.zeros(self.chunk_count)
         plain = (columns.flags, columns.chunk, columns.stored)
@@ -492,19 +475,18 @@ class Snapshot:
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # the others are damaged; their reader will notice
+        is_there = chunk < self.chunk_count  # their reader notices the damage
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
-        """The indices of all files, ascending."""
         return np.flatnonzero(layout.kinds(self.columns.flags) == Kind.FILE)
 
     def walk(self, i: int) -> Indices:
-        """The indices of an entry and of everything below it, ascending (breadth first)."""
+        """The indices of an entry and of all below it, ascending (breadth first)."""
         self._check(i)
         ranges = []
         start, end = i, i + 1
-        while start < end:  # the children of a contiguous range are contiguous
+        while start < end:  # children of a contiguous range are contiguous
             ranges.append(np.arange(start, end))
             inner = np.flatnonzero(layout.kinds(self.columns.flags[start:end]) == Kind.FOLDER)
             if not len(inner):
@@ -517,8 +499,7 @@ class Snapshot:
         return np.concatenate(ranges)
 
     def shadowing_folders(self) -> Indices:
-        """The indices of the folders that shadow a file or link of the same path, which is
-        therefore invisible."""
+        """Folders that hide a file or link of the same path."""
         return self.columns.shadowed["entry"].astype(np.int64)
 
     def _kind(self, i: int) -> int:
@@ -530,7 +511,7 @@ class Snapshot:
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
-        """Indices as an array, or as a slice for a range of step 1. Raises IndexError."""
+        """An array, or a slice for a range of step 1. Raises IndexError."""
         if isinstance(entries, range) and entries.step == 1 and len(entries):
             self._check(entries.start)
             self._check(entries.stop - 1)
@@ -551,12 +532,8 @@ class Snapshot:
         raise CorruptError(f"damaged snapshot of {self.dataset}: entry {i} contradicts another")
 
     def _folder(self, path: bytes) -> tuple[int, int]:
-        """The index and the hash of the folder at `path`, from the memo or step by step; -1 if
-        there is none.
-
-        Here a folder's path ends with a slash, except the root's, so that `/a` is not taken for
-        `a`.
-        """
+        """Index and hash of a folder, from the memo or step by step; -1 if there is none. Paths end
+        with a slash, except the root's, so that `/a` is not taken for `a`."""
         found = self._folder_of_path.get(path)
         if found:
             return found
@@ -573,7 +550,7 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """The index of the entry `name` with this hash in a folder; -1 if there is none."""
+        """-1 if there is none."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
@@ -585,6 +562,6 @@ class Snapshot:
                 return i
         if folder < 0 or first + _EQUAL_TRIED_MAX >= len(slot):
             return -1
-        inside = self.children(folder)  # somebody chose names with equal fingerprints
+        inside = self.children(folder)  # chosen to have equal fingerprints
         at = bisect_left(inside, name, key=self.name)
         return inside[at] if at < len(inside) and self.name(inside[at]) == name else -1

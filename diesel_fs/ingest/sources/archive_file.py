@@ -1,8 +1,8 @@
 """The bytes of an archive at its place: read in order or anywhere, fetched ahead, and hashed.
 
-A local file is read directly. Any other archive is fetched in pieces, several at once, ahead of a
-reader that goes forward; so it is fetched once, and never lies on a disk of this machine. The
-SHA-256 is computed as the bytes pass; bytes that the reader skipped are read at the end.
+A local file is read directly. Any other archive is fetched once, in pieces, several at once, ahead
+of a reader that goes forward; it never lies on a disk of this machine. The SHA-256 is computed as
+the bytes pass; skipped bytes are read at the end.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from ...errors import DieselError
 
 PIECE_BYTES = 8 << 20
 _PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
-_WHOLE_BYTES_MAX = 64 << 20  # a fetched archive up to this size stays in memory, to be read again
+_WHOLE_BYTES_MAX = 64 << 20  # a smaller fetched archive stays in memory, to be read again
 _HASH_BYTES = 1 << 20
 _STREAM_BYTES = 64 << 10  # the part that a reader of the beginning can see
 
 ReadAt = Callable[[int, int], bytes]
-"""`read(start, size)` returns `size` bytes from `start` on. Several threads may call it."""
+"""`read(start, size)` returns `size` bytes. Any thread."""
 
 
 class ArchiveFile(io.RawIOBase, ABC):
-    """An open archive. One thread at a time."""
+    """One thread at a time."""
 
     def __init__(self, size: int | None) -> None:
-        """`size` in bytes; None if it is not known before the end."""
+        """`size` is None if it is not known before the end."""
         self.size = sys.maxsize if size is None else size
         self._is_size_known = size is not None
         self._at = 0
@@ -39,8 +39,7 @@ class ArchiveFile(io.RawIOBase, ABC):
 
     @abstractmethod
     def read_at(self, start: int, room: memoryview) -> int:
-        """Read into `room` from `start` on; returns the number of bytes, 0 only at the end. Raises
-        OSError."""
+        """Returns the number of bytes, 0 only at the end. Raises OSError."""
 
     def readable(self) -> bool:
         return True
@@ -72,14 +71,14 @@ class ArchiveFile(io.RawIOBase, ABC):
         return count
 
     def rewind(self) -> None:
-        """Go back to the beginning, and hash again."""
+        """Hashes again."""
         self.seek(0)
         self._hashed = 0
         self._hash = hashlib.sha256()
 
     def sha256(self, check_running: Callable[[], None] = lambda: None) -> bytes:
-        """The SHA-256 of the whole archive: bytes that were not read in order are read now. Calls
-        `check_running` now and then; its errors end this."""
+        """Bytes that were not read in order are read now. Calls `check_running` now and then; its
+        errors end this."""
         self.seek(self._hashed)
         room = bytearray(_HASH_BYTES)
         while self._hashed < self.size:
@@ -89,8 +88,6 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
-    """A local file in the state in which it was opened: reading fails once the file has changed."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._before = os.fstat(self._file)
@@ -99,18 +96,15 @@ class LocalArchiveFile(ArchiveFile):
 
     @property
     def state(self) -> tuple[int, int]:
-        """Its size and mtime when it was opened."""
         return self._before.st_size, self._before.st_mtime_ns
 
     def read_at(self, start: int, room: memoryview) -> int:
         count = os.preadv(self._file, [room], start)
-        if start + count == self.size and not self._is_unchanged():
-            raise OSError("it changed while it was being read")
+        if start + count == self.size:
+            now = os.fstat(self._file)
+            if (now.st_size, now.st_mtime_ns) != self.state:
+                raise OSError("it changed while it was being read")
         return count
-
-    def _is_unchanged(self) -> bool:
-        now = os.fstat(self._file)
-        return (now.st_size, now.st_mtime_ns) == self.state
 
     def close(self) -> None:
         if not self.closed:
@@ -119,18 +113,18 @@ class LocalArchiveFile(ArchiveFile):
 
 
 class FetchedArchiveFile(ArchiveFile):
-    """A remote archive that can be read in ranges; `ahead` pieces are fetched at once."""
+    """`ahead` pieces are fetched at once."""
 
     def __init__(self, size: int, read: ReadAt, ahead: int, *, is_pinned: bool = False) -> None:
-        """`is_pinned`: a piece that is fetched again must have the same bytes as before. Otherwise
-        a server could send other members than those with the checked SHA-256."""
+        """`is_pinned`: a piece that is fetched again must have the same bytes: a server could send
+        other members than those with the checked SHA-256."""
         super().__init__(size)
         self._read = read
         self._ahead = ahead
         self._threads = ThreadPoolExecutor(ahead, "fetch")
         self._pieces: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._is_pinned = is_pinned
-        self._digests: dict[int, bytes] = {}  # of the pieces that were fetched
+        self._digests: dict[int, bytes] = {}
         self._count = -(-size // PIECE_BYTES)
         self._last = 0
 
@@ -167,19 +161,18 @@ class FetchedArchiveFile(ArchiveFile):
         return piece
 
     def close(self) -> None:
-        """Stop fetching."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._pieces.clear()
         super().close()
 
 
 class StreamedArchiveFile(ArchiveFile):
-    """A remote archive that can only be read from its beginning to its end."""
+    """A server sends only whole files."""
 
     def __init__(
         self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]
     ) -> None:
-        """`read(n)` returns at most n of the next bytes, none at the end."""
+        """`read(n)` returns at most n bytes, none at the end."""
         super().__init__(size)
         self._read = read
         self._close = close

@@ -1,11 +1,10 @@
 """The places of archives: local files, and http and https addresses.
 
 An address may end in `#sha256=` and 64 hex digits, which the archive must have. The tag of an
-archive's bytes is the server's ETag; if that is missing or weak, the time of the last change. All
-answers must have the ETag, the time and the length of the first one: otherwise the archive has
-changed, and nothing more of it is taken. Redirections are followed, but never from https to http.
-If a server sends parts of a file, several parts are requested at once; if it sends only whole
-files, these cannot be resumed.
+archive is the server's ETag; if that is missing or weak, the time of the last change. If an answer
+has another ETag, time or length than the first one, the archive has changed, and nothing more of it
+is taken. Redirections are followed, but never from https to http. If a server sends parts, several
+are requested at once; whole files cannot be resumed.
 """
 
 import email.utils
@@ -45,11 +44,11 @@ from .archive_file import (
 from .archives import ArchiveState
 
 _SHA256 = re.compile("sha256=([0-9a-fA-F]{64})")
-_SIZE = re.compile("[0-9]{1,18}")  # more digits are no size
+_SIZE = re.compile("[0-9]{1,18}")
 _REDIRECTS_MAX = 5
-_CONNECT_S, _READ_S = 10.0, 30.0  # if a server sends nothing for this time, it is asked again
+_CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing in time gets another request
 _TAG_MAX = 1024  # of characters
-_AHEAD = 8  # pieces of one archive that are fetched at once
+_AHEAD = 8  # pieces at once
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _POLICY = RetryPolicy()
 _SECOND_NS = 1_000_000_000
@@ -57,8 +56,8 @@ _TIME_S_END = (1 << 63) // _SECOND_NS
 
 
 def split_sha256(address: str) -> tuple[str, bytes]:
-    """An address without its fragment, and the SHA-256 in the fragment. Raises UsageError for any
-    other fragment."""
+    """The address without its fragment, and the SHA-256 in it. Raises UsageError for another
+    fragment."""
     plain, has_fragment, fragment = address.partition("#")
     if not has_fragment:
         return address, b""
@@ -72,8 +71,6 @@ def split_sha256(address: str) -> tuple[str, bytes]:
 
 
 class LocalArchive:
-    """An archive in a local file."""
-
     is_local = True
     sha256 = b""
 
@@ -86,7 +83,7 @@ class LocalArchive:
         pass
 
     def look(self) -> ArchiveState:
-        """Its state. Raises NotFoundError, PermissionDenied."""
+        """Raises NotFoundError, PermissionDenied."""
         try:
             found = os.stat(self.name)
         except FileNotFoundError as error:
@@ -98,7 +95,7 @@ class LocalArchive:
         return ArchiveState(f"mtime {found.st_mtime_ns}", found.st_size, found.st_mtime_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes. Raises PermissionDenied, and OSError if it has changed."""
+        """Raises PermissionDenied, and OSError if the file has changed."""
         try:
             file = LocalArchiveFile(self.name)
         except OSError as error:
@@ -110,8 +107,6 @@ class LocalArchive:
 
 
 class HttpArchive:
-    """An archive behind an http or https address."""
-
     is_local = False
 
     def __init__(self, address: str) -> None:
@@ -138,12 +133,10 @@ class HttpArchive:
         self._seen = _Seen()
 
     def look(self) -> ArchiveState:
-        """Its state, by a request for its first byte. Raises NotFoundError, PermissionDenied,
-        ObjectStoreError."""
+        """Requests the first byte."""
         return self._retrying(0).call(self._look)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes. Raises as `look`; reading raises OSError."""
         if self._sends_parts:
             return FetchedArchiveFile(state.size, self._read, _AHEAD, is_pinned=bool(self.sha256))
         answer = self._retrying(0).call(lambda: self._get(self.address, {}))
@@ -202,8 +195,7 @@ class HttpArchive:
         return data
 
     def _get(self, address: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """The answer to a request, after redirections. Raises DieselError for an error of the
-        server."""
+        """Follows redirections. Raises DieselError for an error of the server."""
         is_remembered = address != self.address
         for _ in range(_REDIRECTS_MAX + 1):
             try:
@@ -240,7 +232,7 @@ class HttpArchive:
         raise ObjectStoreRefused(said)
 
     def _target(self, address: str, location: str) -> str:
-        """The address to which a redirection leads. Raises ObjectStoreRefused."""
+        """Raises ObjectStoreRefused."""
         try:
             target = urljoin(address, location)
             scheme = urllib3.util.parse_url(target).scheme
@@ -263,20 +255,19 @@ class HttpArchive:
 
 
 class _Seen(NamedTuple):
-    """The server's data about an archive's bytes."""
+    """What the server reported about an archive's bytes."""
 
     etag: str = ""
     modified: str = ""
     size: str = ""
 
     def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
-        """Whether another answer, which reports this size, may have bytes of the same archive."""
         headers = answer.headers
         return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 
 
 def _time_ns(text: str) -> int:
-    """The time in a header; 0 if it has none that can be stored."""
+    """0 for a time that cannot be stored."""
     parsed = email.utils.parsedate_tz(text)
     try:
         seconds = email.utils.mktime_tz(parsed) if parsed else 0
@@ -286,7 +277,7 @@ def _time_ns(text: str) -> int:
 
 
 def _pool(scheme: str, host: str) -> urllib3.PoolManager:
-    """Connections, through the proxy that the environment names, if any."""
+    """Uses the environment's proxy, if any."""
     timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is None or urllib.request.proxy_bypass(host):
@@ -305,6 +296,6 @@ def _read_stream(answer: urllib3.BaseHTTPResponse, size: int) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The reason why a request failed, without the address, which may hold a secret."""
+    """Leaves out the address, which may hold a secret."""
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or type(cause).__name__)

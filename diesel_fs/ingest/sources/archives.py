@@ -2,22 +2,22 @@
 
     put --unpack s3://bucket/shards/*.tar.gz https://host/extra.zip pets
 
-Threads take the archives in their order; each fetches, decompresses and packs one at a time. So
-archives are processed side by side, and nothing lies on a disk meanwhile. (Decompressing, hashing
-and copying release the interpreter's lock.) The first bytes of an archive tell its kind: a tar, a
-zip, or one compressed file, which becomes a file without the suffix.
+Threads take the archives in their order; each fetches, decompresses and packs one at a time, and
+nothing lies on a disk. (Decompressing, hashing and copying release the interpreter's lock.) The
+first bytes show an archive's kind: a tar, a zip, or one compressed file, which becomes a file
+without the suffix.
 
-**Skipped archives.** When an archive has been put completely, it is recorded (`ArchiveRecord`). A
-later put skips it if its place reports the same bytes (address, tag and size) or its SHA-256 is the
-same, and the dataset still has all its entries. So a put that was killed continues with the archive
-at which it ended. With `--checksum` or `--delete` no archive is skipped. If another dataset that
-the caller may read has an archive of the same SHA-256, its entries are copied from there.
+**Skipped archives.** An archive that was put completely is recorded (`ArchiveRecord`). A later put
+skips it if its place reports the same bytes (address, tag and size) or its SHA-256 is the same, and
+the dataset still has all its entries. So a killed put continues with the archive at which it ended.
+With `--checksum` or `--delete` no archive is skipped. If another dataset that the caller may read
+has an archive of the same SHA-256, its entries are copied from there.
 
-**Order.** If files or links of several archives have one path, the one in the archive that is named
-last counts, whichever is packed first: the last of these archives is read again for such paths. A
-skipped archive is read again, too, if an archive named before it has replaced an entry of it. The
-record of an archive names the later ones that have replaced entries of it (`yields_to`): without
-these, the dataset does not have all of it.
+**Order.** If files or links of several archives have one path, that of the last named archive
+counts, whichever is packed first: that archive is read again for such paths. A skipped archive is
+read again, too, if an earlier one has replaced an entry of it. An archive's record names the later
+ones that have replaced entries of it (`yields_to`): without these, the dataset does not have all of
+it.
 """
 
 import contextlib
@@ -67,28 +67,26 @@ log = logging.getLogger("diesel.ingest")
 
 _BROKEN: tuple[type[Exception], ...] = (FileSkipped, *BROKEN_STREAM)
 _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
-_LOOKS = 16  # requests at once for tags and sizes of archives
-_COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
+_LOOKS = 16  # requests at once
+_COUNTED_BYTES = 64 << 20  # a longer compressed file is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
-_YIELDS_MAX = 4096  # a record that would yield to more archives is not changed: it is read again
+_YIELDS_MAX = 4096  # a record is not changed to yield to more: it is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
-    """The state of an archive at its place."""
-
     tag: str
-    """The name that its place gives to exactly these bytes; empty if it gives none."""
+    """The place's name for exactly these bytes, or ""."""
     size: int
     modified_ns: int
 
 
 class Archive(Protocol):
-    """An archive at its place. Used by one thread at a time."""
+    """One thread at a time."""
 
     @property
     def name(self) -> str:
-        """Its address as it is displayed: without a query."""
+        """The displayed address, without a query."""
         ...
 
     @property
@@ -96,39 +94,36 @@ class Archive(Protocol):
 
     @property
     def file_name(self) -> str:
-        """Its file name."""
+        """The name without folders."""
         ...
 
     @property
     def sha256(self) -> bytes:
-        """The SHA-256 that it must have; empty if none is given."""
+        """That it must have; empty if none is given."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether it is cheap to read it twice."""
+        """Whether reading it twice is cheap."""
         ...
 
     def look(self) -> ArchiveState:
-        """Its state. Raises NotFoundError, PermissionDenied, ObjectStoreError."""
+        """Raises NotFoundError, PermissionDenied, ObjectStoreError."""
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes in this state. Raises as `look`; reading raises OSError."""
+        """Raises as `look`; reading raises OSError."""
         ...
 
     def stop(self) -> None:
-        """End calls that wait because the server has asked for a pause, since nobody needs them any
-        more. Safe from any thread; repeatable."""
+        """End calls that wait in a pause of the server's. Any thread; repeatable."""
         ...
 
 
 class _Log(MemberLog):
-    """The entries of one archive."""
-
     def __init__(self, target: bytes) -> None:
         self._target = target
-        self.paths = array("Q")  # hashes of the paths of its files and links
+        self.paths = array("Q")  # hashes of the paths of files and links
         self.others: list[bytes] = []
         self.unchanged: list[int] = []
         self.entries = 0
@@ -148,7 +143,7 @@ class _Log(MemberLog):
 
 
 class _OnlyThese(Filter):
-    """Of the paths that another filter takes, only those with these hashes."""
+    """The paths of another filter with these hashes."""
 
     def __init__(self, taken: Filter, hashes: Set[int]) -> None:
         self._taken = taken
@@ -162,16 +157,12 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
-    """The entries of an archive in another dataset."""
-
     view: Snapshot
     record: ArchiveRecord
 
 
 @dataclass(slots=True)
 class _Job:
-    """One archive of a put."""
-
     archive: Archive
     state: ArchiveState
     log: _Log
@@ -179,23 +170,21 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """Whether it is one compressed file, with a path made from the archive's address."""
+    """Its path comes from the archive's address."""
 
 
 @dataclass(slots=True)
 class _ArchiveGroup:
-    """Archives that are packed into common chunks: one, or several that are smaller than a
-    chunk."""
+    """Packed into common chunks: one archive, or several that are smaller than a chunk."""
 
     jobs: list[_Job] = field(default_factory=list)
     bytes: int = 0
     chunks: dict[ChunkId, int] = field(default_factory=dict)
-    """The committed chunks, and the number of files (extents) in each."""
+    """Each chunk's number of files (extents)."""
 
 
 class ArchivesSource(Source):
-    """The members of several archives. The report names an archive that cannot be read, and the
-    others continue."""
+    """The report names an archive that cannot be read, and the others continue."""
 
     shadowed_reason = "it is a folder of an archive, too"
 
@@ -207,7 +196,7 @@ class ArchivesSource(Source):
         self._error: BaseException | None = None
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Read the state of each archive. Raises the first error if none can be read."""
+        """Raises the first error if no archive can be read."""
 
         def look(archive: Archive) -> ArchiveState | DieselError:
             try:
@@ -218,7 +207,7 @@ class ArchivesSource(Source):
         with ThreadPoolExecutor(_LOOKS, "look") as threads:
             try:
                 states = list(threads.map(look, self._archives))
-            except BaseException:  # Ctrl-C
+            except BaseException:
                 self._stop()
                 raise
         for archive, state in zip(self._archives, states, strict=True):
@@ -256,9 +245,8 @@ class ArchivesSource(Source):
         return not self._work.report.failed
 
     def published(self, session: WriteSession) -> None:
-        """Rewrite the records of archives that lost entries to this put. If a file of an archive
-        was left out, its record stays and no longer holds, so a later put reads the archive
-        again."""
+        """Rewrite the records of archives that lost entries to this put. If a file was left out,
+        its archive's record stays and no longer holds, so a later put reads the archive again."""
         target = self._work.target
         left_out = {
             xxh3_64_intdigest(source_path(target, path)) for path, _ in self._work.report.failed
@@ -288,7 +276,7 @@ class ArchivesSource(Source):
     # Finding the archives that need not be read
 
     def _skip_recorded(self) -> None:
-        """Skip the archives of which the dataset still has all entries. Find others in other
+        """Skip the archives whose entries the dataset still has, and find others in other
         datasets."""
         options, repository = self._work.options, self._work.repository
         if options.checksum or options.delete:
@@ -311,14 +299,14 @@ class ArchivesSource(Source):
         self._find_originals([job for job in self._jobs if not job.is_skipped])
 
     def _source_id(self, job: _Job) -> bytes:
-        """Identifies an archive and the selection of its members."""
+        """Includes the selection of members."""
         options = self._work.options
         filters = "".join(f"\n+{each}" for each in options.include)
         filters += "".join(f"\n-{each}" for each in options.exclude)
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """The record of an archive with the same SHA-256, as far as that is known."""
+        """Needs a known SHA-256."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -334,8 +322,7 @@ class ArchivesSource(Source):
         return next((each for each in same_size if each.sha256 == sha256), None)
 
     def _find_originals(self, jobs: Sequence[_Job]) -> None:
-        """Find archives of the same SHA-256 in other datasets that the caller may read. Skips
-        datasets that cannot be read."""
+        """Archives of the same SHA-256 in other datasets. Skips unreadable datasets."""
         wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
         repository = self._work.repository
         for info in repository.datasets() if wanted else ():
@@ -360,7 +347,7 @@ class ArchivesSource(Source):
     # Reading, packing
 
     def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
-        """Put batches, several side by side. Raises DieselError."""
+        """Raises DieselError."""
         waiting = iter(batches)
         count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
         ended = threading.Semaphore(0)
@@ -387,7 +374,7 @@ class ArchivesSource(Source):
             while left:
                 left -= ended.acquire(timeout=0.2)
                 self._report_progress()
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:
             self._error = self._error or error
             self._stop()
             raise
@@ -407,7 +394,6 @@ class ArchivesSource(Source):
             self._work.progress(self._work.report)
 
     def _put(self, batch: _ArchiveGroup) -> None:
-        """Put the archives of a batch, and record them."""
         work = self._work
         report = PutReport()
 
@@ -441,12 +427,11 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """A packer of one thread. All packers share the session; one at a time uses it. Meanwhile
-        `committed` is called."""
+        """All packers share the session under the lock, under which `committed` is called, too."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
-            self._check_running()  # without this, Ctrl-C would wait for the end of a large member
+            self._check_running()  # otherwise Ctrl-C would wait for the end of a large member
             with self._lock:
                 return session.new_id(writer_of)
 
@@ -459,13 +444,13 @@ class ArchivesSource(Source):
         )
 
     def _check_running(self) -> None:
-        """Raise the error that ended another thread."""
+        """Raise another thread's error."""
         if self._error is not None:
             raise self._error
 
     def _take_one(self, job: _Job, work: PutWork, packer: Packer | None) -> tuple[bool, bytes]:
-        """Take the members of one archive; returns whether it was complete, and its SHA-256. The
-        report names faults of the archive. Raises DieselError if the put cannot go on."""
+        """Returns whether the archive was complete, and its SHA-256. The report names its faults.
+        Raises DieselError if the put cannot go on."""
         name = job.archive.name
         failed = len(work.report.failed)
         taker = MemberTaker(work, self._comparer, packer, job.log)
@@ -484,9 +469,8 @@ class ArchivesSource(Source):
         return not reason and len(work.report.failed) == failed, sha256
 
     def _fetch_members(self, job: _Job, taker: MemberTaker) -> tuple[str, bytes]:
-        """Read an archive and take its members; returns why that broke off, and its SHA-256. If a
-        SHA-256 is given, no member is taken before it has been verified. Raises UsageError,
-        OSError."""
+        """Returns why the archive broke off, and its SHA-256. A given SHA-256 is verified before
+        any member is taken. Raises UsageError, OSError."""
         expected = job.archive.sha256
         if expected:
             with contextlib.closing(_opened(job)) as file:
@@ -513,14 +497,13 @@ class ArchivesSource(Source):
         taker.copy_hard_links(self._work.repository.view(self._session.name))
 
     def _name_failures(self, work: PutWork, start: int, name: str) -> None:
-        """Name the archive in the report for each member that was left out."""
         if len(self._archives) > 1:
             for at in range(start, len(work.report.failed)):
                 path, reason = work.report.failed[at]
                 work.report.failed[at] = path, f"{reason} (in {name})"
 
     def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
-        """Take the members of an archive of any kind; returns why that broke off."""
+        """Takes any kind of archive; returns why it broke off."""
         buffered = io.BufferedReader(file, READ_BYTES)
         try:
             if buffered.peek(4)[:4] in ZIP_MAGICS:
@@ -537,11 +520,11 @@ class ArchivesSource(Source):
         except BROKEN_STREAM as error:
             return f"it is damaged or cut off: {error}"
         finally:
-            buffered.detach()  # otherwise it would close the file
+            buffered.detach()
 
     def _take_single(self, job: _Job, content: Decompressor, taker: MemberTaker) -> str:
-        """Take one compressed file. Its size must be known before packing, so a file longer than
-        `_COUNTED_BYTES` is decompressed twice."""
+        """The size must be known before packing, so a file longer than `_COUNTED_BYTES` is
+        decompressed twice."""
         member = tarfile.TarInfo()
         member.mode = 0o644
         job.is_single = True
@@ -571,7 +554,6 @@ class ArchivesSource(Source):
         return reason
 
     def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
-        """Record an archive that was put completely."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
         view, chunks = self._work.view, dict(batch.chunks)
@@ -580,7 +562,7 @@ class ArchivesSource(Source):
             numbers = sorted({*view.chunk_of(files).tolist()})
             before = [view.chunk_ids[number] for number in numbers]
             chunks.update(zip(before, LiveFiles(view).counts(before), strict=True))
-        # Another put of the same bytes may take more members, or name them differently
+        # Another put of the same bytes may take other members, or other names
         is_like_others = self._work.path_filter.includes_all and not job.is_single
         job.record = ArchiveRecord(
             source=os.fsencode(job.archive.name).decode("utf-8", "backslashreplace"),
@@ -601,8 +583,7 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self) -> None:
-        """If archives of this put had members at one path, make the last one count. Raises
-        DieselError."""
+        """The last of several members at one path counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
         view = self._newest_view() if contested else None
@@ -629,8 +610,8 @@ class ArchivesSource(Source):
         return self._work.repository.view(self._session.name)
 
     def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
-        """Read an archive again for the paths with these hashes, and compare contents with those in
-        the dataset. Raises DieselError."""
+        """Takes the paths with these hashes, and compares contents with the dataset. Raises
+        DieselError."""
         comparer = Comparer(
             view, self._work.target, self._work.options,
             _OnlyThese(self._work.path_filter, hashes), lambda _: True,
@@ -667,7 +648,6 @@ class ArchivesSource(Source):
 
 
 def _opened(job: _Job) -> ArchiveFile:
-    """Open an archive. Raises OSError with the reason."""
     try:
         return job.archive.open(job.state)
     except DieselError as error:
@@ -675,21 +655,19 @@ def _opened(job: _Job) -> ArchiveFile:
 
 
 def _difference(expected: bytes, sha256: bytes) -> str:
-    """The reason why an archive of this SHA-256 is not the expected one, or the empty string."""
     if expected in (b"", sha256):
         return ""
     return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
-    """Whether the place of an archive reports the same bytes as when it was recorded."""
     if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
         return False
     return job.archive.sha256 in (b"", record.sha256)
 
 
 def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
-    """The archives in their order; small ones are grouped into batches of about a chunk."""
+    """Small archives are joined into batches of about a chunk."""
     batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
@@ -700,17 +678,13 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
 
 
 class _Contested(NamedTuple):
-    """The archives that have files or links at the same paths."""
-
     last: list[tuple[_Job, Set[int]]]
-    """The archives that are the last with some path, in their order, with the hashes of these
-    paths."""
+    """The last archives with some path, in their order, with the hashes of these paths."""
     yields: dict[int, list[_Job]]
-    """The last ones, by the `id` of each of the other archives."""
+    """The last archives, by the `id` of each other job."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
-    """Compare the paths of the archives that were read."""
     lengths = [len(job.log.paths) for job in jobs]
     paths = np.concatenate(
         [np.zeros(0, np.uint64), *(np.frombuffer(job.log.paths, np.uint64) for job in jobs)]
@@ -736,12 +710,11 @@ def _contested(jobs: Sequence[_Job]) -> _Contested:
 
 
 def _paths(jobs: Sequence[_Job]) -> set[int]:
-    """The hashes of the paths of archives that were read."""
     return {path for job in jobs if not job.is_skipped for path in job.log.paths}
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:
-    """Take the members of an archive from another dataset; returns why that broke off."""
+    """Returns why that broke off."""
     view, record = original
     reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
     try:
@@ -774,7 +747,7 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """The files in the chunks of a record, chunk by chunk, and the end of each chunk's files."""
+    """The files chunk by chunk, and the end of each chunk's files."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

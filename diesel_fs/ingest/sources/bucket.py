@@ -1,10 +1,9 @@
 """Objects of a bucket as the source of a put: each becomes a file named after its key.
 
-The caller passes a `Bucket`, which lists and fetches. Keys that end in a slash are folders in
-consoles: they are left out, and the report names one that has content. An object is left out and
-named if its key cannot be a path, or if the store does not give it: an archived one, or one that
-the user may not read. Modes are 0644; times are those of writing. The listing begins before a
-dataset is created: if it fails, no empty dataset is left.
+Keys that end in a slash are folders in consoles: they are left out, and the report names one that
+has content. An object is left out and named if its key cannot be a path, or if the store refuses
+it: an archived one, or one that the user may not read. Modes are 0644; times are those of writing.
+The listing begins before a dataset is created: if it fails, no empty dataset is left.
 
 One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
@@ -26,24 +25,24 @@ from ..paths import check_file_target, refusal_reason, target_path
 from ..put import Source
 
 FETCHES = 32
-"""Requests at once: an object store answers each after tens of milliseconds."""
+"""An object store answers after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
-"""Larger objects are fetched in pieces of this size."""
+"""Larger objects are fetched in pieces."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""Limit of bytes that are fetched but not packed yet; at most one piece more."""
+"""Fetched but not packed bytes; one piece more is possible."""
 
 REFUSED_IN_A_ROW_MAX = 100
-"""If the store refuses more objects than this in a row, it refuses them all."""
+"""The store refuses all objects if it refuses more in a row."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
 
 
 class BucketObject(NamedTuple):
-    """One object of a listing; `key` is relative to the requested prefix, and empty if the prefix
-    is the object's own key."""
+    """`key` is relative to the requested prefix, and empty if the prefix is the object's
+    own key."""
 
     key: bytes
     size: int
@@ -52,31 +51,26 @@ class BucketObject(NamedTuple):
 
 
 class Bucket(Protocol):
-    """Objects below a prefix of a bucket. `read` may be called from many threads."""
+    """Objects below a prefix. Any thread may call `read`."""
 
     def objects(self) -> Iterator[BucketObject]:
-        """All objects below the prefix, in order of their keys; or the one object that it names.
-
-        Raises NotFoundError if there is neither, ObjectStoreError, PermissionDenied.
-        """
+        """The objects below the prefix, in order of keys; or the one that it names. Raises
+        NotFoundError if there is neither, ObjectStoreError, PermissionDenied."""
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """`size` bytes of an object from `start` on, in its state at the listing.
-
-        Raises NotFoundError if it is gone, ConflictError if it has changed or is archived,
-        ObjectStoreError.
-        """
+        """The object has its state of the listing. Raises NotFoundError if it is gone,
+        ConflictError if it has changed or is archived, ObjectStoreError."""
         ...
 
     def stop(self) -> None:
-        """End reads that wait because the store has asked for a pause. Repeatable."""
+        """End reads that wait in a pause of the store's. Repeatable."""
         ...
 
 
 class BucketSource(Source):
-    """The objects of a bucket. A bucket of one object goes to the target itself, as a file. If an
-    empty source is allowed, a missing one counts as empty. Raises NotFoundError."""
+    """A single object goes to the target itself, as a file. If an empty source is allowed, a
+    missing one counts as empty. Raises NotFoundError."""
 
     shadowed_reason = "it is a folder of the bucket, too"
 
@@ -85,8 +79,7 @@ class BucketSource(Source):
         self._objects: Iterator[BucketObject] = iter(())
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Begin the listing. Raises UsageError, too, for one object without a name or with
-        --delete."""
+        """Raises UsageError for one object without a name or with --delete."""
         listed = self._bucket.objects()
         try:
             first = next(listed, None)
@@ -111,7 +104,7 @@ class BucketSource(Source):
         options, report = self._work.options, self._work.report
         packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
         fetched = _ObjectFetcher(self._bucket, self._changed())
-        refused = 0  # objects in a row
+        refused = 0  # in a row
         try:
             for each in fetched:
                 try:
@@ -134,7 +127,6 @@ class BucketSource(Source):
         return True
 
     def _changed(self) -> Iterator[BucketObject]:
-        """The objects to put, compared with the dataset as they are listed."""
         report, comparer = self._work.report, self._comparer
         for number, each in enumerate(self._objects):
             if number % _PROGRESS_OBJECTS == 0:
@@ -163,7 +155,7 @@ class BucketSource(Source):
         report.walked = True
 
     def _has_same_content(self, index: int, each: BucketObject) -> bool:
-        """Whether the dataset has the bytes of an object, if `--checksum` asks for that."""
+        """True without `--checksum`."""
         if not self._work.options.checksum:
             return True
         try:
@@ -176,35 +168,32 @@ class BucketSource(Source):
 
 
 class _Piece(NamedTuple):
-    owner: int  # the number of its object
+    owner: int
     size: int
     content: "Future[bytes]"
 
 
 class _ObjectFetcher:
-    """The wanted objects one by one, with their contents, which are fetched ahead."""
-
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
         self._threads = ThreadPoolExecutor(FETCHES, "fetch")
-        self._objects: deque[tuple[int, BucketObject]] = deque()  # those that are being fetched
+        self._objects: deque[tuple[int, BucketObject]] = deque()  # being fetched
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
-        self._current = -1  # the number of the object that the iterator returned last
-        self._piece = memoryview(b"")  # the unread rest of its current piece
+        self._current = -1  # of the object that the iterator returned last
+        self._piece = memoryview(b"")  # the unread rest
         self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
         while self._objects or self._fill():
             self._current, found = self._objects.popleft()
             yield found
-            self._piece = memoryview(b"")  # a rest is left if reading the object has failed
+            self._piece = memoryview(b"")  # left if reading the object has failed
             while self._ahead and self._ahead[0].owner == self._current:
                 self._drop()
 
     def read(self, size: int, /) -> memoryview:
-        """At most `size` of the next bytes of the object that the iterator returned last; none at
-        its end."""
+        """Reads the object that the iterator returned last."""
         if not self._piece:
             self._fill()
             if not self._ahead or self._ahead[0].owner != self._current:
@@ -217,7 +206,6 @@ class _ObjectFetcher:
         return part
 
     def close(self) -> None:
-        """Stop fetching."""
         self._bucket.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -227,7 +215,7 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Fetch ahead as far as the limits allow; returns whether there is an object to pack."""
+        """Returns whether there is an object to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX
@@ -237,7 +225,7 @@ class _ObjectFetcher:
         return bool(self._objects)
 
     def _fetch_steps(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
-        """Each step begins to fetch a piece; an empty object counts as a piece."""
+        """An empty object counts as a piece."""
         for number, found in enumerate(wanted):
             self._objects.append((number, found))
             if not found.size:

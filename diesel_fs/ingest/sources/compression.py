@@ -1,8 +1,8 @@
-"""Decompresses a stream ahead of its reader; the first bytes tell which compression it has.
+"""Decompresses a stream ahead of its reader, by the format of its first bytes.
 
 gzip (also of several members), bzip2, xz and Zstandard are known. A thread decompresses blocks
-while the reader works on earlier ones, so a put packs and decompresses on two cores. The libraries
-release the interpreter's lock meanwhile, and verify the checksums of their formats.
+while the reader works on earlier ones: the libraries release the interpreter's lock, and verify
+their formats' checksums.
 """
 
 import bz2
@@ -28,7 +28,7 @@ BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
     IsalError,  # type: ignore[assignment]  # its stub takes this class for an instance
 )
-"""Errors that reading a damaged compressed stream raises."""
+"""A damaged stream raises these."""
 
 MAGIC_BYTES = 6
 _BLOCK_BYTES = 1 << 20
@@ -38,11 +38,11 @@ _READ_BYTES = 1 << 20
 
 
 class TrailingBytes(OSError):
-    """The bytes behind the compressed streams are no such stream. All before them has been read."""
+    """All before these bytes has been read."""
 
 
 class _Stream(Protocol):
-    """Decompresses one stream (a gzip member, a Zstandard frame)."""
+    """A gzip member, a Zstandard frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -76,8 +76,8 @@ _FORMATS = (
 
 
 def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
-    """The content of a stream from here on: decompressed, or buffered if it is not compressed. The
-    caller closes it; the stream itself stays open."""
+    """The rest of a stream: decompressed, or buffered if it is not compressed. The caller closes
+    it; the stream itself stays open."""
     buffered = BufferedStream(stream)
     magic = buffered.peek(MAGIC_BYTES)[:MAGIC_BYTES]
     for each in _FORMATS:
@@ -87,18 +87,17 @@ def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
 
 
 class _Streams:
-    """The content of all compressed streams of one format that follow each other. Zeros may stand
-    between and behind them, as padding."""
+    """Zeros may stand between and behind the streams."""
 
     def __init__(self, file: "BufferedStream", kind: _Format) -> None:
         self._file = file
         self._kind = kind
         self._stream = kind.begin()
-        self._next = b""  # compressed bytes that were read but not yet decompressed
+        self._next = b""  # read but not yet decompressed
 
     def readinto(self, room: memoryview) -> int:
-        """Fill a part of the room; returns the number of bytes, 0 only at the end. Raises
-        TrailingBytes, and the errors of the library."""
+        """Returns the number of bytes, 0 only at the end. Raises TrailingBytes, and the errors of
+        the library."""
         while not self._stream.eof or self._begin_next():
             data = b""
             if self._stream.needs_input:
@@ -112,7 +111,7 @@ class _Streams:
         return 0
 
     def _begin_next(self) -> bool:
-        """Continue behind a stream that has ended; False at the end of all streams."""
+        """False at the end."""
         rest = self._stream.unused_data.lstrip(b"\0")
         while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
             rest = (rest + more).lstrip(b"\0")
@@ -127,7 +126,7 @@ class _Streams:
 
 
 class BufferedStream(io.BufferedReader):
-    """Buffers the caller's stream, and does not close it."""
+    """Does not close the caller's stream."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(cast("io.RawIOBase", stream), _READ_BYTES)
@@ -136,13 +135,10 @@ class BufferedStream(io.BufferedReader):
 
 
 class Decompressor(io.BufferedIOBase):
-    """The decompressed content of a stream, at most `_BLOCKS_AHEAD` MiB ahead of its reader.
-
-    Bytes decompressed before an error are read first; then the error is raised.
-    """
+    """Runs at most `_BLOCKS_AHEAD` MiB ahead of its reader. Bytes decompressed before an error are
+    read first; then the error is raised."""
 
     def __init__(self, readinto: Callable[[memoryview], int]) -> None:
-        """A thread calls `readinto`, which decompresses a part into a buffer."""
         self._readinto = readinto
         self._blocks: queue.Queue[memoryview | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
         self._block = memoryview(b"")
@@ -156,12 +152,12 @@ class Decompressor(io.BufferedIOBase):
         return True
 
     def peek(self, size: int) -> bytes:
-        """At most `size` of the next bytes, at least one unless the content has ended. A later
-        `read` returns them again."""
+        """Returns at least one byte unless the content has ended. A later `read` returns
+        it again."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
-        """Read at least a byte, unless the content has ended. Raises the errors of
+        """Reads at least a byte, unless the content has ended. Raises the errors of
         decompression."""
         room = memoryview(buffer)
         if not self._block and not self._next():
@@ -172,7 +168,7 @@ class Decompressor(io.BufferedIOBase):
         return count
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next `size` bytes, or fewer at the end."""
+        """Returns fewer bytes at the end."""
         assert size is not None
         assert size >= 0
         parts = []
@@ -187,7 +183,6 @@ class Decompressor(io.BufferedIOBase):
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the thread. Its decompressed bytes are lost."""
         self._is_over.set()
         while self._thread.is_alive():
             try:

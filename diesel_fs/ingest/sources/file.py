@@ -1,4 +1,4 @@
-"""One file as the source of a put, under a name of its own. It is packed in this process."""
+"""One file as the source of a put, packed in this process."""
 
 import os
 import stat
@@ -18,11 +18,8 @@ from .walk import failure_reason
 
 
 class FileSource(Source):
-    """The file at `path` (a link to one is followed); it goes to the target itself.
-
-    Raises ConflictError if a folder with entries stands there or a file stands above, and
-    UsageError for a path that is no file.
-    """
+    """The file at `path`, or behind a link there, goes to the target itself. Raises ConflictError
+    if a folder with entries is there or a file above, and UsageError for a path that is no file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,9 @@
-"""A folder as the source of a put: this process walks and commits, forked processes read and pack.
+"""A folder as the source of a put: this process walks and commits, forked processes (`worker.py`)
+read, hash, compress and store chunks.
 
-The packing processes (`worker.py`) read, hash, compress and store chunks. The coordinator makes all
-IDs and all commits: IDs have to follow the committed ones (FORMAT.md, section 3), and the metadata
-store has one writer for a put. The coordinator is one thread, and forks before it starts any.
+The coordinator makes all IDs and all commits: IDs have to follow the committed ones (FORMAT.md,
+section 3), and the metadata store has one writer for a put. It is one thread, and forks before it
+starts any.
 """
 
 import os
@@ -30,19 +31,19 @@ from ..put import PutWork, Source
 from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, last_chunks, stop_workers
 from .walk import walk, walk_paths
 
-_BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
+_BATCH_ENTRIES = 256  # sending takes some 100 us, packing 4 ms
 _OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
-_BACKLOG_BATCHES = 1024  # the most that the walk may run ahead: some 5 MB of names
+_BACKLOG_BATCHES = 1024  # some 5 MB of names
 COMMIT_EVERY_S = 0.1  # a commit takes some milliseconds, and more on a remote store
-_STALE_TRIES = 2  # tries to pack files again after their chunk missed the put window
+_STALE_TRIES = 2  # after a chunk missed the put window
 
 
 class FolderSource(Source):
-    """The contents of a folder, or of its `paths` (files, links or single folders in it).
+    """A folder, or its `paths` (files, links or single folders in it).
 
     If the object store does not work in forked children, `program` packs: a command that takes a
-    descriptor and calls `worker.run_worker_program`. Chunks that become durable within
-    `commit_every_s` are committed together, with at most `commit_entries_max` entries.
+    descriptor and calls `worker.run_worker_program`. Chunks of `commit_every_s` are committed
+    together, with at most `commit_entries_max` entries.
     """
 
     def __init__(
@@ -112,7 +113,6 @@ class FolderSource(Source):
         return True
 
     def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_PackMessage]":
-        """The changes of these paths (None: of all)."""
         path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
             listings = walk(self._root, path_filter, failed)
@@ -122,7 +122,7 @@ class FolderSource(Source):
 
 
 def open_source(source: Path) -> int:
-    """A descriptor of a folder. Raises NotFoundError, PermissionDenied."""
+    """Raises NotFoundError, PermissionDenied."""
     try:
         return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -133,8 +133,6 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
-    """The files that one message tells a process to pack."""
-
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
     count: int = 0
@@ -142,8 +140,6 @@ class _PackMessage:
 
 @dataclass(eq=False)
 class _FolderPut:
-    """The coordinator of one put: entries that were walked, are being packed, or are done."""
-
     session: WriteSession
     target: bytes
     batches: Iterator[_PackMessage]
@@ -152,15 +148,15 @@ class _FolderPut:
     commit_entries_max: int
 
     def __post_init__(self) -> None:
-        self.stale: list[bytes] = []  # paths below the source whose chunk came too late
+        self.stale: list[bytes] = []  # their chunk came too late
         self._backlog: deque[_PackMessage] = deque()
-        # Chunks that are durable but not committed, each with the number of entries that end in it
+        # Durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
-        self._committed_s = float("-inf")  # monotonic time of the last commit
+        self._committed_s = float("-inf")
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
-        """Feed the processes until all batches are packed, stored and committed; end them."""
+        """Ends the processes after the last batch is packed, stored and committed."""
         try:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
@@ -202,7 +198,7 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """Let the walk run ahead by one batch; returns whether there may be more."""
+        """Returns whether there may be more."""
         if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self.batches, None)
@@ -214,7 +210,6 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
-        """Receive one message of a packing process, and answer it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -244,17 +239,14 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """The time that the next commit waits for more chunks; None if there is no chunk yet."""
+        """The time until the next commit; None if there is no chunk yet."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
 
     def _commit(self) -> None:
-        """Commit all chunks that are durable, and count them.
-
-        If this is interrupted, nobody knows whether they are committed, so they stay to be
-        committed again. Chunks that the metadata store refuses are not offered again.
-        """
+        """Commit and count the durable chunks. After an interruption, they are committed again, as
+        the outcome is unknown. Chunks that the metadata store refuses are not offered again."""
         if not self._stored:
             return
         try:
@@ -269,7 +261,6 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
-    """The changes, in batches of about `_BATCH_ENTRIES`."""
     batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged

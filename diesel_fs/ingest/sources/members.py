@@ -1,10 +1,10 @@
 """Takes the members of a tar or a zip one by one: refuses, compares and packs them.
 
-A member is described by a `tarfile.TarInfo`, whatever archive it is in. Files, links and folders
-are put with their mode and mtime. If several members have one name, the last counts. Devices,
-pipes, unknown kinds, absolute names and names with `..` are left out, and the report names them. A
-hard link becomes a file with the bytes that its target has at the end: they are copied from the
-dataset, since an archive is read only once. One thread.
+A `tarfile.TarInfo` describes a member of any archive. Files, links and folders are put with their
+mode and mtime. If several have one name, the last counts. Devices, pipes, unknown kinds, absolute
+names and names with `..` are left out, and the report names them. A hard link becomes a file with
+its target's bytes at the end: they are copied from the dataset, since an archive is read only once.
+One thread.
 """
 
 import io
@@ -26,32 +26,29 @@ from ..packer import FILE_BYTES_MAX, Packer
 from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
 from ..put import PutWork
 
-READ_BYTES = 1 << 20  # of a content at once
+READ_BYTES = 1 << 20
 _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
-_LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
+_LINK_MEMORY_BYTES = 256 << 20
 
 OpenContent = Callable[[], BinaryIO]
-"""Opens the content of a member."""
 
 
 class MemberLog:
-    """A record of an archive's entries, filled as its members are taken. Each method may be
-    overridden."""
+    """Filled as an archive's members are taken. Each method may be overridden."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
-        """Files; the path of each below the archive's root is `prefix` and its name."""
+        """A path below the archive's root is `prefix` and a name."""
 
     def add_other(self, path: bytes, *, is_link: bool) -> None:
-        """A link or a folder, by its path below the archive's root."""
+        """A link or a folder, below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
-        """The last added member is in the dataset already, at this index of its view."""
+        """The dataset has the last added member already, at this index of its view."""
 
 
 @dataclass(slots=True)
 class FolderFiles:
-    """Small files of one folder, with contents in memory. `prefix` is the folder's name in the
-    archive, with the slash."""
+    """`prefix` is the folder's name in the archive, with the slash."""
 
     prefix: bytes
     names: list[bytes]
@@ -61,7 +58,7 @@ class FolderFiles:
 
 
 class MemberTaker:
-    """Takes members for one put. Without a packer (in a dry run) it only counts them."""
+    """Only counts members if it has no packer (in a dry run)."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class MemberTaker:
         return bool(self._hard_links)
 
     def take_files(self, files: FolderFiles) -> None:
-        """Take small files of a folder: all at once if the folder is empty in the dataset."""
+        """All at once if the folder is empty in the dataset."""
         folder = self._empty_target_folder(files)
         if folder is not None and max(map(len, files.contents)) <= self._extent_bytes:
             self.work.report.entries_found += len(files.names)
@@ -102,8 +99,8 @@ class MemberTaker:
     def take(
         self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content_of: OpenContent
     ) -> None:
-        """Take one member: put it, or name it in the report. `path` is relative to the source;
-        `mtime_ns` is None if it cannot be stored."""
+        """Put a member, or name it in the report. `path` is relative to the source; `mtime_ns` is
+        None if it cannot be stored."""
         report, comparer = self.work.report, self._comparer
         target = target_path(self.work.target, path)
         if reason := _refusal(member, path, target):
@@ -142,8 +139,8 @@ class MemberTaker:
             self._put(member, target, index, entry, content_of)
 
     def copy_hard_links(self, view: Snapshot) -> None:
-        """Put the hard links as files, with the bytes that their targets have in `view`, which is
-        the dataset with all entries packed before."""
+        """Put hard links as files, with their targets' bytes in `view`, the dataset with all
+        entries packed before."""
         assert self._packer is not None
         repository, report = self.work.repository, self.work.report
         reader = EntryReader(view, repository.objects, _LINK_MEMORY_BYTES)
@@ -184,8 +181,8 @@ class MemberTaker:
         return self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
 
     def _empty_target_folder(self, files: FolderFiles) -> bytes | None:
-        """The folder of the dataset for these files; None if it is not empty, if a name is not
-        allowed, or if each file must be checked by itself."""
+        """The dataset's folder; None if it is not empty, if a name is not allowed, or if each file
+        must be checked by itself."""
         if self._hard_links or not self.work.path_filter.includes_all:
             return None
         prefix = files.prefix
@@ -208,8 +205,7 @@ class MemberTaker:
         entry: Stat,
         content_of: OpenContent,
     ) -> None:
-        """Put a member unless the entry at `index` is equal. `entry` has only the mode bits that a
-        dataset keeps."""
+        """Skips an equal entry at `index`. `entry` has only the mode bits that a dataset keeps."""
         link = encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
@@ -233,7 +229,6 @@ class MemberTaker:
             self._pack(target, index, to_pack, content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        """Pack an entry; in a dry run, count it."""
         self.work.report.entries_found += 1
         self._comparer.mark_replaced(index)
         if self._packer is None:
@@ -251,7 +246,7 @@ class MemberTaker:
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
-        """Note a hard link; its content is copied after the archive has been read."""
+        """Its content is copied after the archive has been read."""
         origin = member_path(encoded(member.linkname))
         if not origin or path_fault(origin):
             self.work.report.fail(path, f"refused: a hard link to {shown(origin)}")
@@ -261,20 +256,20 @@ class MemberTaker:
 
 
 def encoded(text: str) -> bytes:
-    """The bytes of a name or link target that was decoded as UTF-8."""
+    """The name or target was decoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def member_path(name: bytes) -> bytes:
-    """The path of a name in an archive, without leading `./`; empty for the root."""
+    """ "" for the root."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
 
 
 def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The file at the end of each hard link's chain of links, by path; for links in a ring, any of
-    its members. `links` maps each link to its target."""
+    """The file at the end of each hard link's chain, by path; for a ring, any of its members.
+    `links` maps each link to its target."""
     origins: dict[bytes, bytes] = {}
     for path in links:
         chain: dict[bytes, None] = {}
@@ -286,13 +281,12 @@ def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def _name(prefix: bytes) -> bytes:
-    """A folder's name in an archive, with its slash, for comparison with paths below the root."""
+    """Keeps the slash, for comparison with paths below the root."""
     path = member_path(prefix)
     return path + b"/" if path else b""
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
-    """The reason why such a member cannot be put, or the empty string."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
     if reason := refusal_reason(target):

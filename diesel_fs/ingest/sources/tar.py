@@ -1,9 +1,9 @@
 """A tar as the source of a put: read once from a stream, and packed in this process on the way.
 
 `tar_headers.py` reads headers of plain files, and Python's `tarfile` all others, within limits on
-the sizes that headers may claim. Sparse files become dense. `members.py` handles each entry. One
-tar may follow another in the stream (as after `cat a.tar b.tar`); the report names trailing bytes
-that are no tar. Three threads: this one, the packer's own, and one that decompresses.
+claimed sizes. Sparse files become dense. One tar may follow another in the stream (as after `cat
+a.tar b.tar`); the report names trailing bytes that are no tar. Three threads: this one, the
+packer's own, and one that decompresses.
 """
 
 import re
@@ -37,10 +37,10 @@ from .tar_headers import (
     plain_files,
 )
 
-_READ_BYTES = 1 << 20  # of a stream at once
-_WINDOW_BYTES = 4 << 20  # of the tar in memory, to look for plain files in
+_READ_BYTES = 1 << 20
+_WINDOW_BYTES = 4 << 20  # to look for plain files in
 _REFILL_BYTES = 1 << 20  # if less of it is left, more is read
-_PROGRESS_ENTRIES = 256  # from one report of progress to the next
+_PROGRESS_ENTRIES = 256
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all headers before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
@@ -50,7 +50,7 @@ _BROKEN: tuple[type[Exception], ...] = (tarfile.TarError, FileSkipped, *BROKEN_S
 
 
 class _Tar(tarfile.TarFile):
-    """A tar that remembers how it ended. `tarfile` itself takes a damaged header for the end."""
+    """It remembers how it ended: `tarfile` itself takes a damaged header for the end."""
 
     members: list[tarfile.TarInfo]
     end_error: tarfile.HeaderError | None = None
@@ -58,8 +58,8 @@ class _Tar(tarfile.TarFile):
 
     @property
     def is_at_header(self) -> bool:
-        """Whether the next header is in the window, so that `plain_files` may read it. Skips the
-        rest of the entry before."""
+        """Whether the next header is in the window, for `plain_files`. Skips the rest of the entry
+        before."""
         if not self.window.skip_to(self.offset):
             return False
         # Another global header would change the meaning of all later ones
@@ -67,12 +67,10 @@ class _Tar(tarfile.TarFile):
 
 
 class _Member(tarfile.TarInfo):
-    """An entry of a `_Tar`."""
-
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """A header. tarfile takes the field `prefix` for a part of the name in every format, but
-        GNU tar's own format has times there."""
+        """tarfile takes the field `prefix` for a part of the name in every format, but GNU tar's
+        own format has times there."""
         found = super().frombuf(buf, encoding, errors)
         if not has_prefix(buf) and any(buf[PREFIX]) and found.type not in tarfile.GNU_TYPES:
             found.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
@@ -82,8 +80,7 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        """The next entry. tarfile reads headers of any length and depth; this method bounds
-        them."""
+        """tarfile reads headers of any length and depth; this method bounds them."""
         assert isinstance(tarfile, _Tar)
         stream = cast("IO[bytes] | _Headers", tarfile.fileobj)
         depth = stream.depth + 1 if isinstance(stream, _Headers) else 1
@@ -101,7 +98,7 @@ class _Member(tarfile.TarInfo):
             raise tarfile.end_error from error
         finally:
             tarfile.fileobj = cast("IO[bytes]", stream)
-        if found.size < 0:  # the entry will be refused; the next header should follow this one
+        if found.size < 0:  # refused later; the next header should follow this one
             tarfile.offset = found.offset_data
         if found.type == _DUMP_FOLDER:  # its content, a list of names, is skipped
             found.type = DIRTYPE
@@ -112,7 +109,7 @@ HeaderError, DIRTYPE = tarfile.HeaderError, tarfile.DIRTYPE
 
 
 class _Headers:
-    """The stream of a tar while the headers of one entry are read: bounds their length and depth.
+    """Bounds the length and depth of one entry's headers.
 
     The body of an extended header is checked before tarfile sees it, since tarfile accepts
     overlapping records, and makes gigabytes from a short header.
@@ -161,8 +158,7 @@ def _check_records(body: bytes) -> None:
 
 
 class _Window:
-    """The stream of a tar, with its next part in memory (`data[at:end]`). `tarfile` reads it as a
-    file."""
+    """The tar's next part is `data[at:end]`. `tarfile` reads it as a file."""
 
     def __init__(self, stream: BufferedStream | Decompressor) -> None:
         self.data = bytearray(_WINDOW_BYTES)
@@ -176,14 +172,14 @@ class _Window:
         return self._start + self.at
 
     def seek(self, position: int) -> None:
-        """Skip forward to a position. Raises the errors of the stream."""
+        """Goes only forward. Raises the errors of the stream."""
         if position < self.tell():
             raise tarfile.StreamError("a tar is read in one direction")
         while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
             pass
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, or fewer at the end. Raises the errors of the stream."""
+        """Returns fewer bytes at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -201,14 +197,13 @@ class _Window:
         return b"".join(parts)
 
     def skip_to(self, position: int) -> bool:
-        """Go to a position that is in memory; False if it is not."""
         if not 0 <= position - self.tell() <= self.end - self.at:
             return False
         self.at = position - self._start
         return True
 
     def skip_zeros(self) -> bool:
-        """Go to the next block that is not all zeros; False at the end. Raises the errors of the
+        """Finds the next block that is not all zeros; False at the end. Raises the errors of the
         stream."""
         while True:
             self.fill()
@@ -224,8 +219,7 @@ class _Window:
                 return False
 
     def fill(self) -> bool:
-        """Read more into memory; False if there is enough, or nothing is left. The window must
-        stand at a header."""
+        """False if there is enough, or nothing is left. The window must stand at a header."""
         left = self.end - self.at
         if left >= _REFILL_BYTES:
             return False
@@ -244,11 +238,11 @@ class _Window:
 
 
 START_BYTES = 512 << 10
-"""The bytes that `is_tar` needs. A tar without entries is shorter."""
+"""What `is_tar` needs. A tar without entries is shorter."""
 
 
 def is_tar(start: bytes) -> bool:
-    """Whether a stream that begins with these bytes (START_BYTES, or all it has) is a tar."""
+    """`start` has START_BYTES, or the whole stream."""
     if len(start) < BLOCK_BYTES:
         return False
     try:
@@ -261,8 +255,7 @@ def is_tar(start: bytes) -> bool:
 
 
 class TarEntries:
-    """The entries of a tar in a decompressed stream, which can be taken once, in their order.
-    Raises UsageError for a stream that is no tar."""
+    """Taken once, in their order. Raises UsageError for a stream that is no tar."""
 
     def __init__(self, plain: BufferedStream | Decompressor) -> None:
         try:
@@ -279,11 +272,10 @@ class TarEntries:
                 advice="plain, gzip, bzip2, xz and Zstandard are known",
             ) from error
         self._tar.window = window
-        self._last = b""  # the last entry that was taken
+        self._last = b""
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Take all entries; returns why the tar broke off, or the empty string. Raises
-        DieselError."""
+        """Returns why the tar broke off, or "". Raises DieselError."""
         tar, ends = self._tar, 0
         try:
             while True:
@@ -304,8 +296,7 @@ class TarEntries:
             return f"the tar is damaged or cut off{last}: {error}"
 
     def _take_one_tar(self, taker: MemberTaker) -> None:
-        """Take the entries up to the end of a tar, or to damage. Raises the errors of the stream,
-        and DieselError."""
+        """Ends at the tar's end, or at damage. Raises the errors of the stream, and DieselError."""
         tar, work, entries = self._tar, taker.work, 0
         while (member := tar.next()) is not None:
             tar.members.clear()  # otherwise tarfile keeps a kilobyte for each
@@ -319,7 +310,6 @@ class TarEntries:
                 work.progress(work.report)
 
     def _take_plain(self, taker: MemberTaker) -> None:
-        """Take the plain files that come next. Raises the errors of the stream."""
         tar = self._tar
         while tar.is_at_header:
             window = tar.window
@@ -336,11 +326,8 @@ class TarEntries:
 
 
 class TarSource(Source):
-    """The entries of a tar in a stream.
-
-    If the tar breaks off, the entries read so far are put, the report has the reason with an empty
-    path, and nothing is deleted. Raises UsageError for a stream that is no tar.
-    """
+    """If the tar breaks off, the entries read so far are put, the report has the reason with an
+    empty path, and nothing is deleted. Raises UsageError for a stream that is no tar."""
 
     shadowed_reason = "it is a folder of the tar, too"
 
@@ -355,7 +342,6 @@ class TarSource(Source):
         self._tar = TarEntries(self._content)
 
     def close(self) -> None:
-        """Give up entries that are not stored."""
         if self._packer is not None:
             self._packer.close()
         if self._content is not None:
@@ -379,7 +365,6 @@ class TarSource(Source):
         return is_complete
 
     def _take(self, taker: MemberTaker) -> bool:
-        """Take all entries; returns whether the tar was complete."""
         assert self._tar is not None
         try:
             reason = self._tar.take_all(taker)
@@ -391,7 +376,6 @@ class TarSource(Source):
 
 
 def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
-    """The files; those of one folder that follow each other are grouped."""
     names, start = files.names, 0
     while start < len(names):
         prefix_bytes = names[start].rfind(b"/") + 1
@@ -413,7 +397,6 @@ def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
-    """The mtime of an entry; None if it has no valid one."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS

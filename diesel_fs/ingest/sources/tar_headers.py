@@ -1,10 +1,9 @@
 """Reading the headers of plain files in a tar, many at once, as columns.
 
-A tar of a million small files has a million headers, and `tarfile` takes 50 us for each. A plain
-file is a regular file in the format v7, ustar or GNU, optionally behind one GNU header with a long
-name or one pax header with common keys. All other and all damaged headers are left to `tarfile`;
-the results here equal those of `tar.py` with `tarfile` for the same bytes. Pure: bytes in, values
-out.
+`tarfile` takes 50 us for each header. A plain file is a regular file in the format v7, ustar or
+GNU, optionally behind one GNU header with a long name or one pax header with common keys. All other
+and all damaged headers are left to `tarfile`; the results equal those of `tar.py` with `tarfile`.
+Pure: bytes in, values out.
 """
 
 import re
@@ -23,39 +22,35 @@ _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
-"""Keys of pax headers that a put ignores, and that do not change the place of contents."""
+"""They do not change the place of contents."""
 
 PREFIX = slice(345, 500)
-"""The place of the first part of a long name in a ustar header."""
+"""The first part of a long name in a ustar header."""
 
 _MAGIC, _USTAR = slice(257, 263), b"ustar\0"
 _Bytes = npt.NDArray[np.uint8]
 
 
 def has_prefix(header: bytes | bytearray) -> bool:
-    """Whether a header is of the ustar format. Other formats have other data at PREFIX, or none."""
+    """The ustar format. Others have other data at PREFIX, or none."""
     return header[_MAGIC] == _USTAR
 
 
 @dataclass(slots=True)
 class PlainFiles:
-    """Regular files that follow each other in a tar, and the places of their contents."""
-
     names: list[bytes] = field(default_factory=list)
-    """As they stand in the tar."""
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """The starts of the contents."""
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """The start of the next header, which is not plain or not complete."""
+    """The next header, which is not plain or not complete."""
 
 
 class _Extended(NamedTuple):
-    """The contents of an extended header, which stands before a file's own header."""
+    """It stands before a file's own header."""
 
-    header: int  # the start of the file's own header
+    header: int  # of the file
     body_bytes: int
     name: bytes | None
     mtime_ns: int | None
@@ -64,11 +59,11 @@ class _Extended(NamedTuple):
 def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
     """The first files in `data[start:end]`, up to one that is not plain or not complete there.
 
-    A header stands at `start`; `start` is a multiple of BLOCK_BYTES. In a header, byte 156 is the
-    kind, and bytes 124 to 135 are the size.
+    A header stands at `start`, a multiple of BLOCK_BYTES. In a header, byte 156 is the kind, and
+    bytes 124 to 135 are the size.
     """
-    starts: list[int] = []  # of entries, with their extended headers
-    headers: list[int] = []  # the starts of their own headers
+    starts: list[int] = []  # with extended headers
+    headers: list[int] = []  # without
     sizes: list[int] = []
     extended: dict[int, _Extended] = {}  # by the position in these lists
     at = start
@@ -105,10 +100,8 @@ def _columns(
     sizes: list[int],
     extended: dict[int, _Extended],
 ) -> PlainFiles:
-    """The columns of the first headers, up to one whose fields are not plain.
-
-    `good` says of each header whether it is plain; the numbers are the places of ustar's fields.
-    """
+    """The first headers' columns, up to one whose fields are not plain. `good` marks plain headers;
+    the numbers are the places of ustar's fields."""
     files = PlainFiles(end=starts[0])
     if not headers:
         return files
@@ -153,8 +146,7 @@ def _columns(
 
 
 def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
-    """The sum of each header's bytes, with blanks in place of the checksum. Adds four bytes at a
-    time."""
+    """Blanks take the place of the checksum. Adds four bytes at a time."""
     words = head.view(np.uint64)
     every_other = np.uint64(0x00FF00FF00FF00FF)
     lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
@@ -165,8 +157,7 @@ def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
 
 
 def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The numbers of a field: octal digits, then blanks or NULs. Sets `good` to False for other
-    values."""
+    """Octal digits, then blanks or NULs. Sets `good` to False for other values."""
     if len(column) > 1 and (column == column[0]).all():  # usual for owners and modes
         is_good = np.ones(1, np.bool_)
         value = np.repeat(_octal(column[:1], is_good), len(column))
@@ -183,7 +174,7 @@ def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]
 
 
 def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
-    """The texts of a field, up to their first NUL. Sets `good` to False if other bytes follow."""
+    """A text ends at the first NUL. Sets `good` to False if other bytes follow."""
     if not column.any():
         return [b""] * len(column)
     texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()
@@ -193,10 +184,8 @@ def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
-    """The contents of the extended header at `at`; None if it is not plain.
-
-    Its own fields are checked later, with those of all headers.
-    """
+    """None if the extended header is not plain. Its own fields are checked later, with those of all
+    headers."""
     size_text = data[at + 124 : at + 135]
     ended = data[at + 135] in (0, ord(" "))
     try:
@@ -216,7 +205,7 @@ def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
 
 
 def _pax(body: bytes, header: int) -> _Extended | None:
-    """The records of a pax header; None if one of them is not plain."""
+    """None if a record is not plain."""
     name = mtime_ns = None
     at = 0
     while at < len(body):

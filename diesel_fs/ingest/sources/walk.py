@@ -1,7 +1,7 @@
 """Walks a folder safely, and opens the files in it.
 
 Nothing outside the source is ever opened: folders are opened component by component, and links are
-never followed. Pipes, sockets and devices are skipped, with a reason. No state between calls.
+never followed. Pipes, sockets and devices are skipped, with a reason.
 """
 
 import errno
@@ -17,18 +17,16 @@ from ..options import Filter
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_BATCH_ENTRIES = 1024  # entries of one folder that are Python objects at one time
+_BATCH_ENTRIES = 1024  # of a folder, as Python objects at once
 
 ReportFailure = Callable[[bytes, str], None]
-"""Called with the path (below the source) of an entry that cannot be put, and the reason."""
+"""Called with a path below the source, and the reason."""
 
 
 @dataclass(slots=True)
 class FolderListing:
-    """One folder of the source: its path below the source, its attributes, and the names in it.
-
-    `unread`: the folder could not be listed, so it may contain names that are missing here.
-    """
+    """A folder of the source. `unread`: it could not be listed, so it may contain names that are
+    missing here."""
 
     path: bytes
     mode: int = 0o755
@@ -40,11 +38,9 @@ class FolderListing:
 
 
 def open_folder(root: int, path: bytes) -> int:
-    """A descriptor of the folder `path` below the descriptor `root`; links are not followed.
-
-    It is opened component by component: a path may be longer than the kernel allows in one call,
-    and nobody can replace a component by a link in between. Raises OSError.
-    """
+    """A descriptor of the folder `path` below the descriptor `root`. Component by component: a path
+    may be longer than the kernel allows in one call, and nobody can replace a component by a link
+    in between. Raises OSError."""
     current = os.dup(root)
     for component in path.split(b"/") if path else ():
         try:
@@ -56,16 +52,16 @@ def open_folder(root: int, path: bytes) -> int:
 
 
 def open_file(folder: int, name: bytes) -> int:
-    """A descriptor for reading; never blocks on a pipe, never follows a link. Raises OSError."""
+    """Never blocks on a pipe, never follows a link. Raises OSError."""
     return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
 def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
-    The caller may take folders out of a listing before it asks for the next one: the walk then
-    skips them. The walk is depth first, so that folders in one chunk lie near each other. It holds
-    the names of the folders that wait.
+    The walk skips folders that the caller takes out of a listing before the next one. It is depth
+    first, so that folders in one chunk lie near each other. It holds the names of the folders that
+    wait.
     """
     waiting = [b""]
     while waiting:
@@ -92,7 +88,7 @@ def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: Repo
     prefix = listing.path + b"/" if listing.path else b""
     takes_all = path_filter.includes_all
     try:
-        # Through /proc the names come as bytes; by descriptor they would be decoded first
+        # Through /proc names come as bytes; by descriptor they would be decoded first
         with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
             while batch := [*islice(entries, _BATCH_ENTRIES)]:
                 files = [each.name for each in batch if each.is_file(follow_symlinks=False)]
@@ -157,7 +153,6 @@ def walk_paths(
 
 
 def failure_reason(error: OSError) -> str:
-    """The reason why an entry could not be read, in words for the report."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:

@@ -1,16 +1,15 @@
-"""The entries of a zip, read with Python's `zipfile` in the order in which they lie there.
+"""The entries of a zip, read with Python's `zipfile` in their order in the zip.
 
-Names are the bytes of Info-ZIP's field for UTF-8 names; if it is missing, the entry's own bytes, if
-the entry declares them as UTF-8 or they are valid UTF-8; otherwise they are read as code page 437.
-Programs of Windows have written backslashes for slashes: if an entry says that DOS made it and has
-no slash, its backslashes count as slashes, as in `unzip`. Modes come from a zip made on Unix; other
-zips give 0644 and 0755. An mtime is UTC if the zip has it in the extra field of Info-ZIP. The older
-field has a local time without its zone, and is taken as UTC; if that is no date (some programs
-write zeros), it counts as the first date of the format, 1980-01-01.
+A name is Info-ZIP's field for UTF-8 names; without it, the entry's own bytes, if it declares them
+as UTF-8 or they are valid UTF-8; otherwise code page 437. Windows programs have written backslashes
+for slashes: in an entry of DOS without a slash, backslashes count as slashes, as in `unzip`. Modes
+come from zips made on Unix; others give 0644 and 0755. An mtime in Info-ZIP's extra field is UTC.
+The older field has a local time without its zone, and is taken as UTC; if it is no date (some
+programs write zeros), it counts as the format's first date, 1980-01-01.
 
-An entry that cannot be read is left out, and the report names it: it is encrypted, of an unknown
-method, or damaged. `zipfile` refuses the whole zip if one entry of its table is odd, so
-`_plain_table` repairs the table before `zipfile` reads it.
+The report names entries that cannot be read and are left out: encrypted, of an unknown method, or
+damaged. `zipfile` refuses the whole zip if one entry of its table is odd, so `_plain_table` repairs
+the table first.
 """
 
 import calendar
@@ -28,7 +27,7 @@ from ..packer import FileSkipped
 from .compression import BROKEN_STREAM
 from .members import MemberTaker, member_path
 
-ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second one: of a zip without members
+ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second: without members
 _BROKEN: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
     *(NotImplementedError, ValueError, OverflowError, struct.error),  # malformed header fields
@@ -44,8 +43,8 @@ _DOS, _UNIX = 0, 3
 
 _TABLE_MAGIC = b"PK\x01\x02"
 _TABLE_HEADER = struct.Struct("<4s2xBxH10xLLHHH8xL")
-"""An entry in the table: magic, version needed, flags, sizes of data and content, lengths of name,
-extra fields and comment, and the start of the entry."""
+"""Magic, version needed, flags, sizes of data and content, lengths of name, extra fields and
+comment, and the start of the entry."""
 _IN_ZIP64 = 0xFFFF_FFFF  # a size or offset with this value stands in the ZIP64 field instead
 _NEEDED_AT, _FLAGS_AT = 6, 8
 _NEEDED_MAX = 63  # zipfile refuses the whole zip if one entry needs more
@@ -55,14 +54,14 @@ _ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
 
 @dataclass(slots=True)
 class _TableEntry:
-    """The table's data about an entry, as far as `zipfile` is not trusted with it."""
+    """The data of an entry with which `zipfile` is not trusted."""
 
     name: bytes
     fault: str = ""
 
 
 class ZipEntries:
-    """The entries of a zip in a seekable file. Raises UsageError if it is no zip."""
+    """The file is seekable. Raises UsageError if it is no zip."""
 
     def __init__(self, file: BinaryIO) -> None:
         plain = _PlainTableFile(file)
@@ -77,7 +76,7 @@ class ZipEntries:
         self._zip.close()
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Take all entries; returns why reading broke off: never. Raises DieselError."""
+        """Never breaks off, and returns "". Raises DieselError."""
         work = taker.work
         for number, (info, entry) in enumerate(self._entries):
             name = entry.name
@@ -122,7 +121,7 @@ class ZipEntries:
 
 
 class _PlainTableFile:
-    """A zip's file that shows `zipfile` a repaired table. `zipfile` reads the table at once."""
+    """Shows `zipfile`, which reads the table at once, a repaired one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -137,7 +136,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """The entries of the table. From now on the file is read unchanged."""
+        """From now on the file is read unchanged."""
         self._is_taken = True
         return self._entries
 
@@ -145,7 +144,7 @@ class _PlainTableFile:
 
 
 def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
-    """A table that `zipfile` accepts, and its entries. The list ends at the first damaged entry."""
+    """The table for `zipfile`, with its entries up to the first damaged one."""
     plain, entries, at = bytearray(table), list[_TableEntry](), 0
     while at + _TABLE_HEADER.size <= len(table):
         magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
@@ -172,8 +171,8 @@ def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
 def _make_extra_plain(
     plain: bytearray, at: int, end: int, entry: _TableEntry, raw: bytes, zip64_bytes: int
 ) -> None:
-    """Replace the kinds of extra fields that `zipfile` might refuse by an unknown kind, and take a
-    name from them. `zip64_bytes` is the required length of the field for large sizes."""
+    """Give extra fields that `zipfile` might refuse an unknown kind, and take a name from them.
+    `zip64_bytes` is the required length of the field for large sizes."""
     while at + _FIELD.size <= end:
         kind, size = _FIELD.unpack_from(plain, at)
         field = bytes(plain[at + _FIELD.size : min(at + _FIELD.size + size, end)])
@@ -202,7 +201,6 @@ def _is_utf8(name: bytes) -> bool:
 
 
 def _name(raw: bytes, says_utf8: bool) -> bytes:
-    """An entry's name, decoded as UTF-8 or code page 437."""
     if says_utf8 or _is_utf8(raw):
         return raw
     return raw.decode("cp437").encode("utf-8")

@@ -1,12 +1,10 @@
-"""The accepting end of connections over TCP, from other masters and from clients of other nodes: it
-lets them in, and answers the requests that the data plane cannot (`PEERS.md`, section 3).
+"""The accepting end of TCP connections from other masters and from clients of other nodes
+(`PEERS.md`, section 3).
 
-A connection is accepted and authenticated here, within limits; then it is handed to the data plane
-(`data_plane.py`), which answers from memory. A request that has to wait for a disk, a store or
-another node comes back and gets a task of its own, so answers leave in any order, each in one
-piece. The bytes come from an `AnswerSource`, which is the `Master` of this node.
-
-Concurrency: trio's, beside the thread of the data plane.
+A connection is authenticated here, within limits, and handed to the data plane (`data_plane.py`). A
+request that has to wait for a disk, a store or another node comes back and gets its own task, so
+answers leave in any order. The bytes come from an `AnswerSource`, the `Master` of this node.
+Concurrency: trio's, beside the data plane's thread.
 """
 
 import errno
@@ -32,47 +30,39 @@ from .data_plane import DataPlane, ServedConnection
 log = logging.getLogger("diesel.task")
 
 PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
-"""Connections during their handshake, in all and from one address. Beyond that the oldest is
-closed: a real master's handshake takes milliseconds."""
+"""Pending in all, and from one address. Beyond that the oldest is closed: a real master's handshake
+takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
-"""Connections after their handshake, of masters and of clients of all nodes; further ones are
-refused, and their clients ask through the master of their own node."""
+"""Further ones are refused, and their clients ask through the master of their own node."""
 
-_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # lines about rejections in each period
-_ACCEPT_PAUSE_S = 0.1  # after one of these errors; the next connection waits in the kernel
+_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # rejections logged in each period
+_ACCEPT_PAUSE_S = 0.1  # the next connection waits in the kernel
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
 
 
 class AnswerSource(Protocol):
-    """The source of the bytes of answers."""
-
     @property
     def table(self) -> ChunkTable:
-        """The chunks of the current version that are in memory."""
+        """Chunks of the current version in memory."""
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes of the parts with status `GIVEN`, which never
-        change. With `through`, it asks other nodes for their parts; `rank` is the node that
-        asks."""
+        """Return each part's status, and the bytes, which never change, of those with `GIVEN`.
+        `through`: ask other nodes for their parts. `rank` is the asking node's."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        """Take over a message about plans from the master of this rank; its status."""
+        """Take over a message about plans from a master; its status."""
 
 
 class _PendingHandshake(NamedTuple):
-    """A connection during its handshake."""
-
     host: str
     scope: trio.CancelScope
 
 
 class Acceptor:
-    """All connections from other masters and from clients to this one."""
-
     def __init__(
         self,
         me: LocalIdentity,
@@ -83,8 +73,7 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
         make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
     ) -> None:
-        """`make_channel` makes the channel of an accepted connection: with TLS if this master
-        has a certificate."""
+        """`make_channel` uses TLS by default if this master has a certificate."""
         self._me = me
         self._source = answers
         self._connections_max = connections_max
@@ -95,7 +84,7 @@ class Acceptor:
         self._plane: DataPlane | None = None  # while `serve` runs
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
-        self._log_lines = 0  # about rejections, since the time below
+        self._log_lines = 0
         self._log_period_began_s = float("-inf")
         self._counts = {"accepted": 0, "rejected": 0}
 
@@ -104,7 +93,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept and answer until cancelled. The caller closes the listeners."""
+        """Accept until cancelled. The caller closes the listeners."""
         self._token = trio.lowlevel.current_trio_token()
         self._plane = plane = DataPlane(self._forward, self._forward_plan)
         try:
@@ -120,8 +109,8 @@ class Acceptor:
             plane.close()
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve READs of a client of this node on a socket, which belongs to the data plane from
-        now on. It is closed if the data plane does not run."""
+        """Serve a client of this node. The socket is the data plane's from now on, and is closed if
+        that does not run."""
         if self._plane is None:
             accepted.close()
             return
@@ -133,14 +122,13 @@ class Acceptor:
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
-        """This master has another version of the dataset, or another secret. All connections end;
-        their masters and clients connect again."""
+        """For another version or secret: all connections end, and the other ends connect again."""
         self._me = me
         if self._plane is not None:
             self._plane.drop_all()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the connections that are open now."""
+        """Counters, and the number of open connections."""
         return {
             **self._counts,
             **(self._plane.stats() if self._plane is not None else {}),
@@ -163,8 +151,6 @@ class Acceptor:
             nursery.start_soon(self._let_in, plain, HostPort(str(peer[0]), int(peer[1])))
 
     async def _let_in(self, accepted: socket.socket, remote: HostPort) -> None:
-        """Authenticate one connection, and hand it to the data plane. An error on it affects no
-        other connection."""
         me = self._me
         channel = None
         try:
@@ -201,7 +187,7 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
     ) -> Hello:
-        """The hello of the connector, authenticated within `HELLO_S`. Raises HandshakeRejected."""
+        """Takes at most `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:
@@ -256,7 +242,7 @@ class Acceptor:
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
     def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
-        """Answer a message about plans: `NOT_MINE` where the connection is of another version."""
+        """Answers `NOT_MINE` if the connection is of another version."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return
@@ -277,7 +263,7 @@ class Acceptor:
         if plane is None or not connection.is_open:
             return
         load = bool(flags & LOAD)
-        if load:  # the store may be slower than the asker would wait for a master
+        if load:  # the store may be slower than the asker would wait
             working = wire.answer_head(number, WORKING, b"", 0)
             plane.send(connection, [working], len(working))
         through = bool(flags & THROUGH)
@@ -289,8 +275,8 @@ class Acceptor:
     async def _find_answer(
         self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """The answer of the source; status `FAILED` for all parts if it has an error, and
-        `NOT_MINE` where the connection is of another version by now."""
+        """`FAILED` for all parts after an error of the source, `NOT_MINE` if the version has
+        changed."""
         refused = NOT_MINE
         if connection.table is self._source.table:
             refused, rank = FAILED, connection.rank

@@ -1,16 +1,12 @@
 """The program of a master: from a request on stdin to the end of the task on this node.
 
-`launch.py` starts it. It opens everything that a master needs, in the order in which failures
-should be reported, runs the master, and ends it: on SIGTERM or SIGINT, when it has had no clients
-for a while, or when a newer master takes its rank.
+It opens all that a master needs, in the order in which failures should be reported, and runs the
+master until SIGTERM, SIGINT, a while without clients, or a newer master of its rank. It reports on
+stdout, one JSON object a line: its process number, then that it is ready, or its error. If it is
+killed, its registration expires, and its socket is found dead.
 
-When it ends for one of the first two reasons, it first closes its sockets and leaves the task, so
-that another master of this node can start. Then it writes the chunks in memory to its disk. That
-stops after `FLUSH_TIMEOUT_S`, at a second signal, and when another master of this node starts,
-which needs the memory.
-
-It reports on stdout, one JSON object a line: its process number, then that it is ready, or what
-went wrong. If it is killed, its registration expires, and its socket is found dead. One trio loop.
+Unless a newer master has taken its rank, it then closes its sockets, leaves the task, and writes
+the chunks in memory to its disk (`PEERS.md`, section 2). One trio loop.
 """
 
 import logging
@@ -61,21 +57,20 @@ from .master import Master, MasterOptions
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""How long a master that ends waits for the registry; its registration also expires by itself."""
+"""The registration also expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
-"""How long writing the chunks in memory may take: SLURM kills 30 s after its first signal."""
+"""SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
-"""How often a master that writes its chunks looks for another master of this node."""
 
-_BACKLOG = 256  # connections of other masters that wait to be accepted
+_BACKLOG = 256
 
 Signals = AsyncIterator[int]
 
 
 def main() -> int:
-    """Run the master that the request on stdin asks for; returns the exit code."""
+    """Returns the exit code."""
     open_buckets_directly()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -98,10 +93,10 @@ def main() -> int:
 
 
 class _Daemon:
-    """A master and everything it needs. What can fail at the start fails in its constructor."""
+    """What can fail at the start does so in the constructor."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
-        """`stack` closes all that is opened here. Raises DieselError."""
+        """`stack` closes all that is opened. Raises DieselError."""
         self._request = request
         self._task = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
@@ -141,8 +136,8 @@ class _Daemon:
             self._disk.jobs.register(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
-        """The disk tier in `--cache-dir`; None without it, if the disk is full, or if the
-        folder is for order logs, which the mount itself keeps."""
+        """Returns None without `--cache-dir`, if the disk is full, or if the folder is for order
+        logs, which the mount keeps."""
         if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
         try:
@@ -156,15 +151,14 @@ class _Daemon:
             self._request.cache_bytes or None,
             by_references=self._request.evict == "lrfu",
         )
-        if disk.folder.read_only_reason:  # which was logged
+        if disk.folder.read_only_reason:
             daemons.report({"warning": disk.folder.read_only_reason})
         else:
             self._warn_if_small(disk.folder.limit_bytes, "--cache-size", "on the disk")
         return disk
 
     def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:
-        """Warn if the largest chunk does not fit, which would look like a cache that does not
-        work."""
+        """Otherwise a cache smaller than the largest chunk would seem not to work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
         if budget_bytes < largest:
             self._warn(
@@ -173,8 +167,8 @@ class _Daemon:
             )
 
     def _warn_of_replaced(self, address: str) -> None:
-        """Warn if this master took its rank from one at another address: two nodes may have been
-        given the same rank. On the same machine it was this node's own master, which was killed."""
+        """Two nodes may have one rank. On the same machine it was this node's own master, which was
+        killed."""
         if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
                 f"this master has replaced another one of rank {self._rank}, at {address}: give"
@@ -182,7 +176,7 @@ class _Daemon:
             )
 
     def _warn_of_higher_rank(self, membership: Membership) -> None:
-        """Warn if --world differs between nodes. They share the chunks all the same."""
+        """Nodes with different --world share the chunks all the same."""
         last = max((each.rank for each in membership.members), default=0)
         if last >= self._world:
             self._warn(
@@ -209,7 +203,7 @@ class _Daemon:
             ) from error
 
     async def run(self) -> None:
-        """Register, serve, and leave at the end. Raises DieselError."""
+        """Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
         self._warn_of_replaced(first.replaced_address)
         self._warn_of_higher_rank(first)
@@ -225,8 +219,8 @@ class _Daemon:
                 await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """Run the master until a signal or the lack of clients ends it; returns it then. None if
-        it may not be a member any more."""
+        """Returns the master after a signal, or when it has no clients; None if it may not be a
+        member any more."""
         identity = LocalIdentity(
             rank=self._rank,
             instance=self._member.instance,
@@ -275,8 +269,7 @@ class _Daemon:
         return master if is_member else None
 
     async def _flush(self, master: Master, signals: Signals) -> None:
-        """Write the chunks in memory to the disk, until the time is over, a signal comes or another
-        master starts."""
+        """Ends when the time is over, a signal comes or another master starts."""
         path = self._client_socket.path
         with trio.move_on_after(FLUSH_TIMEOUT_S) as scope:
             async with trio.open_nursery() as nursery:

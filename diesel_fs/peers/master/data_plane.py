@@ -3,26 +3,24 @@ nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, se
 
 It knows authenticated connections and, of each version of the dataset, a table from chunks to
 memory and open files (`node/chunk_table.py`). The control plane hands connections over after their
-handshake (`acceptor.py`, `local.py`), and answers all requests that the data plane cannot.
+handshake (`acceptor.py`, `local.py`), and answers all other requests.
 
-Concurrency. One thread serves all connections, in a bare `epoll` loop. A turn of trio's loop costs
-more than such a request otherwise takes; here a request costs one `recv` and one `sendmsg`,
-straight from the memory that holds its parts. The thread never waits for anything but `epoll`:
-sockets do not block, the table is in memory, and lent files are read only from the page cache.
+Concurrency. One thread serves all connections, in a bare `epoll` loop: a turn of trio's loop costs
+more than a request, which is one `recv` and one `sendmsg`, straight from the memory of its parts.
+The thread waits only for `epoll`: sockets do not block, and lent files are read only from the page
+cache.
 
 All state of connections belongs to this thread. Public methods may be called in any thread: they
 append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
-the order of their calls, so an answer cannot overtake the `adopt` of its connection. After `close`
-the caller runs them itself, when no connection is open any more. The table is shared with trio's
-thread without a lock, since each access is one operation of a dictionary or a queue; a view that
-was found stays valid after its chunk has been dropped.
+order, so an answer cannot overtake the `adopt` of its connection. After `close` the caller runs
+them. The table is shared with trio's thread without a lock, since each access is one operation of a
+dictionary or a queue; a view stays valid after its chunk has been dropped.
 
-What may interleave: while the control plane answers a forwarded request (`in_flight`), further
-requests on the same connection are answered, and answers come in any order. A connection with an
-other end that does not take its answers, or with too much in flight, is read no further
-(`is_blocked`), and is closed when it is slower than `net/channel.py` allows; its answers are
-dropped. A connection that sends many requests at once is served `_TURN_REQUESTS` of them a turn, so
-that others are not kept waiting.
+While the control plane answers a forwarded request (`in_flight`), further requests on the
+connection are answered, in any order. A connection with too much in flight, or with answers that
+the other end does not take, is read no further (`is_blocked`), and is closed when it is slower than
+`net/channel.py` allows. A connection with many requests at once gets `_TURN_REQUESTS` answers a
+turn, so that others need not wait.
 """
 
 import logging
@@ -59,12 +57,12 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection from another node without requests for this time is closed."""
+"""Another node's connection is closed after this time without requests."""
 
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
 
-_TURN_REQUESTS = 64  # of one connection, before others have their turn
+_TURN_REQUESTS = 64  # of one connection in a turn
 _CHECK_S = 2.0  # between looks at slow and idle connections
 unpack_single, pack_single_answer = wire.SINGLE.unpack_from, wire.SINGLE_ANSWER.pack
 SINGLE_BYTES = wire.SINGLE.size
@@ -84,7 +82,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` is that of the version that the other end reads, `rank` the rank of its node."""
+        """`table` is of the other end's version, `rank` its node's."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -95,17 +93,16 @@ class ServedConnection:
         self.receive, self.send = channel.receive_some, channel.send_one
         self.send_many = channel.send_some
         self.is_open = True
-        self.watched = 0  # the events that epoll reports
-        self.held = b""  # received, and not handled yet
+        self.watched = 0
+        self.held = b""
         self.unsent: list[memoryview] = []
         self.begun_s = self.used_s = monotonic()
-        self.moved = 0  # bytes that have left since `begun_s`
-        self.in_flight = 0  # requests that the control plane answers
+        self.moved = 0  # bytes that left since `begun_s`
+        self.in_flight = 0  # forwarded and unanswered
         self.in_flight_bytes = 0
 
     @property
     def is_blocked(self) -> bool:
-        """Whether no further request is handled now."""
         return bool(
             self.unsent
             or self.in_flight >= wire.REQUESTS_MAX
@@ -114,17 +111,15 @@ class ServedConnection:
 
 
 Forward = Callable[[ServedConnection, int, int, Parts, int], None]
-"""Called in the data plane's thread with a READ that cannot be answered at once: connection, ID,
-flags, parts, and their bytes. `DataPlane.answer` answers it."""
+"""Called in the data plane's thread with a READ that has to wait: connection, ID, flags, parts, and
+their bytes. `DataPlane.answer` answers it."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
-"""The same with a message about plans from another master: connection, ID, message."""
+"""As `Forward`, for a message about plans: connection, ID, message."""
 
 
 class DataPlane:
-    """The connections of one master, and the thread that serves them."""
-
     def __init__(self, forward: Forward, forward_plan: ForwardPlan) -> None:
         self._forward = forward
         self._forward_plan = forward_plan
@@ -132,50 +127,46 @@ class DataPlane:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, EPOLLIN)
         self._commands: deque[Callable[[], None]] = deque()
-        self._connections: dict[int, ServedConnection] = {}  # by descriptor
-        self._masters: dict[int, ServedConnection] = {}  # of each rank, the newest
-        self._ready: deque[ServedConnection] = (
-            deque()
-        )  # with requests that were left for the next turn
+        self._connections: dict[int, ServedConnection] = {}
+        self._masters: dict[int, ServedConnection] = {}  # the newest of each rank
+        self._ready: deque[ServedConnection] = deque()  # left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._now_s = self._checked_s = monotonic()
         self._is_closed = False
-        self._ending = threading.Lock()  # for the change of `_is_closed`
+        self._ending = threading.Lock()
         self._requests = self._parts = self._bytes = 0
-        self._forwarded = 0  # requests that the control plane answers, and PINGs
+        self._forwarded = 0
         self._thread = threading.Thread(target=self._run, name="diesel-data", daemon=True)
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """Serve a connection, which belongs to the data plane from now on. Of several connections
-        from one master the newest stays."""
+        """The connection belongs to the data plane from now on. A master's newest replaces its
+        older one."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """Send parts, of `size` bytes in all, in one piece. They must not change any more."""
+        """`size` bytes, in one piece, which must not change any more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
     def answer(
-        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
+        self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
-        """As `send`: the answer to a request that was forwarded, for `asked` bytes."""
-        self._command(partial(self._answer, connection, asked, parts, size))
+        """As `send`, to a forwarded request for `request_bytes` bytes."""
+        self._command(partial(self._answer, connection, request_bytes, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
-        """Close a connection, and drop the bytes that are unsent on it."""
+        """Unsent bytes are dropped."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """Close all connections that have been adopted by now."""
+        """Close all connections adopted by now."""
         self._command(self._close_all)
 
     @property
     def open_connections(self) -> int:
-        """How many connections are open."""
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the connections that are open now."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -188,13 +179,13 @@ class DataPlane:
         }
 
     def close(self) -> None:
-        """Close all connections, and end the thread. Repeatable."""
+        """Repeatable."""
         self._command(self._end_thread)
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command`, after those of earlier calls. Once it ends, when no
-        connection is open any more, the caller does."""
+        """The thread calls `command`, after earlier ones. Once the thread has ended, the caller
+        does."""
         with self._ending:
             if not self._is_closed:
                 self._commands.append(command)
@@ -237,7 +228,6 @@ class DataPlane:
         os.close(self._wake)
 
     def _guard(self, connection: ServedConnection, work: Callable[[], None]) -> None:
-        """Do work for a connection; an error on it ends this connection, and no other."""
         try:
             work()
         except Exception as error:
@@ -314,7 +304,7 @@ class DataPlane:
             raise ConnectionClosed("the other end closed the connection")
 
     def _go_on(self, connection: ServedConnection) -> None:
-        """Handle the bytes that were received before; then wait for more."""
+        """Handle the bytes received before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -327,8 +317,8 @@ class DataPlane:
         self._watch(connection)
 
     def _receive(self, connection: ServedConnection) -> None:
-        """Receive once (all that there is of a channel with a buffer of its own), and answer.
-        Raises ConnectionClosed, OSError, CorruptError."""
+        """Receive once (all that a buffering channel has), and answer. Raises ConnectionClosed,
+        OSError, CorruptError."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
@@ -346,7 +336,7 @@ class DataPlane:
                 held, begun_s = connection.held + buffer[:count], connection.used_s
                 connection.held = b""
                 self._serve(connection, memoryview(held), len(held))
-                if len(connection.held) == len(held):  # still not the whole request
+                if len(connection.held) == len(held):  # the request is still incomplete
                     connection.used_s = begun_s
             else:
                 self._serve(connection, buffer, count)
@@ -356,11 +346,9 @@ class DataPlane:
                 return
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is
-        in memory, as it is with most requests; whether it was. Raises OSError.
-
-        A master does this all the time, so it has few operations.
-        """
+        """Answer the only request in the buffer, of `length` bytes, if all its parts are in memory,
+        as is usual; returns whether it did. Raises OSError. It is called all the time, so it has
+        few operations."""
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
@@ -400,8 +388,8 @@ class DataPlane:
         return True
 
     def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes; an incomplete one at their end is held.
-        Raises ConnectionClosed, OSError, CorruptError."""
+        """Answer the requests in the first `end` bytes, and hold an incomplete one. Raises as
+        `_receive`."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -422,8 +410,8 @@ class DataPlane:
     def _answer_any(
         self, connection: ServedConnection, content: memoryview, at: int, end: int
     ) -> int:
-        """Answer or forward the request at `at`; returns its length, or 0 where not all of it is
-        here. Raises OSError, CorruptError."""
+        """Answer or forward the request at `at`; returns its length, 0 if it is incomplete. Raises
+        OSError, CorruptError."""
         table = connection.table
         request = wire.parse_request(content, at)
         length = HEAD_BYTES + request.body_bytes
@@ -468,10 +456,10 @@ class DataPlane:
             self._guard(connection, partial(self._send_and_watch, connection, parts, size))
 
     def _answer(
-        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
+        self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
         connection.in_flight -= 1
-        connection.in_flight_bytes -= asked
+        connection.in_flight_bytes -= request_bytes
         if connection.is_open:
             self._guard(connection, partial(self._send_and_go_on, connection, parts, size))
 

@@ -1,13 +1,9 @@
-"""The master's end of the local protocol (`PEERS.md`, section 4): it serves its clients, the
-readers on its own node.
+"""The master's end of the local protocol (`PEERS.md`, section 4), for the readers on its own node.
 
 It checks which processes may connect, gives them the table of owners, unpins all that a process has
-pinned when that process ends, and decides when an unused master ends. Reads go over connections of
-their own, which are handed to the data plane. `wire.py` has the bytes of messages, `master.py` the
-answers. A client that breaks off at any point leaves nothing behind.
-
-All code runs in the master's trio loop. A connection carries one request at a time, and has one
-task.
+pinned when it ends, and decides when an unused master ends. The data plane takes over connections
+for READs. A client that breaks off at any point leaves nothing behind. All runs in the master's
+trio loop; a connection carries one request at a time, and has one task.
 """
 
 import array
@@ -33,37 +29,34 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""Connections of all clients of a node: some hundred workers with a few threads each."""
+"""Some hundred workers of a node have a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""For this time after a switch to another version, clients that still ask for the former one do not
-make the master end: its own have yet to connect for the new one."""
+"""For this time after a switch, clients that ask for the former version do not make the master end:
+its own have yet to connect anew."""
 
-_RECEIVE_BYTES = 64 << 10  # of one system call
+_RECEIVE_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
-_TURN_REQUESTS = 64  # of one client, before other tasks run
+_TURN_REQUESTS = 64  # of one client
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_FILES_MAX = 4  # descriptors in one message: one is expected, any others are closed
+_FILES_MAX = 4  # in one message: one is expected, others are closed
 _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
 class LocalServer:
-    """The clients of one master."""
-
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._connections: Counter[int] = Counter()  # by process
-        self._readers = 0  # connections that read this master's version
-        # A client came for another version while no client read this one
+        self._connections: Counter[int] = Counter()
+        self._readers = 0  # connections for this version
         self._other_version_wanted = False
-        self._switched_s = -math.inf  # when a client last switched to another version
+        self._switched_s = -math.inf
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept and serve clients on a listening socket, until cancelled."""
+        """Accept clients until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.lowlevel.wait_readable(listener)
@@ -71,7 +64,7 @@ class LocalServer:
                     accepted, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                except OSError as error:  # no descriptors, say; connected clients are still served
+                except OSError as error:  # no descriptors, say; connected clients go on
                     log.warning("cannot accept clients now: %s", error.strerror)
                     await trio.sleep(ACCEPT_PAUSE_S)
                     continue
@@ -86,9 +79,8 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Returns when no client has read this version for `idle_timeout_s`; at once if none
-        does and one comes for another version of the dataset, which then starts a master of its
-        own."""
+        """Return when no client has read this version for `idle_timeout_s`; at once if one comes
+        for another version, which then starts a master of its own, and none reads this."""
         while True:
             self._clients_changed = trio.Event()
             timeout_s = math.inf if self._readers else idle_timeout_s
@@ -99,13 +91,13 @@ class LocalServer:
                     "a client wants another version and no client reads this one: the master ends"
                 )
                 return
-            self._other_version_wanted = False  # a reader of this version connected meanwhile
+            self._other_version_wanted = False  # a reader connected meanwhile
             if idle_scope.cancelled_caught:
                 log.info("no client for %g s: the master ends", idle_timeout_s)
                 return
 
     async def _serve(self, accepted: socket.socket, pid: int) -> None:
-        """Serve one connection until it ends; with its last connection, a process's pins end."""
+        """A process's pins end with its last connection."""
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
@@ -113,7 +105,7 @@ class LocalServer:
                 self._master.adopt_local(client.detach())
         except (CorruptError, UsageError) as error:
             log.warning("disconnected process %d: %s", pid, error.message)
-        except OSError:  # the client has gone
+        except OSError:
             pass
         finally:
             client.close()
@@ -128,28 +120,22 @@ class LocalServer:
 
     @property
     def readers(self) -> int:
-        """How many connections read this master's version."""
         return self._readers
 
     def reader_joined(self) -> None:
-        """A client of this master's version has connected."""
         self._readers += 1
         self._clients_changed.set()
 
     def switched(self) -> None:
-        """A client has switched to another version."""
         self._switched_s = trio.current_time()
 
     def other_version_requested(self) -> None:
-        """A client has connected that wants another version of the dataset."""
         if not self._readers and trio.current_time() > self._switched_s + SWITCH_S:
             self._other_version_wanted = True
             self._clients_changed.set()
 
 
 class _Client:
-    """One connection of a client."""
-
     def __init__(
         self, server: LocalServer, master: Master, accepted: socket.socket, pid: int
     ) -> None:
@@ -158,12 +144,11 @@ class _Client:
         self._socket = accepted
         self._pid = pid
         self._received = bytearray()
-        self._files: list[int] = []  # descriptors that came with the current request
-        self._version = -1  # that the client reads; -1: before the hello
+        self._files: list[int] = []
+        self._version = -1  # the client's; -1: before the hello
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the client's hello was accepted."""
         return self._version >= 0
 
     @property
@@ -171,17 +156,16 @@ class _Client:
         return self._version == self._master.snapshot.version
 
     def close(self) -> None:
-        """Release everything that this connection holds."""
         self._drop_files()
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The socket, which is the caller's from now on."""
+        """The caller owns the socket from now on."""
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
-        """Answer requests until the client closes; True if the connection is for READs from now
-        on. Raises CorruptError, UsageError, OSError."""
+        """Answer until the client closes; returns True if the connection is for READs from now on.
+        Raises CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
@@ -210,7 +194,7 @@ class _Client:
             text = json.dumps({**self._master.stats(), "readers": self._server.readers}).encode()
             await self._send(local_wire.answer(head.kind, body=text))
             return
-        if head.kind == local_wire.UNPIN and self._version >= 0:  # of any version
+        if head.kind == local_wire.UNPIN and self._version >= 0:
             self._master.cache.unpin(self._pid, local_wire.parse_chunks(body, _ANY_CHUNK))
             revoked = self._master.cache.revoked(self._pid)
             await self._send(local_wire.answer(head.kind, revoked=revoked))
@@ -261,8 +245,7 @@ class _Client:
         await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Answer SWITCH_VERSION: check the snapshot, and switch the master to it if it is
-        newer."""
+        """Check the snapshot, and switch to it if it is newer."""
         version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
@@ -322,9 +305,8 @@ class _Client:
 
 
 class LocalSocket:
-    """The socket at which clients reach the master. Until `listen` is called, the kernel refuses
-    them at once: a master that starts, which may have to wait for Redis, must not make readers
-    wait."""
+    """Clients connect here. Until `listen`, the kernel refuses them at once: a master that starts,
+    and may wait for Redis, must not make readers wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -340,12 +322,11 @@ class LocalSocket:
             raise
 
     def listen(self) -> None:
-        """Clients may connect from now on."""
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Close the socket, and remove it from its path. A socket that another master has put there
-        stays, even if it got the inode number of this one after its close. Repeatable."""
+        """Also remove the socket from its path, unless another master has put its own there.
+        Repeatable, even if that one got the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -1,29 +1,26 @@
 """The master's control plane: one node's part in a task.
 
-It follows the members of the task as they come and go, knows which node owns each chunk, and tells
-that to its clients (`members/owner_table.py`), which ask the owners themselves. Its `NodeCache`
-keeps the chunks that this node owns. It answers the reads that the data plane cannot answer at once
-(`AnswerSource`), asks other masters (`peer.py`) and the store for chunks, and exchanges the plans
-of readers with other masters. Reads of chunks in memory never come here (`data_plane.py`).
-
-The master reports at once which parts it cannot give, and the reader reads them from the store:
-nothing that happens to members is an error of a reader.
+It follows the members of the task, knows which node owns each chunk, and shows that to its clients
+(`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps this node's
+chunks. It answers the reads that the data plane cannot answer at once (`AnswerSource`), asks other
+masters (`peer.py`) and the store for chunks, and exchanges readers' plans with other masters. It
+reports at once which parts it cannot give, and the reader reads them from the store: nothing that
+happens to members is an error of a reader.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
 acceptor, the renewal of the registration, `_fill` with `oneshot`, and for each other master the
-connection with its publisher of plans and, without a registry, its pings. Requests come as tasks of
-the acceptor, and clients as tasks of `local.py`.
+connection with its publisher of plans and, without a registry, its pings. Requests are tasks of the
+acceptor, clients tasks of `local.py`.
 
-Three things change under the feet of a task that waits. Members: `_peers` is replaced entry by
-entry by the task that renews, and cancelling an entry's scope ends all requests to that
-master; so a request looks its peer up and does not keep it. Owners: `_owners_lock` lets one
-assignment be computed at a time, and `_assign_owners` gives the result up if the version has
-changed meanwhile. The version: `switch_version` computes the new owners first, and then changes
-snapshot, owner table, cache, plan and identity between two waits, so no task sees a mixture; a task
-that keeps `owners` across a wait compares it with `_owners` afterwards. A new version, or a new
-secret of the task, ends all connections: requests on them are never answered by chunk numbers of
-another version.
+Three things change while a task waits. Members: the task that renews replaces entries of `_peers`,
+and cancelling an entry's scope ends all requests to that master; so a request looks its peer up and
+does not keep it. Owners: `_owners_lock` lets one assignment be computed at a time, and
+`_assign_owners` gives the result up if the version has changed meanwhile. The version:
+`switch_version` computes the new owners first, and then changes snapshot, owner table, cache, plan
+and identity between two waits, so no task sees a mixture; a task that keeps `owners` across a wait
+compares it with `_owners` afterwards. A new version or secret ends all connections: no request is
+answered by chunk numbers of another version.
 """
 
 import logging
@@ -62,18 +59,18 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Seconds between renewals of the registration: a third of its lifetime."""
+"""A third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""For this time after its start, until all nodes are there, a master renews at this shorter
-interval to learn of new members: a chunk that it fetches and another node owns a moment later
-crosses the network twice."""
+"""From its start until all nodes are there, at most for this time, a master renews at this shorter
+interval: if another node comes to own a chunk just after this one fetched it, the chunk crosses the
+network twice."""
 
 LOAD_S = 3.0
-"""How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
-s. For several parts it is longer by as much as the asker waits longer (`wire.working_s`)."""
+"""The wait for a fetch: a client gives up its master after 5 s. For several parts as much longer as
+the reader waits (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
+_LIVE_LEVELS = 8
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -82,8 +79,6 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
-    """Another node; cancelling `scope` ends the connection to it."""
-
     member: Member
     peer: Peer
     scope: trio.CancelScope
@@ -91,19 +86,16 @@ class _PeerEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """How a master takes part in its task."""
-
     world: int
-    """The number of nodes of the task."""
     oneshot: bool = False
-    """Fetch all chunks of this node from the start."""
+    """Fetch all of this node's chunks from the start."""
     renew_s: float = RENEW_S
     gather_renew_s: float = GATHER_RENEW_S
     ttl_s: float = TTL_S
 
 
 class Master:
-    """One node of a task, from its first membership to its end."""
+    """A node's part in a task, from its first membership to its end."""
 
     def __init__(
         self,
@@ -115,8 +107,7 @@ class Master:
         make_cache: Callable[[Fetch], NodeCache],
         options: MasterOptions,
     ) -> None:
-        """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
-        chunk."""
+        """`make_cache` gets the function that fetches a chunk."""
         self.rank = member.rank
         self._me = me
         self._member = member
@@ -124,37 +115,34 @@ class Master:
         self._registry = registry
         self._options, self._world = options, options.world
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self.cache = make_cache(self._fetch)  # the chunks that this node keeps
+        self.cache = make_cache(self._fetch)
         self._owners = ChunkOwners(snapshot)
-        self.plan = TaskPlan(snapshot, self.rank, self.cache)  # what all readers will read
-        self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
-        self._view: TaskView | None = None  # as they could learn it last
+        self.plan = TaskPlan(snapshot, self.rank, self.cache)
+        self.owner_table = OwnerTable(snapshot.chunk_count)
+        self._view: TaskView | None = None
         self._peers: dict[int, _PeerEntry] = {}
-        self._silent: set[int] = set()  # ranks from --peers that do not answer
-        # Members from before an outage of the registry that have not renewed since, and how long
-        # they count all the same
+        self._silent: set[int] = set()  # ranks in --peers that do not answer
+        # Members that have not renewed since an outage of the registry, and until when they count
         self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
-        self._membership = Membership((member,), me.secret)  # the last known
-        self._owners_lock = trio.Lock()  # one assignment of owners at a time
+        self._membership = Membership((member,), me.secret)
+        self._owners_lock = trio.Lock()
         self._renew_now = trio.Event()
-        self._all_present = trio.Event()  # set when all nodes have registered
+        self._all_present = trio.Event()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
 
     @property
     def snapshot(self) -> Snapshot:
-        """The version of the dataset to which chunk numbers belong."""
+        """Chunk numbers belong to this version."""
         return self._owners.snapshot
 
     @property
     def owner(self) -> Ranks:
-        """The rank of each chunk's owner."""
         return self._owners.owner
 
     @property
     def task_view(self) -> TaskView:
-        """All that this node's clients need to ask the owners of chunks."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -172,9 +160,8 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member of the task until cancelled, until a newer master takes this rank, or until
-        this master may not be a member any more. `first` has the members at the start; other
-        masters connect to `listeners`."""
+        """Be a member until cancelled, until a newer master takes this rank, or until this master
+        may not be one any more. `first` has the members at the start."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
@@ -188,8 +175,7 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Renew the registration and follow its answers, until this master may not be a member any
-        more."""
+        """Renew until this master may not be a member any more."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -217,8 +203,6 @@ class Master:
             await self._apply_membership(membership)
 
     async def _apply_membership(self, membership: Membership) -> None:
-        """Follow a membership: connect to new members, drop those that left, and compute the
-        owners."""
         self._membership = membership
         if membership.secret != self._me.secret:
             self._set_secret(membership.secret)
@@ -249,9 +233,8 @@ class Master:
             self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
-        """Members that may still have to register again. All may have been forgotten while the
-        registry could not be reached, and each renews in its own time. If they did not count until
-        then, connections would end and other nodes would fetch the chunks that they hold."""
+        """Members that may still have to register again after an outage of the registry. Otherwise
+        connections would end, and other nodes would fetch their chunks."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -260,8 +243,7 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """Take over the task's new secret: when the registry has lost the old one, the master that
-        registers first makes another."""
+        """When the registry has lost the secret, the master that registers first makes another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -276,8 +258,8 @@ class Master:
                 self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
-        """Share the chunks of a version among this node and others. Returns whether the owners
-        changed and the version is still the current one."""
+        """Share a version's chunks among this node and others. Returns whether owners changed and
+        the version is still current."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
@@ -285,7 +267,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if not owners.ranks and others:  # other nodes hold the chunks that this one will own
+        if not owners.ranks and others:  # other nodes hold this one's chunks
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:
@@ -314,7 +296,7 @@ class Master:
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
-        """Ping a node from `--peers`, which does not register, to find out whether it is there."""
+        """Ping a node from `--peers`, which does not register: is it there?"""
         rank, heard_s = entry.member.rank, trio.current_time()
         while True:
             if await entry.peer.ping():
@@ -327,12 +309,12 @@ class Master:
             await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Switch to another version of the dataset; chunks that are in both stay. The new version
-        has owners from the start: the members that are known to hold it."""
+        """Chunks of both versions stay. The new one starts with owners: the members known to hold
+        it."""
         owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
-        if snapshot.version <= self.snapshot.version:  # another client's switch came first
+        if snapshot.version <= self.snapshot.version:  # another client was first
             return
         log.info("the task switches to version %d", snapshot.version)
         for entry in self._peers.values():
@@ -356,13 +338,12 @@ class Master:
     # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve READs of a client of this node on a socket, which is the data plane's from now
-        on."""
+        """As `Acceptor.adopt_local`."""
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None if
-        it is not in memory. With `load`, it is fetched first."""
+        """Pin a chunk for a client process. A descriptor of the whole chunk, or None. `load`: fetch
+        it if it is not in memory."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -373,7 +354,6 @@ class Master:
         return self.cache.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
-        """A client reports a part that does not match its checksum."""
         self._counts["damage_reports"] += 1
         what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.rank == self.rank:
@@ -387,11 +367,9 @@ class Master:
 
     @property
     def table(self) -> ChunkTable:
-        """See `AnswerSource`."""
         return self.cache.table
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        """See `AnswerSource`."""
         if rank == self.rank or rank not in self._peers:  # its streams would never end
             self._renew_now.set()
             return UNKNOWN
@@ -400,8 +378,7 @@ class Master:
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """See `AnswerSource`."""
-        if rank != self.rank and rank not in self._peers:  # a node that this master does not know
+        if rank != self.rank and rank not in self._peers:  # an unknown node
             self._renew_now.set()
         owner = self._owners.owner[parts[:, 0]]
         mine = (owner == self.rank).tolist()
@@ -449,9 +426,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by their row in `parts`: those of chunks that are here, and with
-        `load` those in `mine` (a flag for each row), if the chunk can be loaded in time (`LOAD_S`).
-        Chunks that could not be fetched are added to `failed`."""
+        """Contents of parts, by row: of chunks that are here, and with `load` of those in `mine` (a
+        flag for each row) that come in time (`LOAD_S`). Adds chunks that could not be fetched to
+        `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -482,7 +459,7 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fill `room` with a chunk: from a node that may hold it, else from the store."""
+        """Fill `room` from a node that may hold the chunk, else from the store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -507,26 +484,25 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """With `oneshot`: fetch all of this node's chunks, when no caller waits for a fetch."""
+        """With `oneshot`: fetch all of this node's chunks while no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
-        while True:  # of each version
+        while True:
             owners = self._owners
             await trio.to_thread.run_sync(owners.compute_live_fraction)
             if owners is not self._owners:
                 continue
             self.cache.set_owned(owners.live_owned(self.rank))
             chunks = np.arange(owners.snapshot.chunk_count)
-            # Each node begins at another part of the dataset
+            # Each node begins elsewhere in the dataset
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
             live = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """At the end, after `run`: write this node's chunks from memory to its disk, for the next
-        master of this node. That master will find all nodes present, so the chunks it will own come
-        first: while nodes leave one by one, those that remain own more and more. May be cancelled
-        anywhere."""
+        """After `run`: write this node's chunks from memory to its disk. The next master will find
+        all nodes present, so the chunks it will own come first: while nodes leave one by one, those
+        that remain own more and more. May be cancelled anywhere."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True
@@ -536,7 +512,7 @@ class Master:
         await self.cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """The state of this node and its counters, for `Dataset.task_stats` and `dlcmd stats`."""
+        """For `Dataset.task_stats` and `dlcmd stats`."""
         return {
             "rank": self.rank,
             "world": self._world,

@@ -2,11 +2,11 @@
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
 into the caller's memory, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
-decides whether it asks the peer now; `master.py` decides which peer to ask for which chunk.
+decides whether it asks the peer now; `master.py` decides which peer.
 
-Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
-the answers of all, straight into the memory of the tasks that wait. A reader that is cancelled
-withdraws its memory between two system calls; bytes that arrive for it later are dropped.
+Concurrency: trio's. Any number of tasks read. Each sends its request itself; one task receives all
+answers, straight into the memory of the tasks that wait. A cancelled reader withdraws its memory
+between two system calls; later bytes are dropped.
 """
 
 import logging
@@ -29,17 +29,17 @@ log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
 
-_BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones this part is copied
+_BUFFER_BYTES = 16 << 10  # small answers take one system call; this part of large ones is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
 """Requests of more than the first have at most the second in flight, or one request: small answers
-wait behind theirs on the connection."""
+wait behind them."""
 
-_IDS = 1 << 32  # IDs of requests, which have four bytes
+_IDS = 1 << 32
 
 
 class _PendingRequest:
-    """A request that waits for its answer. The bytes go to `room`; it is late after `due_s`."""
+    """The answer goes to `room`; it is late after `due_s`."""
 
     __slots__ = (
         "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
@@ -50,23 +50,20 @@ class _PendingRequest:
         self.kind = kind
         self.parts = parts
         self.count = 0 if parts is None else len(parts)
-        self.room: memoryview | None = room  # None: the caller no longer wants the bytes
+        self.room: memoryview | None = room  # None: abandoned
         self.size = size
-        self.body = b""  # of a message about plans
+        self.body = b""
         self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
         self.waiter: trio.lowlevel.Task | None = None
         self.statuses: Statuses | None = None
 
     def abandon(self, _: object = None) -> trio.lowlevel.Abort:
-        """The caller no longer waits and wants no bytes."""
         self.waiter = self.room = None
         return trio.lowlevel.Abort.SUCCEEDED
 
 
 class Peer:
-    """One other master of the task."""
-
     def __init__(self, me: LocalIdentity, member: Member) -> None:
         self._me = me
         self.member = member
@@ -74,10 +71,10 @@ class Peer:
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
-        self._connect_ticket = 0  # the breaker's ticket of the request that wants the connection
-        self._connect_attempted = trio.Event()  # set at the end of an attempt to connect
+        self._connect_ticket = 0  # of the request that wants a connection
+        self._connect_attempted = trio.Event()
         self._unsent = trio.Event()
-        self._timer = trio.CancelScope()  # its deadline is that of the next request
+        self._timer = trio.CancelScope()
         self._pending: dict[int, _PendingRequest] = {}
         self._last_id = 0
         self._in_flight_bytes = self._bulk_bytes = 0
@@ -89,17 +86,16 @@ class Peer:
     # Calls of the master
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
-        """Read parts of chunks. The parts with status `GIVEN` lie in `room`, each at the sum of the
-        sizes before it. Nothing writes to `room` after the return. Any failure of the peer is a
-        status, not an error."""
+        """Parts with status `GIVEN` lie in `room`, each at the sum of the sizes before it. Nothing
+        writes to `room` after the return. A failure of the peer is a status, not an error."""
         flags = LOAD if load else 0
         count = len(parts)
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
         if count == 1 or (count <= wire.PARTS_MAX and size <= wire.PARTS_BYTES_MAX):
-            return await self._ask(wire.READ, flags, parts, room, size)
+            return await self._request(wire.READ, flags, parts, room, size)
         statuses = np.full(count, BUSY, np.uint8)
         for first, last, start, end in _split(parts):
-            answered = await self._ask(
+            answered = await self._request(
                 wire.READ, flags, parts[first:last], room[start:end], end - start
             )
             statuses[first:last] = answered
@@ -108,26 +104,23 @@ class Peer:
         return statuses
 
     async def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
-        peer is not asked now or does not answer in time, which does not count as its failure: it
-        may have other work, and reads do not wait for this."""
+        """Send a message about plans (`plan/messages.py`); the status of the answer. None if the
+        peer is not asked now or is late, which does not count as a failure: it may have other work,
+        and reads do not wait for this."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
         pending.body, pending.count, pending.is_working = body, 1, True
-        await self._ask_pending(pending, 0)
+        await self._request_pending(pending, 0)
         return None if pending.statuses is None else int(pending.statuses[0])
 
     async def ping(self) -> bool:
-        """Whether the peer answers."""
-        return not len(await self._ask(wire.PING, 0, None, memoryview(b""), 0))
+        return not len(await self._request(wire.PING, 0, None, memoryview(b""), 0))
 
     def record_damage(self) -> None:
-        """A part from this peer did not match its checksum."""
         self._counts["damaged"] += 1
         if self._breaker.record_damage(trio.current_time()):
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and circuit breaker."""
         now_s = trio.current_time()
         return {
             **self._counts,
@@ -145,7 +138,7 @@ class Peer:
     # Connecting
 
     async def run(self) -> None:
-        """Connect when a request needs it, and receive answers, until cancelled."""
+        """Connect for a request, and receive answers, until cancelled."""
         try:
             while True:
                 await self._connect_wanted.wait()
@@ -164,7 +157,7 @@ class Peer:
     async def _attempt(self) -> Channel | None:
         try:
             channel = await connect(self._me.connector, self.member)
-        except Exception as error:  # no failure of a peer may end this task or the master
+        except Exception as error:  # no failure of a peer may end the master
             if not isinstance(error, DieselError):
                 log.exception("unexpected error with %s", self)
             if self._breaker.record_refusal(self._connect_ticket, trio.current_time()):
@@ -217,8 +210,8 @@ class Peer:
             await channel.drain()
 
     async def _expire_late(self, channel: Channel) -> None:
-        """Wake the callers of late requests. A cancel scope for each request would cost more
-        than all the rest of the request."""
+        """Wake callers of late requests. A cancel scope for each would cost more than the rest of
+        the request."""
         while True:
             due_s = (
                 pending.due_s for pending in self._pending.values() if pending.waiter is not None
@@ -233,14 +226,14 @@ class Peer:
 
     # One request
 
-    async def _ask(
+    async def _request(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """Send a request and wait; returns the status of each part. A request without parts has no
-        status, or one that is not `GIVEN` if it failed."""
-        return await self._ask_pending(_PendingRequest(kind, parts, room[:size], size), flags)
+        """The status of each part. A request without parts has none, or one that is not `GIVEN` if
+        it failed."""
+        return await self._request_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
-    async def _ask_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
+    async def _request_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
         parts, now_s = pending.parts, trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
@@ -270,7 +263,7 @@ class Peer:
         return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
-        """Returns when the request is answered, late, or cannot be answered any more."""
+        """Return when the request is answered, late, or cannot be answered any more."""
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )
@@ -286,7 +279,7 @@ class Peer:
                 return
             pending.sent_s = trio.current_time()
         request_id = self._last_id = (self._last_id + 1) % _IDS
-        if request_id in self._pending:  # that request waits since 4 billion others were sent
+        if request_id in self._pending:  # it waits since 4 billion others were sent
             return
         pending.is_sent = True
         self._pending[request_id] = pending
@@ -326,7 +319,6 @@ class Peer:
         return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_IN_FLIGHT_BYTES
 
     def _finish(self, request_id: int, pending: _PendingRequest) -> None:
-        """A request has been answered. Its caller may have been cancelled."""
         del self._pending[request_id]
         self._in_flight_bytes -= pending.size
         if pending.size > _BULK_BYTES:
@@ -403,14 +395,14 @@ def _wake(pending: _PendingRequest) -> None:
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
-    edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, the end of it, and so on
+    edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, its end, and so on
     starts = np.concatenate(([0], ends))[edges]
     return list(zip(starts[::2].tolist(), starts[1::2].tolist(), strict=True))
 
 
 def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Split parts into requests within the limits: of each the first row, the row behind the last,
-    and where their bytes start and end in the room."""
+    """Requests within the limits: first row, row behind the last, and where their bytes start and
+    end in the room."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):

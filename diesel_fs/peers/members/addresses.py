@@ -1,12 +1,10 @@
-"""The address at which a master listens for other masters, and the address that it gives them.
+"""The address at which a master listens for other masters (`--listen`), and the address that it
+gives them (`--advertise`).
 
-This module interprets `--listen` and `--advertise`. Without them it chooses an address that other
-nodes reach: never all interfaces. It does not bind (`master/daemon.py`). Calls block when a name
-has to be looked up.
-
-With several nodes, a name that leads back to this machine alone is refused: Debian gives a
-machine's own name such an address. An explicit loopback address is accepted, as all nodes may be on
-one machine, with a warning unless all `--peers` have such addresses.
+Without these options other nodes can reach it: never all interfaces. With several nodes, a name
+that leads back to this machine alone is refused: Debian gives a machine's own name such an address.
+An explicit loopback address is accepted, as all nodes may be on one machine, with a warning unless
+all `--peers` have such addresses. Calls block when a name has to be looked up.
 """
 
 import hashlib
@@ -26,13 +24,10 @@ log = logging.getLogger("diesel.task")
 
 
 def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
-    """The address (not a name) and port to bind; port 0 means any.
-
-    Without `listen` it is the address that `peers` has for this rank. Without `peers` it is
-    loopback if this is the only node, else the address by which this machine reaches the server
-    or Redis. Raises UsageError for a bad address, and if other nodes could not reach this one;
-    some of these cases are warnings only (see the module).
-    """
+    """The address (not a name) to bind; port 0 means any. Without `listen` it is this rank's in
+    `peers`; without `peers`, loopback if this node is alone, else the address by which this machine
+    reaches the server or Redis. Raises UsageError for a bad address, and if other nodes could not
+    reach this one (in some cases it only warns)."""
     chosen = _choose_listen_address(request, rank, world)
     if world > 1:
         _check_reachable(request.advertise, chosen.host, request.peers)
@@ -60,7 +55,7 @@ def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostP
 
 
 def advertised_address(advertise: str, bound: HostPort) -> str:
-    """The address to register for a master that is bound to `bound`. Raises UsageError."""
+    """`bound` is the address that the master listens at. Raises UsageError."""
     if not advertise:
         if _is_any(bound.host):
             raise UsageError(
@@ -75,7 +70,7 @@ def advertised_address(advertise: str, bound: HostPort) -> str:
 def _parse_advertise(text: str) -> HostPort:
     try:
         return HostPort.parse(text, 0)
-    except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
+    except ValueError:  # an IPv6 address without brackets, or one that `Member` refuses
         return HostPort(text, 0)
 
 
@@ -98,13 +93,13 @@ def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
 
 
 def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
-    """Raises UsageError if no other node can reach this one; warns if only nodes on this
-    machine can."""
+    """Raise UsageError if no other node can reach this one; warn if only nodes on this machine
+    can."""
     announced = _parse_advertise(advertise).host if advertise else host
     if not _address(announced):
         try:
             addresses = _looked_up(announced, f"--advertise {advertise}")
-        except UsageError as error:  # other nodes may know names that this machine does not
+        except UsageError as error:  # other nodes may know other names
             log.warning("%s: the other nodes must be able to resolve it", error.message)
             return
         if all(map(_is_loopback, addresses)):
@@ -127,14 +122,13 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 def _looked_up(host: str, option: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
         raise UsageError(f"{option}: {host} has no address ({error})") from None
     return [str(each[4][0]) for each in found]
 
 
 def _own_loopback() -> str:
-    """A loopback address that differs between machines. Nodes that run alone are all rank 0 of one
-    task; this address tells them apart."""
+    """It differs between machines, to tell apart nodes that run alone, all rank 0 of one task."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -144,7 +138,6 @@ def _own_loopback() -> str:
 
 
 def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
-    """The addresses that all nodes of a task reach: of the servers, or of Redis."""
     if url.scheme in SERVER_SCHEMES:
         return servers_of(url)
     return parse_redis_url(url.meta).hosts if url.meta else ()

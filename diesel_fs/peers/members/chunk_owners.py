@@ -1,8 +1,7 @@
-"""The owner of each chunk of a version, under the members of now and of before.
+"""The owner of each chunk of a version, under the members of now and of before. Pure.
 
-A chunk with a new owner may still be with its previous owners, so those are remembered and
-asked before the store. `ownership.py` computes the owners. Used by the trio loop of a master, which
-runs `compute` and `compute_live_fraction` in threads, as they take long. Pure.
+A chunk with a new owner may still be with its previous owners, so masters ask these before the
+store. The trio loop runs `compute` and `compute_live_fraction` in threads.
 """
 
 from collections.abc import Sequence
@@ -13,18 +12,16 @@ import numpy.typing as npt
 from ...format.snapshot.reader import Snapshot
 from .ownership import Ownership
 
-_PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
+_PREVIOUS_OWNERS_MAX = 8
 
 Ranks = npt.NDArray[np.int64]
 
 
 class ChunkOwners:
-    """Which node owns each chunk of a version, now and under earlier memberships."""
-
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.ranks: list[int] = []  # of the members among which the chunks are shared
-        # The part of each chunk's bytes that files of this version have; 1 until it is computed
+        self.ranks: list[int] = []
+        # Live part of each chunk's bytes; 1 until computed
         self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
         self._has_live_fraction = False
         self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)  # of each chunk; -1: none
@@ -33,8 +30,7 @@ class ChunkOwners:
         self._world = 0
 
     def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners where these ranks of a task of `world` nodes are members. Takes 0.3 s for
-        1,000 nodes."""
+        """The owners if `ranks` of `world` nodes are members. Takes 0.3 s for 1,000 nodes."""
         if self._ownership is None or self._world < world:
             ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
             self._ownership, self._world = Ownership(ids, sizes, world), world
@@ -43,33 +39,31 @@ class ChunkOwners:
         return self._ownership.owners(living)
 
     def compute_live_fraction(self) -> None:
-        """Compute `live_fraction`: nobody reads bytes of files that were overwritten or removed.
-        Takes 0.2 s for 10 million files."""
+        """Bytes of overwritten or removed files are not live. Takes 0.2 s for 10 million files."""
         if not self._has_live_fraction:
             sizes = np.maximum(self.snapshot.chunk_sizes, 1)
             self.live_fraction = self.snapshot.used_bytes() / sizes
             self._has_live_fraction = True
 
     def live_owned(self, rank: int, owner: Ranks | None = None) -> npt.NDArray[np.bool_]:
-        """The chunks of a node, without those that are known to hold no live bytes; `owner` gives
-        other owners than the current ones."""
+        """A node's chunks, except those known to hold no live bytes. `owner` replaces the current
+        owners."""
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
     def shares(self) -> dict[str, int]:
-        """How many chunks each member owns, by its rank."""
+        """Each member's number of chunks."""
         counts = np.bincount(self.owner[self.owner >= 0], minlength=max(self.ranks, default=-1) + 1)
         return {str(rank): int(counts[rank]) for rank in self.ranks}
 
     def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
-        """Set the members and the owners. `previous` has the owners as they may have been before
-        this node came."""
+        """`previous`: as they may have been before this node came."""
         self.ranks = ranks
         known = [self.owner, *self._previous]
         self._previous = (known if previous is None else [previous, *known])[:_PREVIOUS_OWNERS_MAX]
         self.owner = owner
 
     def possible_holders(self, chunk: int) -> list[int]:
-        """The ranks that may hold a chunk, the most likely first."""
+        """The most likely first."""
         ranks = dict.fromkeys(int(owner[chunk]) for owner in (self.owner, *self._previous))
         return [rank for rank in ranks if rank >= 0]

@@ -1,10 +1,9 @@
 """The members of a task: its name, its masters, which node this is, and registrations as bytes and
-messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5).
+messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Pure.
 
 A task is a training job, a node one of its machines, and a master the process on a node that the
 others reach. A master registers in a member store (Redis, or a server in front of it) and learns
-there which masters are in its task. This module has the values and checks them when they arrive;
-all checks raise UsageError. It is pure, and its values may be used in any thread.
+there which masters are in its task. Values check themselves, and raise UsageError.
 """
 
 import hashlib
@@ -21,24 +20,23 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""How long a registration lasts without being renewed: two renewals may be lost."""
+"""Two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
-"""The highest rank: ranks travel in two bytes."""
+"""Ranks travel in two bytes."""
 
 MEMBERS_MAX = 4096
-"""Masters of one task: each keeps connections to all others."""
+"""Each master keeps connections to all others."""
 
 INSTANCE_BYTES, SECRET_BYTES, CERTIFICATE_BYTES = 16, 32, 32
 ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
 
 KEY_BYTES_MIN = 16
-"""The shortest content of `--task-key-file`: a process that has seen one proof can try all short
-keys."""
+"""Whoever has seen one proof of a `--task-key-file` can try all short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
-"""The instance of a master that is known by `--peers` alone."""
+"""For a master known by `--peers` alone."""
 
 _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brackets; then the port
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]):[0-9]{1,5}",
@@ -48,7 +46,7 @@ _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brack
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """The full name of a task: its dataset, its user, and the name that the user gave it."""
+    """A dataset, a user, and the task's name."""
 
     identity: UUID
     user: str  # the account at a server; `uid:N` without one
@@ -66,24 +64,21 @@ class TaskName:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that identify the task."""
+        """32 bytes."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A master as it is registered."""
-
-    rank: int  # the number of its node
+    rank: int
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
-    version: int  # of the dataset
+    version: int
     certificate: bytes = b""  # its SHA-256; empty without TLS, or if it is not known
     has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
         if not 0 <= self.rank <= RANK_MAX:
             raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANK_MAX}")
         if len(self.instance) != INSTANCE_BYTES or len(self.certificate) not in (
@@ -98,27 +93,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The masters of a task at one moment: of each rank the newest instance."""
+    """The members at one moment; only the newest instance of each rank."""
 
     members: tuple[Member, ...]
-    secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
-    replaced_address: str = ""  # of the master that had the caller's rank until just now
-    was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
+    secret: bytes = field(repr=False)  # by which masters prove that they belong to the task
+    replaced_address: str = ""  # of the former master of the caller's rank
+    was_forgotten: bool = False  # the caller's registration was gone; others may be, too
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """A membership of these masters. Where two have the same rank, the last one stays."""
+        """The last master of each rank stays."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """The masters that hold this version of the dataset. The others are not nodes of this
-        version."""
+        """Masters of other versions are not nodes of this task."""
         return tuple(member for member in self.members if member.version == version)
 
 
 def split_address(address: str) -> HostPort:
-    """The address of a master, which may come from anywhere. Raises UsageError."""
+    """The address may come from anywhere. Raises UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -128,7 +122,7 @@ def split_address(address: str) -> HostPort:
             f"bad address {address[:ADDRESS_CHARS_MAX]!r} of a master",
             advice="write host:port, or [address]:port",
         )
-    if not parsed.host.strip("0.:"):  # all interfaces of the machine that uses the address
+    if not parsed.host.strip("0.:"):  # all interfaces of the machine that uses it
         raise UsageError(
             f"other nodes cannot reach {address}", advice="name another address by --advertise"
         )
@@ -136,10 +130,8 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """The task's secret: SHA-256 of the content of a key file, without the space around it.
-
-    Raises UsageError; its text does not show the key.
-    """
+    """SHA-256 of a key file's content, without space around it. Raises UsageError, which does not
+    show the key."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
         raise UsageError(
@@ -160,8 +152,8 @@ _NODE_VARIABLES = (  # rank and world; the first pair that is set counts
 def resolve_node(
     environment: Mapping[str, str], rank: int | None = None, world: int | None = None
 ) -> tuple[int, int]:
-    """The rank of this node, and the number of nodes: as given, else from SLURM's variables, else
-    from torchrun's, else 0 of 1. Raises UsageError for numbers that contradict each other."""
+    """This node's rank, and the number of nodes: as given, else from SLURM's variables, else from
+    torchrun's, else 0 of 1. Raises UsageError if numbers contradict each other."""
     origin = "--rank and --world"
     if rank is None or world is None:
         for names in _NODE_VARIABLES:
@@ -200,7 +192,7 @@ def _parse_number(text: str, name: str) -> int:
 # registrations ------------------------------------------------------------------------------------
 
 TIME_MAX = 1 << 52
-"""Microseconds since 1970 that are exact inside Redis, up to the year 2112."""
+"""Microseconds since 1970, exact inside Redis: up to the year 2112."""
 
 _STORED = struct.Struct("<QB32s")  # version, flags, certificate; then the address
 _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
@@ -208,58 +200,51 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """The registration that a master remembers and sends again at each renewal, so that Redis
-    may lose it."""
+    """Sent at each renewal: Redis may lose it."""
 
-    since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
-    state: int = 0  # the number of the membership that it last received
-    secret: bytes = field(default=b"", repr=False)  # empty if it has none, or may not send it
+    since: int = 0  # by Redis's clock (us); 0: not yet
+    state: int = 0  # of the last received membership
+    secret: bytes = field(default=b"", repr=False)  # empty: none, or not to be sent
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to a registration. `members` is None if the caller knows the current
-    members."""
+    """`members` is None if the caller's are current."""
 
     since: int
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
-    replaced_address: str = ""  # of the master that had the caller's rank until just now
-    was_forgotten: bool = False  # the caller's registration was gone
+    replaced_address: str = ""  # as in `Membership`
+    was_forgotten: bool = False
 
 
 class MemberStore(Protocol):
-    """Where masters register. Calls block; they may come from any thread."""
+    """Where masters register. Calls block; any thread."""
 
     def join(self, task: TaskName, member: Member, record: MemberRecord) -> JoinReply:
-        """Register, or renew a registration. A master without a key file receives the task's
-        secret. Idempotent.
-
-        Raises ConflictError if a newer instance has this rank.
-        """
+        """Register, or renew. A master without a key file receives the task's secret. Idempotent.
+        Raises ConflictError if this rank has a newer instance."""
         ...
 
     def leave(self, task: TaskName, member: Member) -> None:
-        """End a registration. Idempotent."""
+        """Idempotent."""
         ...
 
-    def close(self) -> None:
-        """Close the connections."""
-        ...
+    def close(self) -> None: ...
 
 
 # as a store keeps them
 
 
 def pack_member(member: Member) -> bytes:
-    """A member without its rank and instance, as bytes."""
+    """Leaves out rank and instance."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
 def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
-    """The member that `pack_member` packed. Raises UsageError."""
+    """Raises UsageError."""
     if len(packed) < _STORED.size:
         raise UsageError("a registration that is too short")
     version, flags, certificate = _STORED.unpack_from(packed)
@@ -272,7 +257,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """A request to register, without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -283,8 +268,7 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
 
 
 def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
-    """The name of the task, the master that registers, and its record. Raises
-    UsageError."""
+    """The task's name, the master and its record. Raises UsageError."""
     name = fields.text("task")
     member = parse_member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)
@@ -294,17 +278,16 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """A request to end a registration, without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 
 def parse_leave(fields: Fields) -> tuple[str, Member]:
-    """The name of the task, and the master that leaves it."""
+    """The task's name, and the master."""
     return fields.text("task"), parse_member(fields)
 
 
 def join_reply_message(reply: JoinReply) -> Message:
-    """The answer to a registration, as a message."""
     message: Message = {"since": reply.since, "state": reply.state, "secret": reply.secret}
     if reply.members is not None:
         message["members"] = [member_message(each) for each in reply.members]
@@ -316,7 +299,7 @@ def join_reply_message(reply: JoinReply) -> Message:
 
 
 def parse_join_reply(message: Message) -> JoinReply:
-    """The answer to a registration that a message holds. Raises UsageError."""
+    """Raises UsageError."""
     fields = Fields(message, "an answer")
     since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
     secret = fields.octets("secret", 0, SECRET_BYTES)
@@ -332,7 +315,6 @@ def parse_join_reply(message: Message) -> JoinReply:
 
 
 def member_message(member: Member) -> Message:
-    """A member as a message."""
     return {
         "rank": member.rank,
         "instance": member.instance,
@@ -344,7 +326,7 @@ def member_message(member: Member) -> Message:
 
 
 def parse_member(fields: Fields) -> Member:
-    """The member that a message holds. Raises UsageError."""
+    """Raises UsageError."""
     return Member(
         fields.integer("rank"),
         fields.octets("instance", 0, INSTANCE_BYTES),

@@ -1,12 +1,8 @@
 """The options of a training task, and the request that starts a master with them.
 
-The nodes of a task train on one dataset together and share a cache of its chunks. A master is the
-process that keeps one node's part of that cache (`PEERS.md`).
-
 `TaskOptions` declares each option once: the options of `dlcmd mount` and the keyword arguments of
 `diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds the values that a
 master needs besides; it travels to the master over a pipe, as arguments of programs are no secret.
-
 All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
 
@@ -29,31 +25,31 @@ from ...system.daemons import DaemonRequest
 from .membership import TaskName
 
 IDLE_TIMEOUT_S = 10.0
-"""How long a master without clients stays: between two epochs workers end and new ones start."""
+"""A master without clients stays: between two epochs workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
-"""When a node's chunks are fetched: when they are first read, or all from the start."""
+"""When a node's chunks are fetched: at the first read, or all from the start."""
 
 Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
 """How a full cache chooses victims (`cache/policy.py`); the first is the default."""
 
 
 def chunk_policy(evict: str) -> str:
-    """The policy that one dataset's caches of chunks have. Files of one chunk differ in importance,
-    so caches of files alone decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
+    """The policy for a dataset's caches of chunks. Files of a chunk differ in importance, so only
+    caches of files decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
-"""The content of a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
+"""Kept in a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
 
 class TaskKwargs(TypedDict, total=False):
-    """The keyword arguments of a Python call that are fields of `TaskOptions`. None: not given."""
+    """Fields of `TaskOptions`. None: not given."""
 
     task: str | None
-    task_key: str | None  # None: the value of DIESEL_TASK_KEY
-    rank: SupportsIndex | str | None  # text: the value of an environment variable
+    task_key: str | None  # None: DIESEL_TASK_KEY
+    rank: SupportsIndex | str | None  # text: an environment variable's
     world: SupportsIndex | str | None
     peers: Sequence[str] | str | None  # text: separated by commas
     listen: str | None
@@ -68,18 +64,18 @@ class TaskKwargs(TypedDict, total=False):
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
-"""The kinds of values. A count may also be text, as an environment variable has it; addresses are a
-list, or a text with commas between; a size is in bytes."""
+"""A count may be text, from an environment variable; addresses are a list, or text with commas; a
+size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """How a field of `TaskOptions` is given. Without `help`, it is no option of `dlcmd mount`."""
+    """Without `help`, it is no option of `dlcmd mount`."""
 
     kind: OptionKind
     metavar: str | None
     help: str
-    low: int  # the smallest count
+    low: int
     choices: tuple[str, ...]
 
 
@@ -93,7 +89,6 @@ _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
 
 def cli_name(name: str) -> str:
-    """The option of `dlcmd mount` that sets a field."""
     return _CLI_NAMES.get(name, "--" + name.replace("_", "-"))
 
 
@@ -101,7 +96,6 @@ def _option(
     default: _Kind, kind: OptionKind, metavar: str | None = None, help_text: str = "",
     *, low: int = 0, choices: tuple[str, ...] = (), is_secret: bool = False,
 ) -> _Kind:  # fmt: skip
-    """A field of `TaskOptions`, which is given as its `OptionSpec` says."""
     spec = OptionSpec(kind, metavar, help_text, low, choices)
     made: _Kind = field(default=default, repr=not is_secret, metadata={"option": spec})
     return made
@@ -109,16 +103,15 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions(DaemonRequest):
-    """A task, and this node's part in it, as the user gave them. "", 0, None and () mean that the
-    user did not give the option."""
+    """A task, and this node's part in it. "", 0, None and () mean: not given."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
-    """Enough for some thousand peers and a key."""
+    """For some thousand peers and a key."""
 
     task: str = _option(
         "", "text", "NAME", "Read through the cache that the nodes of this training task share."
     )
-    task_key: str = _option("", "text", is_secret=True)  # the content of the task's key file
+    task_key: str = _option("", "text", is_secret=True)  # the key file's content
     rank: int | None = _option(
         None, "count", "N", "Which of the task's nodes this one is, from 0 on.  [default: as SLURM"
         " or torchrun say]",
@@ -179,15 +172,13 @@ class TaskOptions(DaemonRequest):
     )  # fmt: skip
 
     def __bool__(self) -> bool:
-        """Whether these options name a task."""
         return bool(self.task)
 
     def or_single_node(
         self, shared_name: str, spelled: Callable[[str], str] = cli_name
     ) -> "TaskOptions":
-        """These options; or, if they name a cache folder and no task, those of a task of one
-        node, which all callers with the same `shared_name` on this machine share. Raises as
-        `check`."""
+        """If these options name a cache folder and no task, make them those of a task of one node,
+        which all callers with this `shared_name` on this machine share. Raises as `check`."""
         is_alone = self.rank is None and self.world is None
         if self.task or not self.cache_dir or not is_alone or self.cache_layout == "order":
             self.check(spelled)
@@ -195,9 +186,8 @@ class TaskOptions(DaemonRequest):
         return replace(self, task=single_node_task(shared_name), rank=0, world=1)
 
     def check(self, spelled: Callable[[str], str] = cli_name) -> None:
-        """Raises UsageError for options that need a task if none is named and for options that
-        contradict each other, and ConfigError for a blank key. `spelled` gives the name by which
-        the user knows a field."""
+        """Raise UsageError for options that need a task if none is named and for contradictory
+        ones, ConfigError for a blank key. `spelled` gives the user's name of a field."""
         if self.cache_bytes and not self.cache_dir:
             raise UsageError(
                 "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
@@ -222,7 +212,7 @@ class TaskOptions(DaemonRequest):
                 raise ConfigError("the task's key is empty", advice=_MAKE_A_KEY)
             return
         default = TaskOptions()
-        # The key may come from the environment; a mount without a task has a policy, too
+        # The key may come from the environment; a mount without a task has a policy
         free = {"task_key", "policy"}
         if self.cache_layout == "order":
             free |= {"cache_dir", "cache_bytes", "cache_layout"}
@@ -244,16 +234,13 @@ class TaskOptions(DaemonRequest):
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
-        """The options that keyword arguments of a call give; `shared_name`: see `or_single_node`.
-
-        `words` are the other arguments of that call; `task_only` has those of them that need a
-        task. Raises UsageError, which names
-        the argument, for one that is unknown or has a bad value, and as `check`.
-        """
+        """Read a call's keyword arguments; `shared_name`: see `or_single_node`. `words` are its
+        other arguments, of which `task_only` are those that need a task. Raises UsageError, with
+        the name of the unknown or bad argument, and as `check`."""
         given: dict[str, object] = {**kwargs}
         check_words(given, [*words, *sorted(TaskKwargs.__optional_keys__)])
         task = given.get("task")
-        if isinstance(task, str) and not task:  # a variable of a script that is not set, perhaps
+        if isinstance(task, str) and not task:  # an unset variable of a script, perhaps
             raise UsageError("the task's name is empty", advice="leave it out to use no task")
         values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
         options = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
@@ -265,13 +252,12 @@ class TaskOptions(DaemonRequest):
 
 
 def option_specs() -> dict[str, OptionSpec]:
-    """How each field of `TaskOptions` is given, by its name."""
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 
 def _checked_value(option: "Field[object]", value: object) -> object:
-    """The value for a field of `TaskOptions`; its default for None. Raises UsageError, which names
-    the argument and does not quote a value that should be text, as that may be a secret."""
+    """The default for None. Raises UsageError, which names the argument, but quotes no text: that
+    may be a secret."""
     word, spec = option.name, option.metadata["option"]
     match spec.kind:
         case "text":
@@ -325,11 +311,10 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """All that a master is started with: the task's options, the dataset and its version, and
-    access to the repository."""
+    """All that starts a master: also the dataset and access to the repository."""
 
     url: str = ""
-    user: str = ""  # the account at a DIESEL server
+    user: str = ""
     key: str = field(default="", repr=False)
     dataset: str = ""
     identity: str = ""  # the dataset's, hexadecimal
@@ -341,14 +326,13 @@ class TaskRequest(TaskOptions):
 
     @property
     def name(self) -> TaskName:
-        """The task's full name. Its user is the account at a server; without a server it is the
-        number of this machine's user, which must be the same on all nodes. Raises UsageError."""
+        """The user is the account at a server, else this machine's user number, which must be the
+        same on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     def differing_options(self, running: "TaskRequest") -> list[str]:
-        """The options, as users write them, that ask for something else than `running`, the request
-        that a master was started with, has. Options that this request leaves at their default do
-        not count, nor do keys, which no saved request holds."""
+        """The options, as users write them, in which a running master's request differs. Options
+        that are at their default here do not count, nor do keys, which no saved request holds."""
         default = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default)
         return [
             cli_name(name)
@@ -358,8 +342,7 @@ class TaskRequest(TaskOptions):
         ]
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
-        """Whether a master that was started with `running` has all options of this request, also
-        those that it leaves at their default."""
+        """Whether both ask for the same also in the options that are at their default here."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)
@@ -370,25 +353,24 @@ class TaskRequest(TaskOptions):
 
     @property
     def credentials(self) -> Credentials | None:
-        """The account at a server, and its key. Raises ConfigError."""
+        """Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
 SINGLE_NODE_PREFIX = "alone-"
-"""With this begins the name of a task that nobody has named: the cache folder of one node."""
+"""Starts the name of a task that no user has named: the cache folder of one node."""
 
 
 def single_node_task(shared_name: str) -> str:
-    """The name of a task that is joined by all processes of this user on this machine that give the
-    same `shared_name`, and by no others."""
+    """All processes of this user on this machine with this `shared_name` join it, and no others."""
     text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{SINGLE_NODE_PREFIX}{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:
-    """The content of a task's key file, without the space around it. Raises ConfigError, and
-    PermissionDenied if other users may read the file."""
+    """Strips space around it. Raises ConfigError, and PermissionDenied if other users may read the
+    file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
         raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)

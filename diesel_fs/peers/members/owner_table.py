@@ -1,8 +1,8 @@
-"""Which node owns each chunk of a version, as a master tells the clients of its node: a table in
-memory that they map, so that a look-up costs no exchange.
+"""Which node owns each chunk of a version: a table in memory that the clients of a master map, so
+that a look-up costs no exchange.
 
-The layout is in `PEERS.md`, section 4. One master writes; readers see each owner as it was before
-or after a change, and either is right: a node that does not own a chunk any more says so.
+`PEERS.md`, section 4, has the layout. One master writes; readers see each owner as it was before or
+after a change, and either is right: a node that does not own a chunk any more says so.
 """
 
 import fcntl
@@ -24,12 +24,12 @@ Owners = npt.NDArray[np.int32]
 
 
 class OwnerTable:
-    """The table of one version, as its master writes it."""
+    """The table as its master writes it."""
 
     def __init__(self, chunks: int) -> None:
         size = _HEAD.size + 4 * chunks
         self.descriptor = os.memfd_create("diesel-owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """For clients, which can only read it."""
+        """Read-only for clients."""
 
         os.ftruncate(self.descriptor, size)
         self._map = mmap.mmap(self.descriptor, size)
@@ -40,16 +40,15 @@ class OwnerTable:
         self._owners[:] = -1
 
     def set_owners(self, owners: npt.NDArray[np.int64]) -> None:
-        """Set the owner of each chunk; clients take them over."""
         self._owners[:] = owners
         self.bump_generation()
 
     def bump_generation(self) -> None:
-        """Something has changed: clients ask for members and secret again, and read the owners."""
+        """Clients then get members and secret, and read the owners."""
         self._generation += 1
 
     def close(self) -> None:
-        """Close the descriptor. Clients keep their mappings. Repeatable."""
+        """Clients keep their mappings. Repeatable."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -63,15 +62,15 @@ class OwnerTableView:
     """The table as a client maps it."""
 
     def __init__(self, descriptor: int, chunks: int) -> None:
-        """The descriptor stays the caller's. Raises CorruptError if it has another size or could
-        shrink, and OSError."""
+        """The caller keeps the descriptor. Raises OSError, and CorruptError for another size or a
+        table that could shrink."""
         size = _HEAD.size + 4 * chunks
         if os.fstat(descriptor).st_size != size:
             raise CorruptError("a table of owners of another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CorruptError("a table of owners that could shrink")
         self.inode = os.fstat(descriptor).st_ino
-        """Another table has another one."""
+        """It differs between tables."""
 
         mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         self.generation_of = mapped[:8].cast("Q")
@@ -81,5 +80,5 @@ class OwnerTableView:
 
     @property
     def generation(self) -> int:
-        """It grows after each change of owners, members or secret."""
+        """Grows after each change of owners, members or secret."""
         return self.generation_of[0]

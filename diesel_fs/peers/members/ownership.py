@@ -1,15 +1,14 @@
 """Which node of a task keeps which chunk: a pure function of the chunks' IDs and sizes and of the
-live nodes, so every master computes the same owners.
+live nodes, so every master computes the same owners. Any thread.
 
-Each chunk prefers nodes by a score that depends on chunk and node alone (highest random weight:
-Thaler and Ravishankar, 1998). With scores alone, shares differ by chance: by a third if a node
-has a hundred chunks. So nodes choose, too: chunks propose to nodes in the order of their scores,
-and a node keeps those of the highest scores that fit its capacity (deferred acceptance: Gale and
-Shapley, 1962). A node that is left with too few bytes then takes chunks that prefer it next from
-nodes that have enough.
+Each chunk prefers nodes by a score of chunk and node alone (highest random weight: Thaler and
+Ravishankar, 1998). Then shares differ by chance: by a third if a node has a hundred chunks. So
+chunks propose to nodes in the order of their scores, and a node keeps those of the highest scores
+that fit its capacity (deferred acceptance: Gale and Shapley, 1962). A node with too few bytes then
+takes chunks that prefer it next from nodes that have enough.
 
 When a node leaves, its chunks propose to other nodes, and few chunks of those move. When it is
-back, it has the same chunks as before. Objects are immutable and may be used in any thread.
+back, it has the same chunks as before.
 """
 
 from collections.abc import Sequence
@@ -18,33 +17,33 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""Bytes of a node, in equal shares: the most that it may have, the least that it should have, and
-the least that it is left with when another node takes chunks. The nearer to 1, the more chunks move
-when a node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with
-1.05 and 0.95, and 3 where shares are to differ by 1 %."""
+"""These count equal shares: the most bytes of a node, the least that it should have, and the least
+that it is left with when another takes chunks. Nearer to 1, more chunks move when a node leaves: of
+1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and 0.95, and 3
+if shares are to differ by 1 %."""
 
-_STORED_PREFERENCES = 8  # of a chunk, computed once; few chunks ever need more
-_BLOCK_SCORES = 1 << 21  # scores in memory at once
+_STORED_PREFERENCES = 8  # of a chunk; few ever need more
+_BLOCK_SCORES = 1 << 21
 
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
-Rows = npt.NDArray[np.int64]  # numbers of chunks
+Rows = npt.NDArray[np.int64]
 Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.uint64]
 
 
 class Ownership:
-    """The owners of a dataset's chunks in a task of `world` nodes, for any set of live nodes."""
+    """The owners for any set of live nodes among `world`."""
 
     def __init__(self, ids: Sequence[bytes], sizes: npt.NDArray[np.uint64], world: int) -> None:
-        """`ids` are the chunks' IDs (16 bytes each), `sizes` their bytes."""
+        """`ids` have 16 bytes each; `sizes` are in bytes."""
         halves = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2)
         self._hashes = _mix(_mix(halves[:, 0]) ^ halves[:, 1])
         self._sizes = sizes.astype(np.float64)
         self._node_hashes = _mix(np.arange(1, world + 1, dtype=np.uint64))
         self._stored = min(_STORED_PREFERENCES, world)
-        # The nodes that each chunk prefers, the most preferred first, and their scores
+        # The nodes that each chunk prefers, best first, and their scores
         self._nodes = np.empty((len(ids), self._stored), np.int32)
         self._scores = np.empty((len(ids), self._stored), np.uint64)
         for rows in self._blocks(np.arange(len(ids))):
@@ -56,21 +55,20 @@ class Ownership:
             self._scores[rows] = np.take_along_axis(of_best, order, axis=1)
 
     def owners(self, living: npt.NDArray[np.bool_]) -> Nodes:
-        """The owner of each chunk, as a node's number; `living` has a flag for each node. All
-        owners are -1 if no node lives."""
+        """Each chunk's owner; -1 if no node lives."""
         count = len(self._hashes)
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
             return owner
         capacity = self._sizes.sum() / np.count_nonzero(living) * CAPACITY
-        score = np.full(count, np.iinfo(np.uint64).max, np.uint64)  # at the last proposal
+        score = np.full(count, np.iinfo(np.uint64).max, np.uint64)
         free = np.arange(count)
-        rejected: list[Rows] = []  # by all nodes
+        rejected: list[Rows] = []
         while len(free):
             owner[free], score[free] = self._propose(free, score[free], living)
             rejected.append(free[owner[free] < 0])
-            asked = np.unique(owner[free[owner[free] >= 0]])
-            free = self._reject(np.flatnonzero(np.isin(owner, asked)), owner, score, capacity)
+            proposed = np.unique(owner[free[owner[free] >= 0]])
+            free = self._reject(np.flatnonzero(np.isin(owner, proposed)), owner, score, capacity)
             owner[free] = -1
         self._place_rest(np.concatenate(rejected), owner, living)
         self._fill(owner, living)
@@ -79,8 +77,8 @@ class Ownership:
     def _propose(
         self, rows: Rows, below: Scores, living: npt.NDArray[np.bool_]
     ) -> tuple[Nodes, Scores]:
-        """For each chunk, the live node that it prefers most among those with scores below `below`;
-        -1 if there is none."""
+        """The live node that each chunk prefers most among those with scores below `below`; -1:
+        none."""
         eligible = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
         first = eligible.argmax(axis=1)
         at = np.arange(len(rows))
@@ -97,8 +95,7 @@ class Ownership:
         return nodes, scores
 
     def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
-        """Of all chunks of some nodes, return those for which chunks with higher scores leave no
-        capacity."""
+        """The chunks of some nodes for which higher scores leave no capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]
         sizes = self._sizes[rows]
@@ -108,8 +105,8 @@ class Ownership:
         return rows[(total - before > capacity) & (total - before > sizes)]  # the first always fits
 
     def _place_rest(self, rows: Rows, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Give chunks that all nodes have rejected, as sizes need not add up, to the nodes with the
-        fewest bytes."""
+        """Chunks that all nodes rejected, as sizes need not add up, go to the nodes with the fewest
+        bytes."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf
         for row in rows[np.lexsort((self._hashes[rows], -self._sizes[rows]))].tolist():
@@ -117,8 +114,7 @@ class Ownership:
             held[owner[row]] += self._sizes[row]
 
     def _fill(self, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Let nodes with too few bytes take chunks that prefer them next, from nodes with
-        enough."""
+        """Nodes with too few bytes take chunks that prefer them next, from nodes with enough."""
         held = np.bincount(owner, self._sizes, len(living))
         share = held.sum() / np.count_nonzero(living)
         low = np.flatnonzero(living & (held < FLOOR * share))
@@ -146,7 +142,7 @@ class Ownership:
 
 
 def _mix(values: Scores) -> Scores:
-    """MurmurHash3's finaliser: each bit of the result depends on each bit of the value."""
+    """MurmurHash3's finaliser: each bit of the result depends on all bits."""
     mixed = values ^ (values >> _SHIFT)
     for factor in _FACTORS:
         mixed = mixed * factor

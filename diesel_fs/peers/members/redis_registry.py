@@ -1,12 +1,10 @@
 """The member store in Redis, beside the metadata: registrations of the masters of tasks.
 
 A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two Lua scripts, each atomic,
-decide which registrations have expired, which instance of a rank is newer, and when the task's
-secret is deleted. They use Redis's clock alone, so the clocks of masters and servers do not matter.
-
-Nothing stored here needs to last: the next renewals restore what Redis loses, the secret included.
-Values that this program has not written count as absent. The store may be used from threads,
-processes and forked children.
+decide by Redis's clock alone which registrations have expired, which instance of a rank is newer,
+and when the task's secret is deleted. Nothing stored here needs to last: the next renewals restore
+what Redis loses, the secret included. Foreign values count as absent. Any thread, process and
+forked child.
 """
 
 import contextlib
@@ -36,15 +34,13 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""The time limit of a renewal: a longer one leaves no time for the next before the registration
-expires."""
+"""A longer renewal leaves no time for the next before the registration expires."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
 
-# Common to both scripts. `expire` deletes expired registrations, and with the last one the secret.
-# After a jump of the clock backwards registrations would last too long: `expire` shortens them to
-# the lifetime of one that is made now.
+# In both scripts. `expire` deletes expired registrations, and with the last one the secret; if the
+# clock jumped back, it shortens the others to the lifetime of one that is made now.
 _TASK = """
 local function text(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
@@ -134,8 +130,6 @@ return {'ok'}
 
 
 class RedisMemberStore(MemberStore):
-    """Registrations in Redis."""
-
     def __init__(self, link: RedisLink, ttl_s: float = TTL_S) -> None:
         self._link = link
         self._ttl_us = int(ttl_s * 1_000_000)
@@ -144,15 +138,14 @@ class RedisMemberStore(MemberStore):
     def open(
         cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S, ttl_s: float = TTL_S
     ) -> Self:
-        """The member store at a URL, of the repository over the object store `store`. Raises as
-        `open_link`."""
+        """`store` is the repository's object store. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store), ttl_s)
 
     def __repr__(self) -> str:
         return f"RedisMemberStore({self._link.address})"
 
     def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
-        """See `MemberStore`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
+        """Also raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
         offered = b"" if me.has_key_file else record.secret or secrets.token_bytes(SECRET_BYTES)
         arguments: list[Word] = [
             me.rank, me.instance, record.since, pack_member(me), offered, self._ttl_us,
@@ -173,7 +166,7 @@ class RedisMemberStore(MemberStore):
         return JoinReply(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
 
     def leave(self, task: TaskName, me: Member) -> None:
-        """See `MemberStore`. Raises as `join`."""
+        """Raises as `join`."""
         arguments: list[Word] = [me.rank, me.instance, self._ttl_us]
         self._run(ScriptCommand(LEAVE, task_keys(task.digest), arguments))
 

@@ -1,12 +1,9 @@
-"""The registry of a task, as one master uses it: the master registers there, renews its
-registration, and learns which other masters are in its task.
+"""The registry of a task, as one master uses it: it registers there, renews its registration, and
+learns which other masters are in its task.
 
-A registry works with Redis, either directly or through a DIESEL server, or it is a fixed list of
-addresses (`--peers`). It remembers the record that a master sends again at its next renewal.
-`redis_registry.py` stores registrations; `master/master.py` decides when to renew and acts on the
-answers.
-
-All calls block, for some seconds at most. They may come from any thread; one runs at a time.
+A registry works with Redis, directly or through a DIESEL server, or it is a fixed list of addresses
+(`--peers`). It remembers the record that a master sends again at its next renewal. All calls block,
+for some seconds at most; any thread, one at a time.
 """
 
 import threading
@@ -46,53 +43,44 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""The time limit of one attempt through a server: two attempts and the pause between renewals take
-less than a registration lasts."""
+"""For one attempt through a server: two, and the pause between renewals, take less than a
+registration lasts."""
 
 FIRST_S = 5.0
-"""The time limit of one attempt of the first registration: all nodes of a task start at once, and
-log in first."""
+"""For one attempt of the first registration: all nodes start at once, and log in first."""
 
-_ATTEMPTS = 2  # the second goes to another server, if there is one
+_ATTEMPTS = 2  # on different servers if possible
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
-"""Errors of the member store that mean "no answer now"."""
 
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
-    """By this, one master registers and learns the members of its task."""
-
     @abstractmethod
     def renew(self, me: Member) -> Membership:
-        """Register, or renew a registration. Returns all current members, this master among them.
-
-        Raises ConflictError if a newer instance has this rank, and MetadataError if the
-        registry cannot answer now and a later renewal may succeed. Other errors of the tree say
-        that this master may not be in this task, or not with these options.
-        """
+        """Register, or renew. All current members, this master among them. Raises ConflictError if
+        a newer instance has this rank, and MetadataError if a later renewal may succeed. After
+        other errors this master may not be in this task, or not with these options."""
 
     @abstractmethod
     def leave(self, me: Member) -> None:
-        """End the registration. Idempotent. Raises MetadataError; the registration then ends when
-        it expires."""
+        """Idempotent. After a MetadataError the registration expires."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections. Repeatable."""
+        """Repeatable."""
 
 
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """The member store of a repository; its object store is open. `deadline_s` limits each call.
-    Raises UsageError if the repository has no Redis; ConfigError, MetadataError."""
+    """`deadline_s` is each call's. Raises UsageError if the repository has no Redis; ConfigError,
+    MetadataError."""
     if not url.meta:
         raise UsageError(
             f"the nodes of a task find each other through Redis, and {url} has none",
             advice="name all nodes by --peers host:port,..., with a --task-key-file",
         )
-    # Imported here, as it takes a tenth of a second
     from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415
 
     return RedisMemberStore.open(
@@ -107,11 +95,9 @@ def open_registry(
     key: bytes | None = None,
     peers: Sequence[str] = (),
 ) -> Registry:
-    """The registry of a task. `peers` are the masters' addresses, in the order of their ranks,
-    if there is no Redis; `key` is the content of the key file. The first renewal connects.
-
-    Raises UsageError if there is neither Redis nor `peers`, or no key where one is needed.
-    """
+    """Without Redis, `peers` are the masters' addresses, by rank; `key` is the key file's content.
+    The first renewal connects. Raises UsageError if there is neither Redis nor `peers`, or no key
+    though one is needed."""
     secret = None if key is None else secret_from_key(key)
     if peers:
         return StaticRegistry(peers, secret)
@@ -124,7 +110,7 @@ def open_registry(
 
 
 class StaticRegistry(Registry):
-    """A fixed list of addresses: all of them count as members, whether they answer or not."""
+    """All listed addresses count as members, whether they answer or not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
         """Raises UsageError."""
@@ -143,8 +129,7 @@ class StaticRegistry(Registry):
         self._secret = secret
 
     def renew(self, me: Member) -> Membership:
-        """All addresses, with the version of this master. Instances and certificates of the others
-        are unknown."""
+        """Instances and certificates of the others are unknown; they get this master's version."""
         if me.rank >= len(self._peers):
             raise UsageError(
                 f"this is node {me.rank}, and --peers names {len(self._peers)}",
@@ -168,8 +153,7 @@ class RedisRegistry(Registry):
     def __init__(
         self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
-        """`secret` comes from a key file; without one, the registry receives the task's secret when
-        it registers."""
+        """`secret` is the key file's; None: the registry receives the task's when it registers."""
         self._task = task
         self._secret = secret
         self._opener = opener
@@ -178,12 +162,11 @@ class RedisRegistry(Registry):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._instance = b""  # of the master that registered last
-        self._record = MemberRecord()  # it is sent again at the next renewal
-        self._members: tuple[Member, ...] = ()  # as the store knew them then
+        self._instance = b""  # of the last registration
+        self._record = MemberRecord()  # sent at the next renewal
+        self._members: tuple[Member, ...] = ()
 
     def renew(self, me: Member) -> Membership:
-        """See `Registry.renew`."""
         with self._lock, _unavailable_as_metadata_error():
             if me.instance != self._instance:
                 self._forget_all()
@@ -204,8 +187,7 @@ class RedisRegistry(Registry):
             )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
-        """Raises UsageError if only some of the task's nodes have a key file: their secrets
-        differ, so they could not talk to each other."""
+        """Raise UsageError if only some nodes have a key file: their secrets would differ."""
         others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:
             self._opened().leave(self._task, mine)
@@ -266,11 +248,11 @@ class ServerMemberStore(MemberStore):
         self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
-        """The connections belong to the repository, which closes them."""
+        """The repository closes its connections."""
 
 
 def _is_private_link(url: RepositoryUrl) -> bool:
-    """Whether nobody can listen on the connections to the servers: they use TLS or loopback."""
+    """They use TLS or loopback."""
     return url.scheme == "diesel+tls" or all(
         each.host in _LOOPBACK for each in parse_addresses(url)
     )

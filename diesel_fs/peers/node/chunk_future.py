@@ -1,11 +1,8 @@
-"""The reads of each chunk that are still to come, and when fetching a whole chunk pays.
+"""The reads of each chunk that are still to come, and when fetching a whole chunk pays. Pure.
 
-A node's cache gets a `ChunkFuture` when the orders of the task's readers are known
-(`plan/task_plan.py` makes it). The eviction policy `plan` uses it to choose victims. How often
-a chunk must be read to be worth a fetch depends on costs, so that is computed here, for memory and
-for the disk.
-
-Used by the trio loop of a master; `plan/task_plan.py` makes it in a thread. Pure.
+`plan/task_plan.py` makes a `ChunkFuture`, in a thread, when the orders of the task's readers are
+known; the eviction policy `plan` chooses victims by it. How often a chunk must be read to be worth
+a fetch depends on costs, so it is computed here, for memory and for the disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +15,10 @@ import numpy.typing as npt
 from ...orders.future import NEVER, FutureUses, Units
 
 READ_FRACTION_MIN = 0.75
-"""A chunk that would replace another is fetched whole only if this part of its live bytes will
-be read before the other is needed again. In a chunk-wise order that is all of them, but for the
-reads that came before the fetch. When each chunk is read all the time, as in a full shuffle, it is
-a small part: fetching would read much more from the store than the readers want, and time alone
-would not show that if the store is slow to answer."""
+"""A chunk that would replace another is fetched whole only if this part of its live bytes will be
+read before the other is needed again (`PEERS.md`, section 2). In a full shuffle fetching would read
+much more from the store than readers want, and time alone would not show that if the store is slow
+to answer."""
 
 Cost = Callable[[int], float]
 """Seconds for one read of `n` bytes."""
@@ -30,42 +26,41 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFuture:
-    """The reads to come of each chunk of a version, by its number."""
+    """Future reads of each chunk of a version."""
 
     uses: FutureUses
-    """The reads of all readers of all nodes: the owner of a chunk serves all of its reads."""
+    """Reads on all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
-    """Stored bytes of each chunk that files of this version have."""
+    """Bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]
-    """Stored bytes of one read of each chunk: the mean over its files."""
+    """For one read of each chunk: the mean over its files."""
 
     def uses_min(
         self, chunk: int, replaced_bytes: Sequence[int], size: int, cost: Cost, *, is_stored: bool
     ) -> int:
         """How many reads of a chunk cost as much as to fetch it, and later to fetch the chunks of
-        `replaced_bytes` again. `is_stored`: it comes from the store, which shall not be read for
-        bytes that nobody wants."""
+        `replaced_bytes` again. `is_stored`: it comes from the store, which shall give no unwanted
+        bytes."""
         each_s = cost(int(self.read_bytes[chunk]))
         fetch_s = cost(size) + sum(map(cost, replaced_bytes))
         enough = ceil(fetch_s / each_s) if each_s > 0 else 1
         return max(enough, self.whole_uses(chunk) if is_stored else 1)
 
     def is_worth_room(self, chunk: int) -> bool:
-        """Whether most of a chunk will be read: it may be fetched ahead where room is free."""
+        """Whether most of it will be read, so that it may be fetched ahead into free room."""
         return int(self.uses.uses_left(np.array([chunk]))[0]) >= self.whole_uses(chunk)
 
     def needed(self, chunks: Units) -> npt.NDArray[np.bool_]:
-        """Which of these chunks some reader will read."""
         needed: npt.NDArray[np.bool_] = self.uses.uses_left(chunks) > 0
         return needed
 
     def soonest(self, chunks: Units, before: int) -> npt.NDArray[np.int64]:
-        """Those of these chunks that are read before a time, the soonest first."""
+        """Chunks that are read before a time, the soonest first."""
         times = self.uses.next_time(chunks)
         places = np.flatnonzero(times < min(before, NEVER))
         return np.asarray(chunks, np.int64)[places[np.argsort(times[places], kind="stable")]]
 
     def whole_uses(self, chunk: int) -> int:
-        """How many reads take `READ_FRACTION_MIN` of a chunk's live bytes."""
+        """Reads that take `READ_FRACTION_MIN` of a chunk's live bytes."""
         each = float(self.read_bytes[chunk])
         return max(ceil(READ_FRACTION_MIN * float(self.live_bytes[chunk]) / each), 1) if each else 1

@@ -1,14 +1,13 @@
-"""The chunks of one version that a master has in memory, and some that it has on its disk, as its
-two threads share them.
+"""The chunks of one version that a master has in memory, and some on its disk, as its two threads
+share them.
 
 The control plane (trio's thread) puts chunks in and takes them out; the data plane reads them. Each
-call is one operation of a dictionary or a queue, so no lock is needed. A view that was found stays
-valid as long as it exists: the memory behind it is never written again.
+call is one operation of a dictionary or a queue, so no lock is needed. A view stays valid: the
+memory behind it is never written again.
 
-A chunk on the disk is read by the control plane, in threads, which a disk may keep waiting. After
-such a read it *lends* the chunk's open file to the data plane, which reads only bytes that the
-kernel has in its page cache, and so never waits. A loan is for a few requests: then a request comes
-to the control plane again, which decides whether the chunk should come to memory.
+After the control plane has read a chunk from the disk, in a thread, it *lends* the chunk's open
+file to the data plane, which reads only bytes in the page cache, and so never waits. A loan is for
+a few requests: then the control plane decides whether the chunk should come to memory.
 """
 
 from collections import deque
@@ -22,25 +21,23 @@ from ...cache.tiers import CacheHandle
 from ..wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
-"""After this number of requests the control plane decides whether the chunk comes to memory."""
 
 LOAN_S = 60.0
-"""The file of a chunk that was removed takes room on the disk for at most this time."""
+"""A removed chunk's file takes room on the disk for at most this time."""
 
 LOANS_MAX = 256
-"""So many files are lent at once. For one more, the file that was lent first is taken back."""
+"""One more takes back the file that was lent first."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""A request for more is not answered from files: it takes memory, and other connections wait."""
+"""For one answer: it takes memory, and other connections wait."""
 
-_READS_REMEMBERED = 4096  # requests; of more the oldest are forgotten
+_READS_REMEMBERED = 4096
 
 _Taken = TypeVar("_Taken")
 
 
 class _Loan:
-    """The file of a chunk, lent for a time and a number of requests. It is closed with the last
-    reference to it, as the other thread may be reading."""
+    """Closed with its last reference, as the other thread may be reading."""
 
     __slots__ = ("file", "requests_left", "until_s")
 
@@ -51,26 +48,24 @@ class _Loan:
 
 
 class ChunkTable:
-    """The data plane's view of a version: it answers from `views` and from files that were
-    lent, and nothing else."""
+    """The data plane answers from `views` and lent files alone."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """`sizes` has the bytes of each chunk."""
+        """Bytes of each chunk."""
         self.sizes = sizes
         self.views: dict[int, memoryview] = {}
-        """The whole chunks that are in memory, by their numbers."""
+        """Whole chunks in memory."""
 
         self.records_reads = False
-        """Whether `record_read` keeps anything: a cache that replaces nothing need not know."""
+        """A cache that replaces nothing need not know of reads."""
 
         self._reads: deque[tuple[Sequence[int], int]] = deque(maxlen=_READS_REMEMBERED)
-        self._loans: dict[int, _Loan] = {}  # by chunk, the first lent first
+        self._loans: dict[int, _Loan] = {}  # the first lent first
         self._file_reads: deque[tuple[int, int]] = deque(maxlen=_READS_REMEMBERED)
 
     def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """The bytes of parts, given by their records, and how many these are. None if not all
-        of them can be had without waiting, a part lies outside its chunk, or they are more than
-        one request may ask for."""
+        """The bytes of parts, and their number. None if some cannot be had without waiting, a part
+        lies outside its chunk, or they are more than one request may ask for."""
         views, found, size = self.views, [], 0
         try:
             for chunk, start, length in PART.iter_unpack(records):
@@ -85,7 +80,7 @@ class ChunkTable:
         return found, size
 
     def _find_in_files(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """As `find`, where not all chunks are in memory."""
+        """As `find`, if not all chunks are in memory."""
         parts = list(PART.iter_unpack(records))
         size = sum(length for _, _, length in parts)
         if size > FROM_FILES_BYTES_MAX:
@@ -114,7 +109,8 @@ class ChunkTable:
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
-        """Lend the open file of a chunk. The table closes it. Called by the control plane."""
+        """The table closes the file. Called by the control plane, as are `take_back` and
+        `take_back_old`."""
         loans = self._loans
         loans.pop(chunk, None)
         loans[chunk] = _Loan(file)
@@ -122,34 +118,33 @@ class ChunkTable:
             del loans[next(iter(loans))]
 
     def take_back(self, chunk: int | None = None) -> None:
-        """Lend the file of a chunk, or of all chunks, no longer. Called by the control plane."""
+        """Without a chunk, take back all."""
         if chunk is None:
             self._loans.clear()
         else:
             self._loans.pop(chunk, None)
 
     def take_back_old(self) -> None:
-        """End the loans that are too old. Called by the control plane."""
         loans, now_s = self._loans, monotonic()
         while loans and loans[first := next(iter(loans))].until_s <= now_s:
             del loans[first]
 
     def take_file_reads(self) -> list[tuple[int, int]]:
-        """The parts that were read from files since the last call: chunk and bytes. Any thread."""
+        """Chunk and bytes of each since the last call. Any thread."""
         return _taken(self._file_reads)
 
     def record_read(self, chunks: Sequence[int], size: int) -> None:
-        """A request was answered with parts of these chunks, `size` bytes in all. Any thread."""
+        """A request got parts of these chunks, `size` bytes in all. Any thread."""
         if self.records_reads:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """The reads that were recorded since the last call. Any thread."""
+        """Reads since the last call. Any thread."""
         return _taken(self._reads)
 
 
 def _taken(queue: "deque[_Taken]") -> "list[_Taken]":
-    """Take all out of a queue to which another thread adds."""
+    """Another thread adds to the queue."""
     taken = []
     try:
         while True:

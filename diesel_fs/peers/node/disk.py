@@ -1,26 +1,23 @@
 """The files of chunks on a node's disk: reads and writes them, in threads, since a disk may hang.
 
-Chunks that the memory has no room for wait in the ledger's queue until they are written;
-`replacement.py` chooses the chunks that leave the disk for them. Before that, the tier evicts for
-this dataset (`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node,
-`flush` writes the chunks that are in memory. Other tasks of the user may use the same folder and
-dataset, so chunks may come and go without this process: it scans the folder again when it notices.
-
-A chunk that was just read is lent to the data plane (`chunk_table.py`), which reads further parts
-of it without the threads, as far as the kernel has them in its page cache.
+Chunks without room in memory wait in the ledger's queue until they are written; `replacement.py`
+chooses the chunks that leave the disk for them. Before that, the tier evicts for this dataset
+(`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node, `flush`
+writes the chunks in memory. Other tasks of the user may use the same folder and dataset, so chunks
+may come and go: when this is noticed, the folder is scanned again. A chunk that was just read is
+lent to the data plane (`chunk_table.py`).
 
 Concurrency. All methods run in the master's one trio loop; only the `work` functions run in
-threads, and they touch nothing but their arguments and the disk tier, which is thread-safe. `run`
-holds three tasks: one writes the queue and scans, chunk after chunk; one takes back files that were
-lent; one marks the dataset as used. Reads are tasks of callers: those that begin in the same turn
-of the loop share a thread, as entering one costs more than reading a few files.
+threads, and they touch only their arguments and the disk tier, which is thread-safe. `run` holds
+three tasks: one writes the queue and scans; one takes back lent files; one marks the dataset as
+used. Reads are tasks of callers: those that begin in one turn of the loop share a thread, as
+entering one costs more than reading a few files.
 
 A read or load is given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk rests
-for a while, and callers read from the store. Writes and scans may take as long as the disk does, as
-no reader waits for them. At any wait the version may change, and with it the numbers of chunks, so
-the code looks again at the ledger after each: `Ledger.is_named`, the table that was lent to, the
-queue. The ledger is changed only between waits: a chunk counts as written, or as gone, in the same
-step in which the answer of the thread is looked at.
+for a while, and callers read from the store. No reader waits for writes and scans, which may take
+as long as the disk does. At any wait the version may change, and with it the numbers of chunks, so
+the code looks again after each: at `Ledger.is_named`, the table that was lent to, the queue. The
+ledger is changed only between waits, in the step that looks at a thread's answer.
 """
 
 import contextlib
@@ -45,44 +42,41 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 READ_TIMEOUT_S = 1.0
-"""A disk that takes longer is slower than any store; the caller reads from the store."""
+"""A slower disk is slower than any store; callers read from the store."""
 
 DISK_PAUSE_S = 30.0
-"""How long a disk is not used after it did not answer in time, or could not be written."""
+"""The rest of a disk that was late or could not be written."""
 
 RESCAN_S = 60.0
-"""How soon the folder is scanned after a chunk was found to be gone: others may be gone, too, or
-back. Also how soon the tier is asked for room again after it had too little."""
+"""How soon the folder is scanned after a chunk was found gone: others may be gone, too, or back.
+Also the pause of a tier with too little room."""
 
 NOTE_USE_S = 60.0
-"""How often a dataset is marked as used while its job lives, even if memory serves all reads:
-its chunks cool down from the job's end on (`cache/disk`)."""
+"""How often a dataset is marked as used while its job lives, even if memory serves all reads: its
+chunks cool down from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""At the end, the wait for a chunk that another process, or an abandoned thread of this one, is
-just writing."""
+"""At the end, another process, or an abandoned thread, may be writing a chunk."""
 
 _THREADS = 8
-_READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
+_READS_PER_THREAD = 8  # of one chunk each; its first read reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
-"""Ranges of one chunk: the start of each, and its bytes."""
+"""Ranges of one chunk: start and bytes."""
 
 Made = TypeVar("Made")
 
 
 class _DiskRead:
-    """Bytes of a chunk that somebody waits for."""
-
     def __init__(self, key: ChunkKey, spans: Spans) -> None:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
         self.contents: list[memoryview] | None = None
-        self.file: CacheHandle | None = None  # of the chunk, still open if it could be read
-        self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
+        self.file: CacheHandle | None = None
+        self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
-        """The contents, the open file, and whether the chunk is there. Called in a thread."""
+        """Runs in a thread. Returns contents, open file, and whether the chunk is there."""
         found = disk.find(self._key)
         if found is not None:
             with contextlib.suppress(OSError, EOFError, MemoryError):
@@ -95,8 +89,7 @@ class _DiskRead:
 
 
 class Disk:
-    """The chunks of one version of a dataset on this node's disk. Without a disk tier there are
-    none, and nothing is called but `run` and `flush`."""
+    """Without a disk tier, only `run` and `flush` are called."""
 
     def __init__(
         self,
@@ -112,7 +105,7 @@ class Disk:
         self._tier, self._ledger, self._replacement = tier, ledger, replacement
         self._fetch_cost, self._on_change = fetch_cost, on_change
         self._counts = ledger.counts
-        self._next_scan_s = self._asks_room_from_s = -math.inf
+        self._next_scan_s = self._next_room_s = -math.inf
         self._work = trio.Event()
         ledger.on_enqueue = self.wake
         self._threads = trio.CapacityLimiter(_THREADS)
@@ -120,17 +113,14 @@ class Disk:
         self._wanted: list[_DiskRead] = []
 
     def wake(self) -> None:
-        """Have the task that writes look at the queue and the time of the next scan."""
         self._work.set()
 
     def note_version(self) -> None:
-        """The ledger has the chunks of another version: look which of them are on the disk."""
         self._next_scan_s = -math.inf
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size; None if it turns out not to be here. Reads that
-        begin together share threads, as to enter one costs more than to read a few files."""
+        """Returns None if the chunk is not here."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
         if self._nursery is None:
@@ -150,7 +140,7 @@ class Disk:
         return wanted.contents
 
     async def _read_wanted(self, nursery: trio.Nursery) -> None:
-        """Serve all reads that wait by now: this task runs after those that began together."""
+        """This task starts after the reads that began together."""
         wanted, self._wanted = self._wanted, []
         for first in range(0, len(wanted), _READS_PER_THREAD):
             some = wanted[first : first + _READS_PER_THREAD]
@@ -173,8 +163,7 @@ class Disk:
                 each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk, checked, in memory; None if it turns out not to be here. Raises OSError
-        where there is no memory."""
+        """A whole chunk, checked; None if it is not here. Raises OSError without memory."""
         key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
 
         def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
@@ -199,7 +188,7 @@ class Disk:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes of a chunk: check it, and drop it if it is damaged."""
+        """A reader got damaged bytes: drop the chunk if it is damaged."""
         self._ledger.table.take_back(chunk)
         if self._ledger.on_disk[chunk]:
             key = self._ledger.key(chunk)
@@ -212,7 +201,7 @@ class Disk:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """Evictions of this process from the folder, which all datasets share, to make room."""
+        """Evictions by this process from the folder that datasets share."""
         folder = None if self._tier is None else self._tier.folder
         return {
             "disk_room_evictions": 0 if folder is None else folder.room_evictions,
@@ -220,7 +209,7 @@ class Disk:
         }
 
     async def run(self) -> None:
-        """Scan the folder, then write enqueued chunks, and read. Ends when cancelled."""
+        """Scan, write and read until cancelled."""
         if self._tier is None:
             return
         async with trio.open_nursery() as nursery:
@@ -262,14 +251,13 @@ class Disk:
                 await self._work.wait()
 
     async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
-        """At the end, after `run`: write these chunks, in this order, as far as there is room.
-        Only chunks in `evictable` are replaced. May be cancelled anywhere; the log reports the
-        outcome."""
+        """After `run`: write these chunks, in this order, as far as there is room. Only chunks in
+        `evictable` are replaced. May be cancelled anywhere; logs the outcome."""
         if self._tier is None:
             return
         ledger = self._ledger
-        written_bytes: list[int] = []  # of each chunk
-        busy: list[tuple[int, memoryview]] = []  # chunks that another writer was at
+        written_bytes: list[int] = []
+        busy: list[tuple[int, memoryview]] = []  # another writer was at these
         outcome = "there was no more time"
         try:
             await self._scan(makes_room=False)
@@ -320,8 +308,7 @@ class Disk:
     async def _put(
         self, chunk: int, content: memoryview, victims: Sequence[int]
     ) -> tuple[bool, bool]:
-        """Write a chunk that replaces `victims`. Returns whether it is on the disk now, and whether
-        it is not because another writer is at it."""
+        """Whether the chunk is on the disk now, and whether another writer was at it."""
         ledger = self._ledger
         key, victim_keys = ledger.key(chunk), [ledger.key(each) for each in victims]
         size, total_bytes = len(content), ledger.total_bytes
@@ -347,21 +334,21 @@ class Disk:
         is_there, other_writes, ledger.disk_room_bytes = answer or (False, False, 0)
         now_s = trio.current_time()
         wanted_bytes = min(ledger.room.queue_bytes, total_bytes - ledger.tables.disk.bytes)
-        if ledger.disk_room_bytes < wanted_bytes and now_s >= self._asks_room_from_s:
+        if ledger.disk_room_bytes < wanted_bytes and now_s >= self._next_room_s:
             self._next_scan_s = now_s  # it makes room
         return is_there, other_writes
 
     # The state of the disk
 
     async def _scan(self, *, makes_room: bool) -> None:
-        """Make room for the queue, as far as chunks are not here, then find out which are."""
+        """Make room for absent chunks in the queue, then find out which are here."""
         self._next_scan_s = math.inf
         ledger = self._ledger
         identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes
         queue_bytes = ledger.room.queue_bytes if makes_room else 0
 
         def work(disk: DiskTier) -> tuple[list[ChunkId], int, int]:
-            disk.note_use(identity)  # even if all reads came from memory
+            disk.note_use(identity)  # also if all reads came from memory
             here = {*disk.list_chunks(identity)}
             absent_bytes = sum(
                 size for name, size in zip(ids, sizes, strict=True) if name not in here
@@ -376,7 +363,7 @@ class Disk:
             return
         found, ledger.disk_room_bytes = set(answer[0]), answer[1]
         if ledger.disk_room_bytes < answer[2]:
-            self._asks_room_from_s = trio.current_time() + RESCAN_S
+            self._next_room_s = trio.current_time() + RESCAN_S
         self._counts["disk_looks"] += 1
         for chunk, name in enumerate(ledger.ids):
             if name in found and not ledger.on_disk[chunk]:
@@ -390,7 +377,7 @@ class Disk:
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
-        """A chunk could not be read. If it is still there, the disk has failed."""
+        """If the chunk is still there, the disk has failed."""
         now_s = trio.current_time()
         if is_there:
             self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S

@@ -1,21 +1,18 @@
-"""Brings chunks to a node: fetches them from another node or the store, loads them from the disk,
-and fetches ahead what readers need next.
+"""Brings chunks to a node: from another node or the store, from its disk, and ahead of readers.
 
 A chunk is kept only after it has been checked whole, in memory that is sealed by then. However many
 callers wait for a chunk, it is fetched once.
 
-Concurrency. Everything runs in the master's one trio loop; threads allocate, check and seal memory,
-and do nothing else. Each chunk that is on its way is one `Flight` and one task of `run`'s nursery,
-so a caller that is cancelled does not end the fetch for others. `FETCHES` flights that callers wait
-for run at once; those that nobody waits for (`prefetch_owned`, `prefetch_planned`) are
-`FILL_FETCHES` more, and start only while no caller waits.
+Concurrency. Everything runs in the master's one trio loop; threads only allocate, check and seal
+memory. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a cancelled caller
+does not end the fetch for others. `FETCHES` flights that callers wait for run at once;
+`FILL_FETCHES` more (`prefetch_owned`, `prefetch_planned`) start only while no caller waits.
 
 Between a caller's look at the ledger and `start` there is no wait: so a chunk has at most one
-flight, and the room that `Replacement.take` reserves is the room that was found free. From then on
-the chunk's room is reserved until `_land`, which in one step releases it, puts the chunk into the
-ledger, and wakes the callers. A flight may last through a new version: `switch_version` gives it
-the new number of its chunk, or -1 if the version does not have it; then its callers still get the
-bytes, and the node does not keep them.
+flight, and `Replacement.take` reserves the room that was found free. `_land` in one step releases
+it, puts the chunk into the ledger, and wakes the callers. A flight may last through a new version:
+`switch_version` gives it its chunk's new number, or -1; then its callers still get the bytes, and
+the node does not keep them.
 """
 
 import contextlib
@@ -41,19 +38,17 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 FETCHES = 8
-"""Fetches at once that callers wait for; further ones queue. Eight hide the latency of a distant
-store and share its link without making any caller wait too long."""
+"""Fetches at once that callers wait for. Eight hide the latency of a distant store and share its
+link without making any caller wait too long."""
 
 FILL_FETCHES = 2
-"""Fetches at once that no caller waits for. They start only while no caller waits for a fetch."""
+"""They start only while no caller waits for one."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
-"""Seconds before a chunk that could not be fetched ahead is tried again; they double up to the
-maximum."""
+"""The pause before a chunk is fetched ahead again after a failure; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
-"""Fills `room` with the whole chunk of a number, and keeps no part of `room` afterwards. Raises
-DieselError."""
+"""Fills `room` with a whole chunk, and keeps no view of it. Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -61,30 +56,26 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A chunk that is being fetched (from another node or the store) or loaded (from this node's
-    disk)."""
+    """A chunk that is being fetched, or loaded from the disk."""
 
     chunk: int
-    """Its number in the current version, or -1 if that does not have it."""
+    """Its number in the current version, or -1."""
     key: ChunkKey
     size: int
     to_memory: bool
     from_disk: bool
     is_ahead: bool
-    """Nobody waited for the chunk when the fetch began."""
+    """No caller waited when the fetch began."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
     error: DieselError | None = None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the fetch was started for a caller."""
         return not self.from_disk and not self.is_ahead
 
 
 class Fetches:
-    """The chunks of a node that are on their way."""
-
     def __init__(
         self,
         ledger: Ledger,
@@ -95,7 +86,7 @@ class Fetches:
         *,
         measures: bool,
     ) -> None:
-        """With `measures`, the times of fetches are added to `costs`."""
+        """`measures`: add the times of fetches to `costs`."""
         self._ledger, self._replacement, self._disk = ledger, replacement, disk
         self._fetch, self._costs, self._measures = fetch, costs, measures
         self._counts = ledger.counts
@@ -104,15 +95,15 @@ class Fetches:
         self._nursery: trio.Nursery | None = None
         self._fetchers = trio.CapacityLimiter(FETCHES)
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self._awaited = 0  # flights that callers wait for
-        self._no_awaited = trio.Event()  # set when `_awaited` comes to 0
+        self._awaited = 0
+        self._no_awaited = trio.Event()
         self._room_changed = trio.Event()
-        self._future_changed = trio.Event()  # replaced when the future or a position changes
+        self._future_changed = trio.Event()
         self._version = 0
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run fetches until cancelled. Callers that wait then get nothing."""
+        """Runs until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -122,8 +113,8 @@ class Fetches:
                 self._nursery = None
 
     def begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> Flight | None:
-        """Start to fetch a chunk that a caller wants, or to load it from the disk, if it is worth
-        it. `is_new`: this miss has not been counted yet."""
+        """Fetch a chunk that a caller wants, or load it from the disk, if it is worth it. `is_new`:
+        this miss was not counted yet."""
         from_disk = self._ledger.is_readable(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
@@ -131,7 +122,7 @@ class Fetches:
         return None if placement is None else self._start(chunk, placement, from_disk=from_disk)
 
     def switch_version(self, before: list[int]) -> None:
-        """Chunks have other numbers; `before` has the number that each had, or -1."""
+        """`before`: each chunk's former number, or -1."""
         after = {was: number for number, was in enumerate(before) if was >= 0}
         for flight in self.in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
@@ -142,12 +133,12 @@ class Fetches:
         self.note_room()
 
     def note_room(self) -> None:
-        """Wake `prefetch_owned`: there may be more room, or more to fetch."""
+        """More room, or more to fetch."""
         changed, self._room_changed = self._room_changed, trio.Event()
         changed.set()
 
     def note_future(self) -> None:
-        """Wake `prefetch_planned`: the future or a position has changed."""
+        """Another future or position."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 
@@ -167,8 +158,7 @@ class Fetches:
         return flight
 
     async def _fly(self, flight: Flight) -> None:
-        """Fetch or load a chunk. Errors are kept for the callers that wait; none leaves this
-        task."""
+        """Callers that wait get the error; none leaves this task."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:
@@ -179,9 +169,9 @@ class Fetches:
         except DieselError as error:
             flight.error = error
             self._counts["fetch_failures"] += 1
-        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread
+        except (OSError, MemoryError, RuntimeError) as error:
             self._shrink_budget(error)
-        except Exception:  # the caller can always read from the store
+        except Exception:  # callers can read from the store
             log.exception("unexpected error while fetching a chunk")
         finally:
             self._land(flight, memory)
@@ -211,7 +201,7 @@ class Fetches:
         flight.done.set()
 
     async def _fetch_checked(self, flight: Flight) -> SealedMemory | None:
-        """The chunk, checked: in memory that can be pinned, or in the flight's view alone."""
+        """A checked chunk in memory that can be pinned, or in the flight's view alone."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
@@ -251,8 +241,8 @@ class Fetches:
     # Fetching ahead
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
-        """Fetch this node's chunks that are not here, in this order, while room is free; again
-        whenever its share or the room grows. Ends with `switch_version`, or when cancelled."""
+        """Fetch this node's absent chunks, in this order, while room is free; again whenever its
+        share or the room grows. Ends with `switch_version`, or when cancelled."""
         version, retry_s, ledger = self._version, FILL_RETRY_S, self._ledger
         while version == self._version:
             changed, failures = self._room_changed, self._counts["fill_failures"]
@@ -270,9 +260,8 @@ class Fetches:
                 retry_s = min(2 * retry_s, FILL_RETRY_MAX_S)
 
     async def prefetch_planned(self) -> None:
-        """When the future is known, fetch this node's chunks that are read soon (`lookahead.py`),
-        the nearest first, into free room or in place of chunks that are needed later. Runs until
-        cancelled."""
+        """Fetch this node's chunks that are read soon (`lookahead.py`), the nearest first, into
+        free room or in place of chunks needed later, until cancelled."""
         while True:
             changed = self._future_changed
             if (future := self._replacement.future) is not None:
@@ -285,8 +274,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """Fetch these chunks one after the other, until one does not fit. With `future`, each also
-        in place of chunks that are needed later, while `future` is the current one."""
+        """Stops when one does not fit. With `future`, also fetches in place of chunks needed later,
+        while that is current."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -315,13 +304,11 @@ class Fetches:
     async def in_thread(
         self, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs
     ) -> Made:
-        """Run `work` in a thread of the fetches' own limit."""
         return await trio.to_thread.run_sync(lambda: work(*args, **named), limiter=self._threads)
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """The chunk in `draft`, sealed first and then checked, so that it cannot change after the
-    check."""
+    """The chunk cannot change between seal and check."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

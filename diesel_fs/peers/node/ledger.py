@@ -1,17 +1,15 @@
 """Where each chunk of a version is: in memory, on the node's disk, waiting to be written, pinned by
-a client, or owned by this node; and how much room is left. Every fact has one place, here.
+a client, or owned by this node; and how much room is left. Pure.
 
 The memory budget covers chunks that are in memory, that are being fetched, or that a client has
-pinned. A pinned chunk is not replaced. It is revoked: the master asks its clients to unpin it.
-Until they have, its memory serves reads and counts in the budget, even when the chunk has been
-dropped. Bytes that are being sent when their chunk is dropped are not counted. When the machine has
-no memory, descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
+pinned. A pinned chunk is not replaced but revoked: the master asks its clients to unpin it. Until
+they have, its memory serves reads and counts in the budget, even when the chunk has been dropped.
+Bytes that are being sent when their chunk is dropped do not count. When the machine has no memory,
+descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
 
-`replacement.py` decides which chunk makes room; this module only keeps the books. Both eviction
-policies are tables of the chunks in memory and on the disk, so the ledger keeps them up to date.
-
-Pure: nothing waits, and the clock is handed in. All calls come from one trio loop, so each call is
-atomic. A new version changes all numbers of chunks at once (`switch_version`).
+`replacement.py` decides which chunk makes room. Both eviction policies are tables of the chunks in
+memory and on the disk, which the ledger keeps up to date. All calls come from one trio loop and
+never wait, so each is atomic. `switch_version` changes all numbers of chunks at once.
 """
 
 import math
@@ -31,66 +29,56 @@ from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory
 
 BUDGET_RETRY_S = 60.0
-"""How long the budget stays small after the machine has refused memory."""
+"""The budget stays small this long after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""Memory for chunks that are to be written to the disk: at most an eighth of the node's memory, and
-at least one chunk."""
+"""At most an eighth of the node's memory, and at least one chunk."""
 
 Mask = npt.NDArray[np.bool_]
-"""A flag for each chunk of the version."""
+"""A flag for each chunk."""
 
 
 def chunk_budget_bytes(memory_bytes: int, sizes: Sizes, *, has_disk: bool) -> int:
-    """The part of `memory_bytes` for chunks that stay in memory. `sizes`: the bytes of each chunk
-    of the dataset."""
+    """For chunks that stay in memory."""
     return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
 def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
-    """The part of `memory_bytes` for chunks that are to be written to the disk."""
+    """For chunks that are to be written to the disk."""
     largest = int(sizes.max(initial=0))
     return min(max(memory_bytes // 8, largest), max(WRITE_BACK_BYTES_MAX, largest))
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room of a node."""
-
     memory_bytes: int
-    """The budget of chunks in memory."""
     memory_chunks: int
-    """The process's limits of descriptors and mappings bound the number of chunks in memory."""
+    """Bounded by the limits of descriptors and mappings."""
     queue_bytes: int
-    """Memory for chunks that wait to be written to the disk; 0 without a disk."""
+    """For the queue to the disk; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The eviction policies of memory and disk, each with the chunks that are there."""
+    """The eviction policies, each with the chunks that are there."""
 
     memory: EvictionPolicy
     disk: EvictionPolicy
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned which memory, and which of that
-    memory is revoked.
-
-    Pinned memory takes its room until it is unpinned, even if its chunk is not here any more. A
-    process unpins each memory once, however often it has pinned the chunk in it; a chunk that was
-    dropped and fetched again lies in other memory. Chunks keep the numbers that they had when they
-    were pinned.
-    """
+    """Which client process (a *pinner*, a number) has pinned which memory, and which is revoked.
+    Pinned memory takes its room until unpinned, even if its chunk has gone. A process unpins each
+    memory once, however often it has pinned the chunk in it; a chunk that was dropped and fetched
+    again lies in other memory. Chunks keep their numbers from when they were pinned."""
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
         self._pin_counts: dict[SealedMemory, int] = {}
         self._revoked: set[SealedMemory] = set()
-        self.bytes = 0  # of all pinned memory
+        self.bytes = 0
 
     def pin(self, pinner: int, chunk: int, memory: SealedMemory) -> None:
-        """A process has pinned a chunk that lies in `memory`."""
         mine = self._by_pinner[pinner].setdefault(chunk, [])
         if memory not in mine:
             mine.append(memory)
@@ -99,8 +87,8 @@ class PinTable:
             self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
 
     def unpin(self, pinner: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
-        """A process has unmapped chunks; yields the memory that no process has any more. Chunks
-        that it has not pinned are ignored."""
+        """Yields memory that no process has any more. Chunks that the process has not pinned are
+        ignored."""
         mine = self._by_pinner.get(pinner, {})
         for chunk in chunks:
             if memories := mine.get(chunk):
@@ -111,27 +99,24 @@ class PinTable:
                     yield memory
 
     def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
-        """A process has ended; yields the memory that no process has any more."""
+        """The process has ended."""
         for memories in self._by_pinner.pop(pinner, {}).values():
             for memory in memories:
                 if self._drop_pin(memory):
                     yield memory
 
     def is_pinned(self, memory: SealedMemory) -> bool:
-        """Whether any process has pinned this memory."""
         return memory in self._pin_counts
 
     def revoke(self, memory: SealedMemory) -> None:
-        """Ask the processes that have pinned this memory to unpin it."""
         if memory in self._pin_counts:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether this memory is to be unpinned, and pinned by no other process meanwhile."""
+        """Whether it is to be unpinned, and no other process has pinned it since."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that a process should unpin."""
         return [
             chunk
             for chunk, memories in self._by_pinner.get(pinner, {}).items()
@@ -149,7 +134,7 @@ class PinTable:
 
 
 class Ledger:
-    """The chunks of one version of a dataset, as this node knows them."""
+    """The chunks of one version."""
 
     def __init__(
         self,
@@ -160,70 +145,66 @@ class Ledger:
         tables: Tables,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns seconds of a clock that never goes back."""
+        """`clock` gives seconds and never goes back."""
         self.identity, self.room = identity, room
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """Counters of all parts of the cache, by the names in `COUNTS`."""
+        """Counters of the whole cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
-        """The chunks that other nodes have, as far as is known."""
+        """Chunks of other nodes, as far as known."""
         self.memories: dict[int, SealedMemory] = {}
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
-        """Chunks that wait to be written to the disk, the first enqueued first."""
+        """Chunks to be written to the disk, in this order."""
         self.disk_room_bytes = 0
-        """Free bytes of the disk tier, as of its last write or scan."""
+        """Known from the disk tier's last write or scan."""
         self.disk_rests_until_s = -math.inf
-        """Until then the disk is not used at all, since it has failed."""
+        """Until then a failed disk is not used."""
         self.disk_writes_rest_until_s = -math.inf
         self.on_enqueue: Callable[[], None] = lambda: None
-        """Called when a chunk has been enqueued."""
         self._clock = clock
         self._budget_bytes = room.memory_bytes
         self._shrunk_until_s = math.inf
-        self._pinned_dropped_bytes = 0  # chunks that were dropped and are still pinned
-        self._reserved_bytes = self._reserved_count = 0  # chunks that are being fetched to memory
-        self._reserved_queue_bytes = 0  # those that are being fetched to be written
+        self._pinned_dropped_bytes = 0  # dropped and still pinned
+        self._reserved_bytes = self._reserved_count = 0  # fetched to memory
+        self._reserved_queue_bytes = 0  # fetched to be written
         self._queued_bytes = 0
         self.share_fits = True
-        """Whether all chunks of this node fit into memory, so none of them is ever replaced."""
+        """None of this node's chunks is ever replaced."""
         self._set_chunks(ids, sizes)
 
     def _set_chunks(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
         self.ids, self.sizes = list(ids), [int(size) for size in sizes]
         self.size_column = sizes.astype(np.int64)
         self.total_bytes = sum(self.sizes)
-        self.table = ChunkTable(sizes)  # the data plane reads from it
+        self.table = ChunkTable(sizes)
         self.views.update({chunk: memory.view for chunk, memory in self.memories.items()})
         self.present: Mask = np.zeros(len(ids), np.bool_)
         self.present[[*self.memories]] = True
         self.on_disk: Mask = np.zeros(len(ids), np.bool_)
-        """The chunks that are on the disk as far as is known, even while the disk rests."""
+        """Known even while the disk rests, perhaps out of date."""
         self.on_disk[[*self.tables.disk.sizes]] = True
 
     @property
     def views(self) -> dict[int, memoryview]:
-        """The chunks in memory."""
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """The name of a chunk in all versions."""
+        """The chunk's name in all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
-        """Whether this number still means the chunk `key`: a wait may have changed the version."""
+        """Whether this number still means `key` after a wait."""
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """Whether a chunk is in memory, in the queue, or on the disk as far as is known."""
+        """Whether it is in memory, in the queue, or on the disk as far as known."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
-        """Set which chunks are this node's."""
         self.owned = owned
         share_bytes = int(self.size_column[owned].sum())
-        # If the share fits, none of it is ever replaced, and no hits need to be recorded
         self.share_fits = (
             share_bytes <= self.room.memory_bytes
             and int(np.count_nonzero(owned)) <= self.room.memory_chunks
@@ -234,34 +215,30 @@ class Ledger:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of chunks in memory, now."""
         if self._clock() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.room.memory_bytes, math.inf
         return self._budget_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that count in the budget."""
         return self.tables.memory.bytes + self._pinned_dropped_bytes + self._reserved_bytes
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of this node's own chunks that are not in memory."""
         return int(self.size_column[self.owned & ~self.present].sum())
 
     @property
     def excess_chunks(self) -> int:
-        """How many chunks one more would be above the limit of their number."""
+        """The number of chunks by which one more would exceed the limit."""
         return len(self.memories) + self._reserved_count + 1 - self.room.memory_chunks
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
-        """A chunk is in memory now."""
         self.memories[chunk], self.views[chunk] = memory, memory.view
         self.present[chunk] = True
         self.tables.memory.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
-        """Remove a chunk from memory. While it is pinned, its memory counts in the budget."""
+        """A pinned chunk's memory still counts in the budget."""
         memory = self.memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -272,21 +249,17 @@ class Ledger:
         memory.close()
 
     def reserve(self, size: int) -> None:
-        """Reserve room in memory for a chunk that is being fetched."""
         self._reserved_count += 1
         self._reserved_bytes += size
 
     def release(self, size: int) -> None:
-        """A fetch for which `reserve` took room has ended, with the chunk or without."""
         self._reserved_count -= 1
         self._reserved_bytes -= size
 
     def shrink_budget(self) -> int:
-        """The machine has no memory, descriptor, mapping or thread for another chunk.
-
-        The first time, the budget becomes the bytes that are here. The second time it becomes 0, so
-        that no chunk is dropped for one that cannot come. Returns the bytes that are here.
-        """
+        """The machine has no memory, descriptor, mapping or thread for another chunk. First the
+        budget becomes the bytes that are here; the second time 0, so that no chunk is dropped for
+        one that cannot come. Returns the bytes that are here."""
         here_bytes = self.tables.memory.bytes + self._pinned_dropped_bytes
         is_first = self._budget_bytes == self.room.memory_bytes
         self._budget_bytes = min(here_bytes, self.room.memory_bytes - 1) if is_first else 0
@@ -294,7 +267,7 @@ class Ledger:
         return here_bytes
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """A client process has unmapped these chunks; None: it has ended."""
+        """`chunks` is None when the process has ended."""
         freed = self.pins.unpin_all(pinner) if chunks is None else self.pins.unpin(pinner, chunks)
         for memory in freed:
             if memory.descriptor < 0:  # its chunk was dropped before
@@ -304,49 +277,43 @@ class Ledger:
 
     @property
     def has_disk(self) -> bool:
-        """Whether chunks can be kept on a disk at all."""
         return self.room.queue_bytes > 0
 
     @property
     def is_disk_resting(self) -> bool:
-        """Whether the disk is not used for now; always so without a disk."""
+        """Always true without a disk."""
         return not self.has_disk or self._clock() < self.disk_rests_until_s
 
     @property
     def readable(self) -> Mask:
-        """A flag for each chunk: whether it can be read from the disk now."""
         return np.zeros_like(self.on_disk) if self.is_disk_resting else self.on_disk
 
     def is_readable(self, chunk: int) -> bool:
-        """Whether a chunk can be read from the disk now, as far as is known."""
         return bool(self.on_disk[chunk]) and not self.is_disk_resting
 
     def record_written(self, chunk: int) -> None:
-        """A chunk is on the disk."""
         self.on_disk[chunk] = True
         self.tables.disk.insert(chunk, self.sizes[chunk])
 
     def record_erased(self, chunk: int) -> None:
-        """A chunk is not on the disk any more."""
         self.table.take_back(chunk)
         self.on_disk[chunk] = False
         self.tables.disk.remove(chunk)
 
     def takes(self, size: int) -> bool:
-        """Whether a chunk may wait in the queue now."""
         if self.is_disk_resting or self._clock() < self.disk_writes_rest_until_s:
             return False
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """Whether a chunk would be written without replacing another."""
+        """Whether it fits without replacing another chunk."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
-        """Have a chunk written, which has been checked and will not change. It is dropped when the
-        queue is full or the disk rests."""
+        """Have a checked, unchanging chunk written. It is dropped when the queue is full or the
+        disk rests."""
         if chunk in self.queue or self.on_disk[chunk] or not self.takes(len(content)):
             return
         self.queue[chunk] = content
@@ -354,27 +321,25 @@ class Ledger:
         self.on_enqueue()
 
     def dequeue(self, chunk: int, content: memoryview) -> None:
-        """A chunk of the queue is done with; ignored if a new version has removed it."""
+        """Does nothing if a new version has removed the chunk."""
         if self.queue.get(chunk) is content:
             del self.queue[chunk]
             self._queued_bytes -= len(content)
 
     def reserve_queue(self, size: int) -> None:
-        """Reserve room in the queue for a chunk that is being fetched; a negative size releases
-        it."""
+        """Less than 0 releases."""
         self._reserved_queue_bytes += size
 
     # The whole
 
     @property
     def held(self) -> Mask:
-        """A flag for each chunk: whether it is in memory or on the disk."""
         return self.present | self.readable
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
-        """Switch to the chunks of another version; returns the number that each had, or -1. Chunks
-        in both keep their places, and stay this node's. Pins keep the old numbers, and the data
-        plane's connections of the old version keep the old table until they are closed."""
+        """Returns each chunk's former number, or -1. Chunks in both versions keep their places, and
+        stay this node's. Pins keep the old numbers, and the data plane's connections of the old
+        version the old table, until they are closed."""
         old = {key: number for number, key in enumerate(zip(self.ids, self.sizes, strict=True))}
         before = [old.get(key, -1) for key in zip(ids, map(int, sizes), strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
@@ -395,8 +360,8 @@ class Ledger:
         return before
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and how much is where, in bytes and chunks. `held_bytes` is of
-        all chunks that are here, of whichever owner, and `dataset_bytes` of all that there are."""
+        """Counters since the start, and bytes and chunks by place. `held_bytes` is of all chunks
+        here, `dataset_bytes` of all that there are."""
         mine, held = self.owned, self.held
         return {
             **{name: self.counts[name] for name in COUNTS},
@@ -416,7 +381,7 @@ class Ledger:
         }
 
     def close(self) -> None:
-        """Release all memory. Views and other processes' mappings stay valid."""
+        """Views and other processes' mappings stay valid."""
         for chunk in [*self.memories]:
             self.drop(chunk)
         self.table.take_back()
@@ -430,4 +395,3 @@ COUNTS = (
     "allocation_failures", "disk_reads", "disk_bytes", "disk_loads", "disk_writes",
     "disk_evictions", "disk_refused", "disk_plan_bypassed", "disk_failures", "disk_looks",
 )  # fmt: skip
-"""Counters of `Ledger.stats`."""

@@ -1,10 +1,8 @@
-"""Which chunks a node should fetch before anyone asks for them, and how many at a time.
+"""Which chunks a node should fetch ahead, and how many at a time. Pure.
 
 The masters know the position of each reader, up to a second late. This module measures how fast
 readers advance, and names the chunks of this node that are read within `PREFETCH_S`, the soonest
 first.
-
-Pure: the caller gives the time, and fetches (`fetches.py`).
 """
 
 from collections.abc import Sequence
@@ -16,47 +14,40 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger
 
 PREFETCH_S = 4.0
-"""How far ahead of the readers chunks are fetched: what masters know of each other is up to a
-second old, and a fetch may take that long, too."""
+"""Masters' knowledge of each other is up to a second old, and a fetch may take that long."""
 
 PREFETCH_DIVISOR = 8
-"""Chunks that are fetched ahead and not read yet take at most this part (an eighth) of the
-memory."""
+"""Chunks fetched ahead and not read yet take at most this part of the memory."""
 
 RATE_PERIOD_S = 2.0
-"""The rate of the readers is measured over at least this long, as each tells its position once a
-second."""
+"""Readers report their positions once a second."""
 
-_CHUNKS_MAX = 32  # looked at after each exchange of positions: a decision takes 50 us
-_RATE_WEIGHT = 0.5  # of the newest measurement of the readers' rate
+_CHUNKS_MAX = 32  # looked at after each exchange; a decision takes 50 us
+_RATE_WEIGHT = 0.5
 
 
 class Lookahead:
-    """The chunks of one node that are fetched ahead and not read yet."""
-
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._measured_s = 0.0  # when the readers' rate was measured
-        self._measured_left = 0  # and how many uses were left
+        self._measured_s = 0.0
+        self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
         self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
-        """Another future is known, or none."""
         self._ahead.clear()
         self._measured_s = now_s
         self._measured_left = 0 if future is None else future.uses.left
 
     def switch_version(self) -> None:
-        """Chunks have other numbers, and readers another rate."""
         self._ahead.clear()
         self._reads_per_s = 0.0
 
     def move_readers(
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
-        """Move each reader of the future to a position in its order; it may go back. Returns the
-        chunks that readers have passed; None if no reader has moved."""
+        """Positions may go back. Returns the chunks that readers have passed; None if no reader has
+        moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)
@@ -73,8 +64,8 @@ class Lookahead:
         return np.concatenate(passed)
 
     def next_chunks(self, future: ChunkFuture) -> list[int]:
-        """This node's chunks that are not here and are read soon, the soonest first, within the
-        limits of fetching ahead. They count as fetched ahead from now on."""
+        """Absent chunks of this node that are read soon, the soonest first, within the limits. They
+        count as fetched ahead from now on."""
         now, uses, ledger = future.uses.now, future.uses, self._ledger
         ahead = np.array([*self._ahead], np.int64)
         times = dict(zip(ahead.tolist(), uses.next_time(ahead).tolist(), strict=True))

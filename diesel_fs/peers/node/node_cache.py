@@ -1,21 +1,18 @@
 """The chunks that a node keeps: in memory that its readers can map, and on its disk.
 
-This is the face of the package, for the master and its clients. `ledger.py` keeps the place of each
-chunk and `replacement.py` decides which chunk makes room for which; both are pure. `fetches.py` and
-`disk.py` do all waiting. Chunks that are not kept are read from the disk in parts, or by the caller
-from the store.
+The face of the package, for the master and its clients. `ledger.py` and `replacement.py` are pure;
+`fetches.py` and `disk.py` do all waiting. Chunks that are not kept are read from the disk in parts,
+or by the caller from the store.
 
-Concurrency. The callers are tasks of the master's one trio loop: requests that the data plane could
-not answer (`get`, `read`), clients (`pin`), the plan (`set_future`, `set_positions`), members
-(`set_owned`) and versions. Only methods that are `async` wait, so everything else is atomic. Reads
-of chunks in memory by the data plane's thread never come here: they use the ledger's chunk table,
-which is safe for them, and their hits arrive later, in batches.
+Concurrency. Callers are tasks of the master's one trio loop. Only `async` methods wait, so all else
+is atomic. The data plane's thread reads chunks in memory through the ledger's chunk table, and its
+hits arrive later, in batches.
 
 A caller of `get` or `read` may wait for a fetch, for a load from the disk, or for a read of the
-disk. During each wait, other callers run: the chunk may come, be evicted, or leave the disk, and
-the version may change and with it the meaning of chunk numbers. So `_load` begins anew after each
-wait that gave nothing, at most `_TRIES` times, and gives up when its number means another chunk. A
-caller that is cancelled ends no fetch: `run` owns the fetches.
+disk. Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change the
+meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, at most `_TRIES`
+times, and gives up when its number means another chunk. A cancelled caller ends no fetch: `run`
+owns the fetches.
 """
 
 import logging
@@ -43,25 +40,22 @@ from .sealed_memory import sealed_memories_max
 
 log = logging.getLogger("diesel.task")
 
-_TRIES = 4  # of one call, if a chunk that it has found is evicted before it is read
+_TRIES = 4  # of one call, if a chunk is evicted before it is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
-    """The resources that a node gives to its cache."""
-
     memory_bytes: int
-    """Memory for chunks, those that wait to be written to the disk included."""
+    """Includes the queue to the disk."""
     policy: Callable[[], EvictionPolicy]
-    """Makes the policies that choose victims in memory and on the disk, one for each."""
+    """For victims in memory, and for those on the disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """The costs of fetching a chunk, measured by the caller; without them, the fetches are
-    measured."""
+    """The caller's measured costs of a fetch; without them, the fetches are measured."""
 
 
 class NodeCache:
-    """The chunks of one version of a dataset that this node keeps."""
+    """The chunks of one version that this node keeps."""
 
     def __init__(
         self,
@@ -94,8 +88,7 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run fetches and writes to the disk until cancelled. Callers that wait then get
-        nothing."""
+        """Runs until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -105,16 +98,14 @@ class NodeCache:
 
     @property
     def table(self) -> ChunkTable:
-        """The table that the data plane reads from."""
         return self.ledger.table
 
     def holds(self, chunk: int) -> bool:
-        """Whether a chunk is in memory, or on the disk as far as is known."""
+        """As `Ledger.holds`."""
         return self.ledger.holds(chunk)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk, if it is in memory, counted as used. The view stays valid as long as it
-        exists."""
+        """A chunk in memory, counted as used. The view stays valid."""
         view = self.ledger.views.get(chunk)
         if view is not None:
             self.replacement.record_hits((chunk,), 0)
@@ -122,11 +113,8 @@ class NodeCache:
 
     async def get(self, chunk: int, wanted_bytes: int, *, load: bool) -> memoryview | None:
         """A whole chunk, of which the caller needs `wanted_bytes`: from memory, from the disk, or,
-        with `load` and if it is worth it, fetched.
-
-        None if it is not here and will not be: read the bytes from the store. Raises DieselError
-        when the fetch failed.
-        """
+        with `load` and if it is worth it, fetched. None: read from the store. Raises DieselError
+        when the fetch failed."""
         view = self.find(chunk)
         if view is None:
             found = await self._load(chunk, wanted_bytes, None, load=load)
@@ -134,8 +122,8 @@ class NodeCache:
         return view
 
     async def read(self, chunk: int, spans: Spans, *, load: bool) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size, all of which lie in it. As `get`; but of a chunk on
-        the disk that is not worth memory only these bytes are read."""
+        """As `get`; but of a chunk on the disk that is not worth memory only these bytes are
+        read."""
         view, wanted_bytes = self.ledger.views.get(chunk), sum(size for _, size in spans)
         if view is None:
             return await self._load(chunk, wanted_bytes, spans, load=load)
@@ -145,12 +133,11 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
-        """`spans` of a chunk that is not in memory, or all of it."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
         for _ in range(_TRIES):
-            if not ledger.is_named(chunk, key):  # the version has changed
+            if not ledger.is_named(chunk, key):
                 break
             view = ledger.views.get(chunk) or ledger.queue.get(chunk)
             flight = self.fetches.in_flight.get(chunk)
@@ -180,8 +167,7 @@ class NodeCache:
         return None
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes of a chunk from here: check the chunk, and drop it if it is
-        damaged."""
+        """As `Disk.recheck`, also for memory."""
         ledger = self.ledger
         memory, key = ledger.memories.get(chunk), ledger.key(chunk)
         if memory is not None:
@@ -200,8 +186,8 @@ class NodeCache:
     # Pins
 
     def pin(self, pinner: int, chunk: int) -> int | None:
-        """Pin a chunk for a client process; returns its descriptor, which stays this node's, or
-        None if the chunk is not in memory or is revoked."""
+        """Pin a chunk for a client process. Its descriptor, which stays this node's; None if the
+        chunk is not in memory, or is revoked."""
         pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
         if memory is None or pins.is_revoked(memory):
             return None
@@ -210,61 +196,55 @@ class NodeCache:
         return memory.descriptor
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """A client process has unmapped these chunks; None: it has ended."""
+        """`chunks` is None when the process has ended."""
         self.ledger.unpin(pinner, chunks)
         self._note_room()
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that a client process should unpin."""
         return self.ledger.pins.revoked(pinner)
 
     # Owners and versions
 
     def set_owned(self, owned: Mask) -> None:
-        """Set which chunks are this node's. All others are replaced first."""
+        """Other chunks are replaced first."""
         self.ledger.set_owned(owned.astype(np.bool_))
         self._note_room()
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
-        """Switch to another version of the dataset. Chunks in both versions stay, and stay this
-        node's. Clients' pins keep the old numbers of their chunks."""
+        """Chunks in both versions stay, and stay this node's. Pins keep the old numbers."""
         before = self.replacement.switch_version(ids, sizes)
         self._disk.note_version()
         self.fetches.switch_version(before)
 
     @property
     def held(self) -> Mask:
-        """A flag for each chunk: whether it is in memory or on the disk."""
         return self.ledger.held
 
     # What will be read
 
     @property
     def uses_future(self) -> bool:
-        """Whether the policy decides by what will be read, when that is known."""
+        """As `EvictionPolicy.uses_future`."""
         return self.replacement.uses_future
 
     @property
     def uses_left(self) -> int:
-        """How many reads of chunks are known to come."""
         future = self.replacement.future
         return 0 if future is None else future.uses.left
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """Set what all readers of the task will read, until another is set. None: it is not known
-        any more."""
+        """The reads of the whole task; None: not known any more."""
         self.replacement.set_future(future)
         self.fetches.lookahead.begin(future, trio.current_time())
         self.fetches.note_future()
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Set what chunks are worth that nobody is known to read, until other values are set."""
+        """What chunks are worth that no reader is known to read."""
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Set the position of each reader of the future in its order; it may have gone
-        back. Positions are up to a second old: decisions on them may cost time, and never
-        bytes that are wrong."""
+        """Readers may go back. Positions are up to a second old: decisions may
+        cost time, never wrong bytes."""
         future = self.replacement.future
         if future is None:
             return
@@ -274,15 +254,14 @@ class NodeCache:
             self.fetches.note_future()
 
     def set_held_elsewhere(self, is_held: Mask) -> None:
-        """Set which chunks other nodes have, as far as is known."""
         self.ledger.held_elsewhere = is_held
 
     # The end
 
     async def flush_to_disk(self, share: Mask) -> None:
-        """At the end, after `run`: write chunks from memory to the disk, as far as there is room:
-        `share` first, then this node's other chunks. Only chunks of other nodes are replaced. May
-        be cancelled anywhere."""
+        """After `run`: write chunks from memory to the disk, as far as there is room: `share`
+        first, then this node's others. Only chunks of other nodes are replaced. May be cancelled
+        anywhere."""
         ledger = self.ledger
         ours = share | ledger.owned
         first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
@@ -291,8 +270,8 @@ class NodeCache:
         await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
     def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Those of these chunks that are in memory. Each is dropped when the caller is done with
-        it, as other processes may be waiting for memory."""
+        """Yields those in memory. Each is dropped when the caller is done with it: other processes
+        may wait for memory."""
         for chunk in chunks:
             view = self.ledger.views.get(chunk)
             if view is not None:
@@ -301,13 +280,13 @@ class NodeCache:
                 self.ledger.drop(chunk)
 
     def stats(self) -> dict[str, int]:
-        """As `Ledger.stats`, with the evictions from the folder of the disk tier."""
+        """As `Ledger.stats`, with the evictions from the disk tier's folder."""
         self.replacement.flush_file_reads()
         self.replacement.flush_hits()
         return {**self.ledger.stats(), **self._disk.stats()}
 
     def close(self) -> None:
-        """Release all memory. Views and other processes' mappings stay valid."""
+        """Views and other processes' mappings stay valid."""
         self.ledger.close()
 
     def _note_room(self) -> None:

@@ -1,20 +1,15 @@
-"""Which chunk makes room for which, in a node's memory and on its disk.
+"""Which chunk makes room for which, in a node's memory and on its disk (`PEERS.md`, section 2).
+Pure.
 
-A chunk that misses comes at once if there is free room in memory or on the disk, or room that
-chunks of other nodes take. If it would replace a chunk of this node, it must be worth it
-(`cache/admission.py`), and the eviction policy must agree. The same rule holds for a chunk that
-comes from the disk to memory. A chunk of another node is kept only in room that this node's own
-share does not need. Such chunks are replaced first, unless no other node has them and some reader
-is known to need them; then the policy decides.
+A chunk that misses comes at once into free room in memory or on the disk, or room that chunks of
+other nodes take. If it would replace a chunk of this node, it must be worth it
+(`cache/admission.py`), and the eviction policy must agree; so must a chunk that comes from the disk
+to memory. When it is known what will be read (`set_future`), the policy `plan` decides instead of
+admission (`chunk_future.py`).
 
-When it is known what will be read (`set_future`), the policy `plan` decides instead of admission: a
-chunk replaces others that are needed later, if enough of it is read before they are needed again
-(`chunk_future.py`).
+Chunks of other nodes are replaced first, unless no other node has them and some reader is known to
+need them; on the disk, then chunks that are in memory too; then the policy's choice.
 
-On the disk, chunks of other nodes are replaced first, then chunks that are in memory too, then
-those that the policy chooses.
-
-Pure: decides by the ledger, the policies and the costs, and changes nothing but their accounts.
 `take` alone carries a decision out. All calls come from one trio loop.
 """
 
@@ -36,38 +31,36 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger, Mask
 
 PENDING_HITS_MAX = 1024
-"""Hits that are collected before the policy hears of them, which then takes a millisecond."""
+"""Collected before the policy hears of them, which takes a millisecond."""
 
 PINNED_PASSED_MAX = 64
-"""How many pinned chunks a decision by plan passes over: it is made for each miss."""
+"""A decision by plan passes over at most these: it is made for each miss."""
 
 SSD_COSTS = ReadCosts(0.0002, 1e-9)
-"""Rough costs of any SSD. They only serve to compare reads of parts with reads of whole chunks."""
+"""Rough costs of any SSD, only to compare reads of parts with reads of whole chunks."""
 
 UsesMin = Callable[[Sequence[int]], int]
-"""How many reads of a chunk are worth its fetch, if it replaces these."""
+"""Reads of a chunk that are worth its fetch, if it replaces these."""
 
 
 class Placement(NamedTuple):
-    """Where an absent chunk goes."""
-
     to_memory: bool
-    """Otherwise to the disk, through the queue."""
+    """Otherwise through the queue to the disk."""
     victims: Sequence[int] = ()
-    """The chunks in memory that it replaces."""
+    """Chunks in memory that it replaces."""
 
 
 TO_DISK = Placement(to_memory=False)
 
 
 class Replacement:
-    """Decides for one node's memory and disk; keeps the accounts that the decisions need."""
+    """Decides, and keeps the decisions' accounts."""
 
     def __init__(self, ledger: Ledger, costs: ReadCosts) -> None:
-        """`costs` are those of fetching a chunk from the store."""
+        """`costs`: of a fetch from the store."""
         self._ledger, self._costs, self._counts = ledger, costs, ledger.counts
         self.admission = SkiRentalAdmission(ledger.sizes, costs.read_s, ledger.room.memory_bytes)
-        """Decides about chunks from the store; `disk_admission` about those from the disk."""
+        """For chunks from the store; `disk_admission` is for those from the disk."""
         self.disk_admission = SkiRentalAdmission(
             ledger.sizes, SSD_COSTS.read_s, ledger.room.memory_bytes
         )
@@ -78,32 +71,28 @@ class Replacement:
     # Reads
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
-        """Reads of these chunks, of `size` bytes in all, were served from memory."""
         self._hits += chunks
         self._hit_bytes += size
         if len(self._hits) > PENDING_HITS_MAX:
             self.flush_hits()
 
     def record_absent(self, chunk: int) -> None:
-        """A caller wants a chunk that is not in memory."""
         self.flush_file_reads()
         self.flush_hits()
         self._ledger.tables.memory.record_access(chunk)
         self._ledger.tables.disk.record_access(chunk)
 
     def record_disk_read(self, chunk: int, size: int) -> None:
-        """A read of a chunk was served from the disk."""
         self.disk_admission.record_unserved(size)
         self.admission.record_hits((chunk,), size)
 
     def record_arrival(self, chunk: int) -> None:
-        """A chunk has been fetched or loaded."""
         self.admission.reset_misses(chunk)
         self.disk_admission.reset_misses(chunk)
 
     def flush_hits(self) -> None:
-        """Tell the policy and the admissions of the collected hits, those of the data plane among
-        them. Called before a policy hears or decides anything else."""
+        """Pass the collected hits, and the data plane's, to policy and admissions, before a policy
+        decides."""
         ledger = self._ledger
         for chunks, size in ledger.table.take_reads():
             self._hits += chunks
@@ -122,7 +111,7 @@ class Replacement:
         self._hit_bytes = 0
 
     def flush_file_reads(self) -> None:
-        """Tell the policies and admissions of the data plane's reads of lent files."""
+        """The data plane's, of lent files."""
         ledger = self._ledger
         for chunk, size in ledger.table.take_file_reads():
             self.flush_hits()
@@ -138,27 +127,24 @@ class Replacement:
 
     @property
     def uses_future(self) -> bool:
-        """Whether the policy decides by what will be read, when that is known."""
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """Set what will be read, until another is set. None: it is not known any more."""
+        """`future` is None when it is not known any more."""
         self.future = future
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_future(None if future is None else future.uses)
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Set what chunks are worth that nobody is known to read, until other values are set."""
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_values(values)
 
     def note_passed(self, chunks: Units) -> None:
-        """Readers have passed uses of these chunks."""
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.note_passed(chunks)
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
-        """As `Ledger.switch_version`, which it calls; the future belongs to one version."""
+        """As `Ledger.switch_version`, which it calls. The future belongs to one version."""
         self.flush_hits()
         before = self._ledger.switch_version(ids, sizes)
         self.admission.switch_version(self._ledger.sizes, before)
@@ -171,18 +157,17 @@ class Replacement:
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool
     ) -> Placement | None:
-        """The place for a chunk that a caller wants and that is not in memory; None if it should
-        not come. `from_disk`: it would be loaded from this node's disk. `is_new`: this miss has not
-        been counted yet."""
+        """Where an absent chunk goes that a caller wants; None if it should not come. `from_disk`:
+        from this node's. `is_new`: this miss was not counted yet."""
         admission = self.disk_admission if from_disk else self.admission
         if is_new:
             admission.record_miss(chunk, wanted_bytes)
         placement = self.place_free(chunk, may_go_to_disk=not from_disk)
         if placement is not None:
             return placement
-        decision = self._place_by_plan(chunk, from_disk=from_disk)
-        if decision is not None:
-            replaces, placement = decision
+        is_decided, placement = self._place_by_plan(chunk, from_disk=from_disk)
+        if is_decided:
+            replaces = placement is not None
             self._counts["plan_replacements" if replaces else "plan_bypassed"] += is_new or replaces
             return placement
         if not admission.has_credit(chunk, wanted_bytes):
@@ -193,7 +178,7 @@ class Replacement:
         return placement
 
     def place_free(self, chunk: int, *, may_go_to_disk: bool = True) -> Placement | None:
-        """A place for an absent chunk that is free, or that chunks of other nodes take."""
+        """Free room, or that of other nodes' chunks."""
         victims = self._memory_victims(chunk, has_credit=False)
         if victims is not None:
             return Placement(to_memory=True, victims=victims)
@@ -203,13 +188,10 @@ class Replacement:
         return None
 
     def place_ahead(self, chunk: int) -> Placement | None:
-        """A place in memory, for an absent chunk of this node that nobody asks for yet, that chunks
-        take that are needed later."""
-        replaces, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True) or (
-            False,
-            None,
-        )
-        self._counts["plan_replacements"] += replaces
+        """Room in memory of chunks needed later, for a chunk of this node that no caller wants
+        yet."""
+        _, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True)
+        self._counts["plan_replacements"] += placement is not None
         return placement
 
     def _place_by_admission(
@@ -226,13 +208,12 @@ class Replacement:
 
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
-    ) -> tuple[bool, Placement | None] | None:
-        """Whether an absent chunk of this node replaces others, by what will be read, and the place
-        to which it then goes. None if the future or the policy cannot tell: then admission
-        decides."""
+    ) -> tuple[bool, Placement | None]:
+        """Whether future reads decide about an absent chunk of this node, and its place if it then
+        replaces others. If future or policy cannot tell, admission decides."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
-            return None
+            return False, None
         cost = SSD_COSTS.read_s if from_disk else self._costs.read_s
 
         def uses_min(replaced: Sequence[int]) -> int:
@@ -242,20 +223,20 @@ class Replacement:
 
         replaces, victims = self._planned_victims(chunk, uses_min)
         if replaces is None:
-            return None
+            return False, None
         if replaces:
             return True, Placement(to_memory=True, victims=victims)
         if from_disk or is_ahead:
-            return False, None
+            return True, None
         on_disk = self._disk_victims_by_policy(chunk)
         replaces = on_disk is not None and (
             not on_disk or bool(ledger.tables.disk.replaces(chunk, on_disk, uses_min(on_disk)))
         )
-        return replaces, TO_DISK if replaces else None
+        return True, TO_DISK if replaces else None
 
     def take(self, chunk: int, placement: Placement) -> None:
-        """Drop the victims of a placement, and reserve the room of the chunk. Victims of this
-        node's share are enqueued for the disk."""
+        """Drop the victims, and reserve the chunk's room. Victims of this node's share are enqueued
+        for the disk."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         for victim in placement.victims:
@@ -271,8 +252,8 @@ class Replacement:
     # Victims in memory
 
     def _memory_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """The chunks that an absent chunk would replace; None if it should not come. Without
-        `has_credit` (`cache/admission.py`) it replaces only chunks of other nodes."""
+        """The chunks that an absent one would replace; None if it should not come. Without
+        `has_credit` (`cache/admission.py`) only chunks of other nodes."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, is_mine, budget_bytes = ledger.sizes[chunk], ledger.owned[chunk], ledger.budget_bytes
@@ -280,7 +261,7 @@ class Replacement:
             return None
         free_bytes = budget_bytes - ledger.used_bytes
         if not is_mine:
-            free_bytes -= ledger.absent_bytes  # this node's own chunks have room first
+            free_bytes -= ledger.absent_bytes  # this node's own come first
         shortage = Shortage[int](size - free_bytes, ledger.excess_chunks)
         room_bytes = free_bytes
         if not shortage.is_met and (is_mine or has_credit):
@@ -294,9 +275,9 @@ class Replacement:
         return shortage.victims
 
     def _planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
-        """Whether the policy has an absent chunk of this node replace others in memory, and the
-        others; None if it cannot tell. Pinned chunks are passed over, and revoked only where the
-        chunk may replace them."""
+        """Whether the policy has an absent chunk of this node replace others in memory, and which;
+        None if it cannot tell. Pinned chunks are passed over, and revoked only if the chunk may
+        replace them."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, budget_bytes = ledger.sizes[chunk], ledger.budget_bytes
@@ -331,7 +312,7 @@ class Replacement:
         return found
 
     def _are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
-        """Which of these chunks some reader needs and, as far as is known, no other node has."""
+        """Whether some reader needs it and, as far as known, no other node has it."""
         if self.future is None:
             return np.zeros(len(chunks), np.bool_)
         needed, elsewhere = self.future.needed(chunks), self._ledger.held_elsewhere
@@ -341,7 +322,7 @@ class Replacement:
         return self._ledger.memories[chunk].bytes
 
     def _revokes_pinned(self, chunk: int) -> bool:
-        """Whether a chunk is pinned, so dropping it would free nothing now; it is revoked then."""
+        """A pinned chunk frees nothing now; it is revoked."""
         pins, memory = self._ledger.pins, self._ledger.memories[chunk]
         pins.revoke(memory)
         return pins.is_pinned(memory)
@@ -349,8 +330,8 @@ class Replacement:
     # Victims on the disk
 
     def disk_victims(self, size: int, evictable: Mask | None = None) -> list[int] | None:
-        """The chunks on the disk that leave for `size` bytes; None if they do not suffice. With
-        `evictable` only chunks of that set leave, and as many as there are."""
+        """Chunks on the disk that leave for `size` bytes; None if they do not suffice. With
+        `evictable` only those leave, as many as there are."""
         ledger = self._ledger
         first = self._first_on_disk() if evictable is None else evictable
         shortage = Shortage[int](size - ledger.disk_room_bytes)
@@ -362,13 +343,13 @@ class Replacement:
         return shortage.victims if shortage.choose(order, ledger.sizes.__getitem__) else None
 
     def may_write(self, chunk: int, victims: Collection[int]) -> bool:
-        """Whether a chunk of the queue may replace these on the disk by what will be read."""
+        """Whether future reads allow a chunk of the queue to replace these."""
         replaced = self._beyond_first(victims)
         return not replaced or self._ledger.tables.disk.replaces(chunk, replaced) is not False
 
     def _disk_victims_by_policy(self, chunk: int) -> list[int] | None:
-        """The chunks on the disk that a new one would replace, without those that are replaced
-        first anyway; None if it would not be written."""
+        """The policy's choice, without chunks that are replaced first anyway; None if `chunk` would
+        not be written."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         if not ledger.takes(size) or not ledger.tables.disk.admits(
@@ -383,8 +364,8 @@ class Replacement:
         return [each for each in victims if not first[each]]
 
     def _first_on_disk(self) -> Mask:
-        """The chunks that are replaced on the disk before the policy decides: those of other
-        nodes, unless they are last copies that are needed, and those that are in memory, too."""
+        """Replaced before the policy decides: chunks of other nodes, unless they are last copies
+        that are needed, and those that are in memory, too."""
         ledger = self._ledger
         first = ~ledger.owned
         copies = np.flatnonzero(first & ledger.on_disk)

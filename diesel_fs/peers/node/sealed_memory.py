@@ -1,11 +1,9 @@
 """Memory that processes share: a chunk in a memfd, which is written once and then sealed.
 
-A sealed memfd can be given to any process of the same user: no process can change it any more,
-through a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it
-privately: before Linux 6.7 the seal against writing also forbids shared mappings that only read.
-A private mapping costs no more: pages that nobody writes to are not copied.
-
-An object belongs to one thread at a time.
+No process can change a sealed memfd any more, through a descriptor or a mapping, and it cannot
+shrink. Map it privately: before Linux 6.7 the seal against writing also forbids shared mappings
+that only read, and pages that are not written are not copied. An object belongs to one thread at a
+time.
 """
 
 import contextlib
@@ -19,21 +17,19 @@ from pathlib import Path
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
-"""Descriptors and mappings that are left for connections, libraries and threads; at most half of
-the process's limit."""
+"""For connections, libraries and threads; at most half of the process's limit."""
 
-# For each chunk; Python before 3.13 keeps a descriptor for a mapping, too
+# Per chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
 _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class WritableMemory:
-    """Memory that is filled through `room`, a view of it, and then sealed or discarded."""
+    """Filled through `room`, a view, and then sealed or discarded."""
 
     def __init__(self, size: int) -> None:
-        """Allocates all pages at once: a lack of memory is an OSError here, and not a signal
-        later."""
+        """Allocates all pages at once: a lack of memory is an OSError here, and no signal later."""
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
@@ -46,17 +42,17 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """Make the content unchangeable. Raises BufferError if a part of `room` is still in use,
-        and OSError; the caller then discards it."""
+        """Make the content unchangeable. Raises BufferError while a part of `room` is in use, and
+        OSError; the caller then discards it."""
         self.room.release()
-        self._map.close()  # the kernel refuses the seal while a writable mapping exists
+        self._map.close()  # the kernel refuses the seal of a writable mapping
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         sealed = SealedMemory(self._file, self.bytes)
         self._file = -1
         return sealed
 
     def discard(self) -> None:
-        """Give the memory up; it is freed when no part of `room` is in use any more."""
+        """Frees the memory when no part of `room` is in use any more."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -65,12 +61,12 @@ class WritableMemory:
             self._map.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:  # made in a thread, and the caller has gone
+        if getattr(self, "_file", -1) >= 0:  # a thread made it, and the caller has gone
             os.close(self._file)
 
 
 class SealedMemory:
-    """Memory that never changes: `view` for this process, `descriptor` for others."""
+    """`view` is for this process, `descriptor` for others."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
@@ -79,8 +75,7 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Close the descriptor. Views and other processes' mappings stay valid; the memory is freed
-        with the last of them."""
+        """Views and other processes' mappings stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -92,14 +87,13 @@ class SealedMemory:
 
 
 def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
-    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk would cost more than the rest
+    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk would cost more
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, flags=flags, prot=access, trackfd=False)
     return mmap.mmap(file, size, flags=flags, prot=access)
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -107,7 +101,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """How many chunks a process can have in memory, by its limits of descriptors and mappings."""
+    """Chunks in memory, by the limits of descriptors and mappings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

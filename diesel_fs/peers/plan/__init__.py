@@ -1,8 +1,8 @@
 """The plan of a task: which files its readers will read, in which order, and how far they are.
 
-Readers announce it to their node's master, and masters to each other, so that a node's cache can
-replace the chunks that are needed last and fetch those that are needed next. `messages.py` has the
-bytes, `publisher.py` decides what one receiver still lacks, `sender.py` sends it from a training
-process. In a master, `task_plan.py` collects the plans of all readers, and `future_build.py` makes
-of them the reads of chunks that its cache decides by.
+Readers announce it to their node's master, and masters to each other, so that a cache can replace
+the chunks that are needed last and fetch those that are needed next. `messages.py` has the bytes,
+`publisher.py` chooses the messages for one receiver, `sender.py` sends them from a training
+process. In a master, `task_plan.py` collects the plans of all readers, and `future_build.py` turns
+them into reads of chunks.
 """

@@ -1,8 +1,7 @@
-"""Makes the future of a task's readers: which chunks they will read, in which order.
+"""Makes the future of a task's readers: which chunks they will read, in which order. Pure.
 
-`task_plan.py` knows the streams; a `FutureBuild` turns their orders of entries into reads of
-chunks. That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that
-nobody else changes meanwhile. Pure.
+That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that nothing
+else changes meanwhile.
 """
 
 from dataclasses import dataclass
@@ -22,23 +21,23 @@ from .messages import PlannedEpoch
 Units = npt.NDArray[np.uint32]
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
-"""The rank of a node, and the key of one of its streams."""
+"""A node's rank, and its stream's key."""
 
 
 @dataclass(slots=True)
 class PlannedPart:
-    """A stream as the future has it: from which position on, and the ends of the uses of each
-    position, if a file may lie in several chunks."""
+    """A stream as the future has it, from position `start` on. `ends` has the ends of each
+    position's uses, if a file may lie in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
     start: int
     ends: Positions64 | None = None
-    at: int = 0  # how many uses its reader has passed, as the cache was last told
+    at: int = 0  # passed uses, as last reported
 
 
 class ChunksOfEntries:
-    """Which chunks a read of each entry needs, and the costs of a read of each chunk."""
+    """The chunks of each entry, and the bytes of a read of each chunk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
@@ -60,8 +59,8 @@ class ChunksOfEntries:
         self.read_bytes = self.live_bytes / np.maximum(reads, 1)
 
     def units(self, entries: Entries) -> tuple[Units, Positions64 | None]:
-        """The chunks of these entries, in their order; and the ends of those of each entry, or None
-        where each has one."""
+        """The chunks of these entries, in order; and the ends of those of each entry, or None if
+        each has one."""
         if not len(self._many) or not self._is_many[entries].any():
             return self._first[entries], None
         counts = self._count[entries]
@@ -76,8 +75,6 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
-    """The making of one future, in a thread."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -87,13 +84,13 @@ class FutureBuild:
         computed: dict[ComputedOrder, Entries],
     ) -> None:
         self.chunks = chunks
-        self.computed: dict[ComputedOrder, Entries] = {}  # those that are used
-        self.bad: dict[Key, str] = {}  # streams with orders that cannot be computed, and why
+        self.computed: dict[ComputedOrder, Entries] = {}
+        self.bad: dict[Key, str] = {}  # why streams cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """The future of the parts; sets their `ends`. Raises MemoryError."""
+        """Sets the parts' `ends`. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:
@@ -114,7 +111,6 @@ class FutureBuild:
         if whole is None:
             whole = epoch.computed.compute_whole(self._snapshot).astype(np.uint32)
         self.computed[key] = whole
-        # The part is of the same type as the whole
         entries: Entries = epoch.computed.part_of(whole)  # type: ignore[arg-type, assignment]
         if len(entries) != epoch.length:
             raise CorruptError(f"it has {len(entries):,} files, and {epoch.length:,} announced")

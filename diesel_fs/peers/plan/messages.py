@@ -1,13 +1,8 @@
-"""What masters, and the clients of a master, say about the orders in which files will be read
-(`PEERS.md`, section 5).
+"""The messages about the orders in which files will be read (`PEERS.md`, section 5). Pure.
 
 A *stream* is one reader with the epochs that it will read. An order that can be computed travels as
-its parameters; any other travels once, in *pieces* of entry indices with as many bits each as the
-dataset needs, and is known by a digest of all of it. Then come positions, every second, and which
-chunks a node has. When training has ranked its samples by importance, chunks have values.
-
-Any bytes give a message or one error, and nothing is allocated for a length before that length is
-known to be allowed. Pure.
+its parameters; any other travels once, in *pieces*, and is known by a digest of all of it. Any
+bytes give a message or one error; no length is allocated before it is known to be allowed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,22 +24,19 @@ from ...orders.shuffle import SEED_MAX, WORLD_MAX
 from ..wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
 
 TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILED
-"""The status in the answer to a message: it was taken over; it is about a stream or an order that
-the receiver does not know, and has to be announced again; it is for another dataset or version; the
-receiver has no room for these orders, or no use for them; it is no message."""
+"""The statuses of answers (`PEERS.md`, section 5)."""
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""The longest key of a stream: the number of the process that announced it, and the stream's
-name."""
+"""The number of the announcing process, and the stream's name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
-"""Streams of one node: those of several mounts and readers."""
+"""The streams of several mounts and readers of one node."""
 
-_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # the packed entries of a piece; the rest is its head
+_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # without its head
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
 _VALUES_MAX = _PIECE_BYTES_MAX // 4
-_POSITIONS_MAX = 256  # streams of one message
+_POSITIONS_MAX = 256
 _ITEMS_MAX = 8 + 8 * _POSITIONS_MAX
 
 Mask = npt.NDArray[np.bool_]
@@ -53,20 +45,20 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class OrderPiece:
-    """Some entries of an order, from the position `first` on."""
+    """Entries of an order, from the position `first` on."""
 
     digest: bytes
-    """The digest of the whole order (`order_digest`)."""
+    """The whole order's (`order_digest`)."""
     length: int
-    """The length of the whole order."""
+    """The whole order's."""
     first: int
     entries: Entries = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """One epoch of a stream: its number, its entries' number, and either the digest of its order,
-    which came in pieces, or what computes it."""
+    """An epoch of `length` entries, and either the digest of its order, which came in pieces, or
+    what computes it."""
 
     number: int
     length: int
@@ -76,10 +68,10 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """A stream. Its reader is at `position` in the epoch of the number `at_epoch`."""
+    """Its reader is at `position` in the epoch of the number `at_epoch`."""
 
     key: str
-    identity: UUID  # of the dataset
+    identity: UUID
     version: int
     epochs: tuple[PlannedEpoch, ...]
     at_epoch: int = 0
@@ -88,21 +80,19 @@ class PlannedStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """A stream that will not be read any more."""
-
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The positions of readers: by key, the number of the epoch and the position in it."""
+    """Each reader's epoch, as a number, and its position there."""
 
     by_key: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChunks:
-    """Which chunks a node has: a flag for each, from the chunk `first` on."""
+    """A flag for each chunk, from `first` on."""
 
     first: int
     held: Mask = field(compare=False)
@@ -110,8 +100,8 @@ class HeldChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkValues:
-    """How many entries of each chunk an epoch is likely to read, from the chunk `first` on: not
-    negative, and at most the entries of the dataset."""
+    """Entries of each chunk, from `first` on, that an epoch is likely to read: not negative, and at
+    most the entries of the dataset."""
 
     first: int
     values: Values = field(compare=False)
@@ -123,56 +113,51 @@ PlanMessage: TypeAlias = (
 
 
 def order_digest(entries: Entries) -> bytes:
-    """The digest of an order."""
     return xxh3_128_digest(np.ascontiguousarray(entries, "<u4").data)
 
 
 def order_pieces(entries: Entries, digest: bytes, entry_count: int) -> Iterator[OrderPiece]:
-    """An order in as few pieces as there may be. `entry_count`: of the dataset."""
+    """`entry_count` is the dataset's, as below."""
     each = 8 * _PIECE_BYTES_MAX // _bits(entry_count)
     for first in range(0, len(entries), each):
         yield OrderPiece(digest, len(entries), first, entries[first : first + each])
 
 
 def held_pieces(held: Mask) -> Iterator[HeldChunks]:
-    """A flag for each chunk in as few messages as there may be."""
     for first in range(0, len(held), _HELD_CHUNKS_MAX):
         yield HeldChunks(first, held[first : first + _HELD_CHUNKS_MAX])
 
 
 def value_pieces(values: Values) -> Iterator[ChunkValues]:
-    """A value for each chunk in as few messages as there may be."""
     for first in range(0, len(values), _VALUES_MAX):
         yield ChunkValues(first, values[first : first + _VALUES_MAX])
 
 
 def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positions]:
-    """All these positions in as few messages as there may be."""
     items = [*by_key.items()]
     for first in range(0, len(items), _POSITIONS_MAX):
         yield Positions(dict(items[first : first + _POSITIONS_MAX]))
 
 
 def plan_body(message: PlanMessage, entry_count: int) -> bytes:
-    """A message as bytes. `entry_count`: of the dataset."""
-    said: Message
+    fields: Message
     match message:
         case OrderPiece(digest, length, first, entries):
             bits = _bits(entry_count)
-            said = {
+            fields = {
                 "do": "piece", "order": digest, "length": length, "first": first,
                 "count": len(entries), "bits": bits, "packed": _packed(entries, bits),
             }  # fmt: skip
         case PlannedStream():
-            said = {
+            fields = {
                 "do": "stream", "stream": message.key, "identity": message.identity.bytes,
                 "version": message.version, "epochs": [*map(_epoch_message, message.epochs)],
                 "epoch": message.at_epoch, "position": message.position,
             }  # fmt: skip
         case StreamEnd(key):
-            said = {"do": "end", "stream": key}
+            fields = {"do": "end", "stream": key}
         case Positions(by_key):
-            said = {
+            fields = {
                 "do": "positions",
                 "at": [
                     {"stream": key, "epoch": epoch, "position": position}
@@ -181,18 +166,17 @@ def plan_body(message: PlanMessage, entry_count: int) -> bytes:
             }
         case HeldChunks(first, held):
             packed = np.packbits(held, bitorder="little").tobytes()
-            said = {"do": "held", "first": first, "count": len(held), "packed": packed}
+            fields = {"do": "held", "first": first, "count": len(held), "packed": packed}
         case ChunkValues(first, values):
             packed = values.astype("<f4").tobytes()
-            said = {"do": "values", "first": first, "count": len(values), "packed": packed}
-    body: bytes = msgpack.packb(said)
+            fields = {"do": "values", "first": first, "count": len(values), "packed": packed}
+    body: bytes = msgpack.packb(fields)
     assert len(body) <= PLAN_BYTES_MAX
     return body
 
 
 def parse_plan(body: Bytes, entry_count: int, chunk_count: int) -> PlanMessage:
-    """The message in these bytes, for a dataset of this size. Raises CorruptError,
-    UsageError."""
+    """For a dataset of this size. Raises CorruptError, UsageError."""
     if len(body) > PLAN_BYTES_MAX:
         raise CorruptError(f"a message of {len(body)} bytes (at most {PLAN_BYTES_MAX})")
     fields = Fields(unpack(bytes(body), _ITEMS_MAX), "a message about plans")
@@ -251,12 +235,12 @@ def _parse_piece(fields: Fields, entry_count: int) -> OrderPiece:
 
 
 def _epoch_message(epoch: PlannedEpoch) -> Value:
-    said: Message = {"epoch": epoch.number, "length": epoch.length}
+    fields: Message = {"epoch": epoch.number, "length": epoch.length}
     if epoch.computed is None:
-        return {**said, "order": epoch.digest}
+        return {**fields, "order": epoch.digest}
     order = epoch.computed
     return {
-        **said, "seed": order.seed, "of": order.epoch, "group": order.group, "rank": order.rank,
+        **fields, "seed": order.seed, "of": order.epoch, "group": order.group, "rank": order.rank,
         "world": order.world, "drop_last": order.drop_last, "below": order.below,
     }  # fmt: skip
 

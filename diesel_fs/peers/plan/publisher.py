@@ -1,10 +1,10 @@
-"""Keeps one receiver up to date with the plan that a process knows: which files its readers will
-read, how far they are, which chunks its node has, and what chunks are worth.
+"""Keeps one receiver up to date with the plan that a process knows. Pure.
 
 A mount's prefetch worker publishes to its node's master, and each master to all others, what its
-own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what the receiver
-has taken over, and yields the messages for the rest: each order once, each stream when it changes,
-then positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`). Pure.
+own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers the messages that
+the receiver has taken over, and yields those for the rest: each order once, each stream when it
+changes, then positions. The caller sends them, from a thread (`sender.py`) or from trio
+(`master/`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -33,39 +33,35 @@ from .messages import (
 )
 
 News = Generator[bytes, int | None, None]
-"""Yields messages; is sent the status of each answer, or None if none came."""
+"""Yields messages; is sent each answer's status, or None if none came."""
 
 _Step = Generator[bytes, int | None, int | None]
-"""As `News`; returns the status of its last message, or None if no answer came."""
+"""As `News`; returns the last status."""
 
 _RETRY_NEWS = 60
-"""A stream that the receiver rejected is sent again after this number of rounds."""
+"""A rejected stream is sent again after this number of rounds."""
 
 _REPEAT_NEWS = 30
-"""Every this many rounds, `news` repeats positions and held chunks that have not changed: the
-receiver may have forgotten this process. Between masters that is every 30 s."""
+"""Every this many rounds, unchanged positions and held chunks are repeated: the receiver may have
+forgotten this process. Between masters that is every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announcement:
-    """The plan of a process at one moment."""
-
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """The entries of an epoch that is not computed; None if they are not known any more."""
+    """Entries of an epoch that is not computed; None if not known any more."""
     values: Values | None = None
-    """What chunks are worth; None if nobody has said."""
+    """Values of chunks; None if not known."""
     held: Mask | None = None
-    """The chunks that the node has; None if the receiver does not need them."""
+    """The node's chunks; None if the receiver does not need them."""
 
 
 class PlanPublisher:
-    """The state of one receiver."""
-
     def __init__(self, entry_count: int) -> None:
-        """`entry_count`: of the dataset's version that the streams are for."""
+        """`entry_count` is the version's."""
         self._entry_count = entry_count
-        self._orders: set[bytes] = set()  # that the receiver has, by their digests
+        self._orders: set[bytes] = set()  # that the receiver has
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._positions: dict[str, tuple[int, int]] = {}
         self._rejected: dict[str, tuple[tuple[PlannedEpoch, ...], int]] = {}  # and in which round
@@ -73,15 +69,14 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """The status of the last message; None if no answer came."""
+        """None if no answer came."""
 
     @property
     def has_published(self) -> bool:
-        """Whether the receiver knows a stream."""
         return bool(self._streams)
 
     def forget(self) -> None:
-        """The receiver may know nothing any more: it gets everything again."""
+        """The receiver may know nothing any more."""
         self._orders.clear()
         self._streams.clear()
         self._positions.clear()
@@ -89,7 +84,7 @@ class PlanPublisher:
         self._held = self._values = None
 
     def news(self, announced: Announcement) -> News:
-        """The messages after which the receiver knows this plan and no other. It ends early if no
+        """The messages after which the receiver knows this plan and no other. Ends early if no
         answer comes, or if the receiver has forgotten this process; call it again later."""
         self._rounds += 1
         status = yield from self._send_streams(announced)
@@ -102,7 +97,7 @@ class PlanPublisher:
             status = yield from self._send_all(held_pieces(held))
             self._held = held if status == TAKEN else None
             self._held_round = self._rounds
-            self._values = None  # the receiver may have been started anew
+            self._values = None  # the receiver may be new
         if values is not None and not _are_equal(values, self._values):
             status = yield from self._send_all(value_pieces(values))
             self._values = values if status == TAKEN else None
@@ -112,7 +107,7 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Send these, up to the first that is not taken; returns the status of the last."""
+        """Stops at the first message that is not taken."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -121,8 +116,7 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Send new streams and positions. The status of the last message; None as soon
-        as no answer comes."""
+        """Streams and positions, until no answer comes."""
         streams = announced.streams
         status: int | None = TAKEN
         self.last_status = status
@@ -165,7 +159,7 @@ class PlanPublisher:
                 continue
             entries = announced.order_of(epoch)
             if entries is None:
-                return TAKEN  # the stream has changed meanwhile: the next round sends it
+                return TAKEN  # it has changed: the next round sends it
             pieces = order_pieces(entries, epoch.digest, self._entry_count)
             status = yield from self._send_all(pieces)
             if status != TAKEN:

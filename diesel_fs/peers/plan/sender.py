@@ -1,11 +1,9 @@
 """Publishes the plan of a process's readers to its node's master, from a thread.
 
-A `PlanSender` has a thread of its own, so that the caller never waits: for a master that does not
-answer, or while an order of millions of files is sent. The thread sends the newest state, at most
-every `SEND_S`. When a master has ended, the next one gets everything again; meanwhile the readers
-read without a plan. `publisher.py` decides which messages are missing.
-
-Thread-safe. A forked child makes one of its own.
+So the caller never waits: for a master that does not answer, or while an order of millions of files
+is sent. The thread sends the newest state, at most every `SEND_S`. When a master has ended, the
+next one gets everything again; meanwhile the readers read without a plan. Thread-safe. A forked
+child makes one of its own.
 """
 
 import threading
@@ -19,15 +17,13 @@ from .messages import UNKNOWN, PlannedEpoch, PlannedStream, Values, order_digest
 from .publisher import Announcement, PlanPublisher
 
 SEND_S = 0.5
-"""How often positions are sent at most: masters exchange them every second."""
+"""Masters exchange positions every second."""
 
 RETRY_S = 1.0
-"""How long a master that does not answer is left alone."""
 
 
 class StreamProgress(NamedTuple):
-    """A stream: its epochs, and the next position that its reader reads, in the epoch of a
-    number."""
+    """A stream's epochs, and its reader's next position, in the epoch of the number `at_epoch`."""
 
     epochs: tuple[Epoch, ...]
     at_epoch: int
@@ -35,12 +31,10 @@ class StreamProgress(NamedTuple):
 
 
 class PlanSender:
-    """The thread, and the newest streams of this process."""
-
     def __init__(
         self, snapshot: Snapshot, send: Callable[[bytes], int | None], *, send_s: float = SEND_S
     ) -> None:
-        """`send` sends a message, and returns the status of its answer or None; it may block."""
+        """`send` returns the answer's status, or None; it may block."""
         self._identity, self._version = snapshot.identity, snapshot.version
         self._send_body = send
         self._send_s = send_s
@@ -50,7 +44,7 @@ class PlanSender:
         self._wanted: Mapping[str, StreamProgress] = {}
         self._values: Values | None = None
         self._is_new = self._is_closed = False
-        self._digests: dict[int, tuple[Epoch, bytes]] = {}  # by the identity of the epoch
+        self._digests: dict[int, tuple[Epoch, bytes]] = {}
         self._orders: dict[bytes, Entries] = {}
         self._last: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._thread: threading.Thread | None = None
@@ -58,7 +52,7 @@ class PlanSender:
     def set_streams(
         self, streams: Mapping[str, StreamProgress], values: Values | None = None
     ) -> None:
-        """Set all streams of this process, by name, and what chunks are worth; None: as before.
+        """All streams of this process, by name, and what chunks are worth (None: as before).
         Returns at once."""
         with self._changed:
             self._values = self._values if values is None else values
@@ -71,7 +65,7 @@ class PlanSender:
                 self._thread.start()
 
     def close(self) -> None:
-        """Send no more. The master forgets the streams with this process's connections."""
+        """The master forgets the streams with this process's connections."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -86,7 +80,7 @@ class PlanSender:
                 wanted, self._is_new = self._wanted, False
             if not self._send(wanted):
                 with self._changed:
-                    self._is_new = True  # again, unless there is something newer
+                    self._is_new = True  # unless there is something newer
                 time.sleep(RETRY_S)
             time.sleep(self._send_s)
 
@@ -116,8 +110,8 @@ class PlanSender:
         return publisher.last_status not in (None, UNKNOWN)
 
     def _planned(self, name: str, progress: StreamProgress) -> PlannedStream | None:
-        """A stream as the master gets it. One that was read to its end stays as it was, as its next
-        epoch may be foreseen; None if nothing is known of it."""
+        """A stream that was read to its end stays, as its next epoch may be foreseen; None if
+        nothing is known of it."""
         if progress.epochs:
             epochs = tuple(map(self._planned_epoch, progress.epochs))
             at_epoch, position = progress.at_epoch, progress.position

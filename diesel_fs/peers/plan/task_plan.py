@@ -1,18 +1,14 @@
-"""The plan of a task: which files all readers of all nodes will read, as one master knows it.
+"""The plan of a task: which files all readers of all nodes will read, as one master knows it
+(`PEERS.md`, section 5).
 
-Mounts tell their node's master of their streams, and masters tell each other (`PEERS.md`, section
-5). `TaskPlan` checks their messages, keeps the plan within limits, makes a `ChunkFuture` of it for
-the node's cache, and has the cache follow the readers' positions. For a stream with a computed
-order it foresees one more epoch than was announced.
+`TaskPlan` checks the messages of mounts and masters, keeps the plan within limits, makes a
+`ChunkFuture` of it for the node's cache, and has the cache follow the readers' positions. For a
+stream with a computed order it foresees one epoch more than announced.
 
-The future is made in a thread, since that takes 1.5 s for two epochs of 14 million files, when
-streams were announced or have ended. It begins at the readers' positions then: the next read of
-each stream has the time 0, as readers advance together. A stream without progress for `STILL_S`
-while others went on is left out until it goes on: a validation set that is read later, or a job
-that was killed.
-
-Everything else runs in the master's trio loop and never waits. What others say is checked and may
-be wrong; it can cost time, but no reader gets a byte from here.
+The future is made in a thread, when streams were announced or have ended. It begins at the readers'
+positions then, without streams that stand still (`STILL_S`): a validation set that is read later,
+or a killed job. All else runs in the master's trio loop and never waits. A wrong message can cost
+time, but no reader gets a byte from here.
 """
 
 import logging
@@ -53,33 +49,31 @@ from .publisher import Announcement
 log = logging.getLogger("diesel.task")
 
 EXCHANGE_S = 1.0
-"""How often masters tell each other where their readers are."""
+"""How often masters exchange positions."""
 
 APPLY_S = 0.2
-"""How long positions and streams are collected before the cache learns of them."""
+"""Positions and streams are collected for this time before the cache learns of them."""
 
 STILL_S = 60.0
-"""A stream without progress for this time, while others go on, is not planned for."""
+"""A stream that stands still for this time, while others go on, is not planned for."""
 
 PARTIAL_ORDERS_MAX = 4
-"""Orders of one sender of which some pieces have come; further ones replace the oldest."""
+"""Incomplete orders of a sender; further ones replace the oldest."""
 
 WHOLE_ORDERS_MIN = 8
-"""So many orders of the whole dataset are computed in any case, of which ranks read parts."""
+"""Orders of the whole dataset, of which ranks read parts, that are computed in any case."""
 
 UNUSED_ORDER_S = 60.0
-"""How long a whole order waits for a stream that uses it."""
+"""A whole order waits this long for a stream that uses it."""
 
 VALUED_MAX = 256
-"""Tables of values from clients of all nodes; further ones are refused."""
+"""Tables of all nodes' clients; further ones are refused."""
 
 Values = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
 class _PartialOrder:
-    """The pieces of an order that have come, in their order."""
-
     length: int
     pieces: list[Entries]
     entries: int = 0
@@ -87,7 +81,7 @@ class _PartialOrder:
 
 @dataclass(slots=True)
 class _Order:
-    """A whole order; `since_s` is when it came, or was last used."""
+    """`since_s`: when it came, or was last used."""
 
     entries: Entries
     since_s: float
@@ -95,14 +89,14 @@ class _Order:
 
 @dataclass(slots=True)
 class _KnownStream:
-    """A stream, and when its reader last went on."""
+    """`moved_s`: when its reader last went on."""
 
     stream: PlannedStream
     moved_s: float
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """Its epochs, and one more if that can be computed."""
+        """Includes one more if that can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -112,7 +106,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """The reader's position, counted over all epochs."""
+        """Counted over all epochs."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -124,7 +118,7 @@ class _KnownStream:
 
 
 class TaskPlan:
-    """The streams of all nodes, for one version of a dataset at a time."""
+    """All nodes' streams, for one version at a time."""
 
     def __init__(
         self,
@@ -134,40 +128,40 @@ class TaskPlan:
         *,
         entries_max: int = PLAN_ENTRIES_MAX,
     ) -> None:
-        """`rank` is this node's; `entries_max` the positions of all streams together."""
+        """`entries_max` bounds the positions of all streams together."""
         self._rank = rank
         self._cache = cache
         self._entries_max = entries_max
         self._counts: Counter[str] = Counter()
-        self._said: set[tuple[int, int]] = set()  # refusals that were logged: rank and status
+        self._logged: set[tuple[int, int]] = set()
         self._wake = trio.Event()
         self.switch_version(snapshot)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """The task has another version of the dataset: orders of the one before mean nothing."""
+        """The former version's orders mean nothing."""
         self._snapshot = snapshot
-        self._chunks: ChunksOfEntries | None = None  # made with the first future
+        self._chunks: ChunksOfEntries | None = None
         self.known = trio.Event()
-        """Set while any stream is known: without one, masters tell each other nothing."""
+        """Without a stream, masters exchange nothing."""
 
         self._streams: dict[Key, _KnownStream] = {}
         self._orders: dict[bytes, _Order] = {}
         self._partial: dict[tuple[int, str], dict[bytes, _PartialOrder]] = {}
-        self._computed: dict[ComputedOrder, Entries] = {}  # whole ones
+        self._computed: dict[ComputedOrder, Entries] = {}
         self._held: dict[int, npt.NDArray[np.bool_]] = {}
-        self._values: dict[tuple[int, int], Values] = {}  # by the rank of a node, and its client
+        self._values: dict[tuple[int, int], Values] = {}
         self._values_changed = False
         self._planned: list[PlannedPart] = []
         self._is_dirty = self._held_changed = False
         self._has_future = False
-        self._said.clear()
+        self._logged.clear()
         self._wake.set()
 
     # What others say
 
     def take(self, rank: int, body: bytes, *, client: int = 0) -> int:
-        """Take over a message from the master of a node, or from a `client` of this one, a process;
-        the status for its answer."""
+        """Take over a message from the master of a node, or a `client` process of this one; returns
+        the answer's status."""
         try:
             message = parse_plan(body, len(self._snapshot), self._snapshot.chunk_count)
         except DieselError as error:
@@ -193,14 +187,14 @@ class TaskPlan:
                 if (rank, client) not in self._values and len(self._values) >= VALUED_MAX:
                     return self._refuse(rank, NO_ROOM, "one more table of values")
                 count = self._snapshot.chunk_count
-                told = self._values.setdefault((rank, client), np.zeros(count, np.float32))
-                told[first : first + len(values)] = values
+                table = self._values.setdefault((rank, client), np.zeros(count, np.float32))
+                table[first : first + len(values)] = values
                 self._values_changed = True
         self._wake.set()
         return TAKEN
 
     def forget(self, rank: int) -> None:
-        """A master has left: its node's streams end. They come again with its next one."""
+        """A master has left. Its node's streams come with its next master."""
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
@@ -208,7 +202,6 @@ class TaskPlan:
         self._wake.set()
 
     def forget_client(self, client: int) -> None:
-        """A process of this node has ended: so have its streams."""
         prefix = _key_of(client, "")
         mine = [key for key in self._streams if key[0] == self._rank and key[1].startswith(prefix)]
         self._forget_streams(mine)
@@ -245,7 +238,7 @@ class TaskPlan:
                 del partial[next(iter(partial))]
         if order is None or (order.length, order.entries) != (piece.length, piece.first):
             partial.pop(piece.digest, None)
-            return UNKNOWN  # a piece is missing: the order has to be sent again
+            return UNKNOWN  # a piece is missing
         order.pieces.append(piece.entries)
         order.entries += len(piece.entries)
         if order.entries == order.length:
@@ -302,10 +295,10 @@ class TaskPlan:
         return status
 
     def _refuse(self, rank: int, status: int, what: str) -> int:
-        """Count a message that is not taken over, and log the first of its kind from a node."""
+        """Log the first message of its kind from a node."""
         self._counts["refused"] += 1
-        if (rank, status) not in self._said:
-            self._said.add((rank, status))
+        if (rank, status) not in self._logged:
+            self._logged.add((rank, status))
             log.warning("node %d announced %s: its reads are not planned for", rank, what)
         return status
 
@@ -319,7 +312,7 @@ class TaskPlan:
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Forget orders that no stream has, unless one may just be coming."""
+        """Keeps orders for which a stream may be coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -331,7 +324,6 @@ class TaskPlan:
     # Publishing
 
     def announcement(self) -> Announcement:
-        """The news of this node for the masters of other nodes."""
         mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
         values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
@@ -351,11 +343,11 @@ class TaskPlan:
     # The future
 
     async def run(self) -> None:
-        """Have the cache know the future and follow the readers' positions, until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            await trio.sleep(APPLY_S)  # several come together
+            await trio.sleep(APPLY_S)
             if self._held_changed:
                 self._held_changed = False
                 held = np.zeros(self._snapshot.chunk_count, np.bool_)
@@ -411,9 +403,9 @@ class TaskPlan:
         for each in self._planned:
             known = self._streams.get(each.key)
             if known is None or known.epochs != each.epochs:
-                continue  # its position stays until the next future
+                continue  # its position waits for the next future
             at = known.position - each.start
-            if at < 0:  # it has gone back behind the start of the future
+            if at < 0:  # back behind the start of the future
                 self._is_dirty = True
                 self._wake.set()
             if at > 0 and each.ends is not None:
@@ -422,7 +414,6 @@ class TaskPlan:
         self._cache.set_positions([each.at for each in self._planned])
 
     def stats(self) -> dict[str, int]:
-        """The number of streams, and counters since the start."""
         return {
             "streams": len(self._streams),
             "nodes": len({rank for rank, _ in self._streams}),

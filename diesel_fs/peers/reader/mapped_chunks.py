@@ -1,10 +1,8 @@
-"""The chunks in the master's memory that this process has mapped.
+"""The chunks in the master's memory that this process has mapped. Thread-safe.
 
 A mapping lives as long as any view of it, and as long as this table keeps it: within the table's
-limits, and until the master revokes the chunk. `master_link.py` asks the master for chunks and
-tells it which are unmapped.
-
-Thread-safe. A forked child goes on with its parent's mappings, which the parent unpins.
+limits, and until the master revokes the chunk. `master_link.py` tells the master which chunks are
+unmapped. A forked child goes on with its parent's mappings, which the parent unpins.
 """
 
 import ctypes
@@ -23,14 +21,14 @@ import numpy.typing as npt
 from .request_socket import start_anew_in_forks
 
 MAPPED_BYTES_MAX = 8 << 30
-"""Address space, not memory: the memory is the master's. The page tables of touched pages take a
-512th of it in each process."""
+"""Address space; the memory is the master's. Page tables of touched pages take a 512th in each
+process."""
 
 MAPPED_CHUNKS_MAX = 16_384
-"""A process may have 65,530 mappings, and its libraries need some."""
+"""A process may have 65,530 mappings; its libraries need some."""
 
 MAPPED, NOBODY = -2, -1
-"""In place of the rank of an owner."""
+"""They stand for an owner's rank."""
 
 Sources = npt.NDArray[np.int32]
 
@@ -49,17 +47,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryMap:
-    """The start of a file, mapped until its last view is gone.
-
-    Python's own `mmap` keeps a descriptor for each mapping, and a thousand chunks would use up all
-    that a process may have.
-    """
+    """The start of a file, mapped until its last view is gone. Python's `mmap` keeps a descriptor
+    for each mapping: a thousand chunks would use up a process's."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended")
 
     def __init__(self, descriptor: int, size: int, ended: Callable[[], None]) -> None:
-        """`ended` is called in any thread when the memory is unmapped, so it must do next to
-        nothing. Raises OSError."""
+        """`ended` is called in any thread at the unmapping, so it must do next to nothing. Raises
+        OSError."""
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
@@ -74,7 +69,6 @@ class MemoryMap:
         }
 
     def view(self) -> memoryview:
-        """All of it."""
         return np.asarray(self, np.uint8).data
 
     def __del__(self, unmap: Callable[[int, int], object] = _libc.munmap) -> None:
@@ -84,23 +78,22 @@ class MemoryMap:
 
 
 _Memory: TypeAlias = tuple[int, int]
-"""A chunk, and the inode of the memory that it lies in: the master may have the same chunk again in
-other memory."""
+"""A chunk, and its memory's inode: the master may have the chunk again in other memory."""
 
 
 class MappedChunks:
-    """The chunks that one `TaskStore` has mapped."""
+    """The table of one `TaskStore`."""
 
     def __init__(
         self, chunks: int, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
     ) -> None:
-        """`chunks` is how many the version has."""
+        """`chunks` is the version's number of chunks."""
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
-        """The place of each chunk for a reader: `MAPPED` while the table keeps it, else the rank of
-        its owner. It may be out of date at once: see `find_many`."""
+        """For each chunk `MAPPED` while the table keeps it, else its owner's rank. It may be out of
+        date at once: see `find_many`."""
 
         self.source_of = self.sources.data
-        """The same, for single look-ups."""
+        """For single look-ups."""
 
         self._owners: Sources = self.sources.copy()
         self._bytes_max = bytes_max
@@ -114,39 +107,36 @@ class MappedChunks:
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         self._lock = threading.Lock()
         self._begin_count()
 
     def _begin_count(self) -> None:
-        # Appended to by whichever thread drops the last view, so without a lock
+        # Whichever thread drops the last view appends, so there is no lock
         self._unmapped: deque[_Memory] = deque()
         self._map_counts: Counter[_Memory] = Counter()
         self._maps: weakref.WeakValueDictionary[_Memory, MemoryMap] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
-        """How many chunks the table keeps."""
         return len(self._views)
 
     @property
     def has_mapped(self) -> bool:
-        """Whether the master may count any chunk as pinned by this process."""
+        """Whether the master may count chunks as pinned by this process."""
         return bool(self._map_counts)
 
     @property
     def has_unmapped(self) -> bool:
-        """Whether there are chunks to unpin."""
         return bool(self._unmapped)
 
     def set_owners(self, owners: Sources) -> None:
-        """Set the rank of each chunk's owner; `NOBODY`: none."""
+        """`NOBODY`: none."""
         with self._lock:
             self._owners[:] = owners
             self.sources[:] = owners
             self.sources[list(self._views)] = MAPPED
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk that is mapped, read-only. Never waits."""
+        """Read-only. Never waits."""
         view = self._views.get(chunk)
         if view is not None:
             self._clock += 1
@@ -154,14 +144,13 @@ class MappedChunks:
         return view
 
     def find_many(self, chunks: npt.NDArray[np.uint32]) -> list[memoryview | None]:
-        """As `find`, for many chunks at once; a chunk may be named repeatedly. None for a chunk
-        that the table does not keep any more."""
+        """As `find`; chunks may repeat. None for one that the table does not keep any more."""
         self._clock += 1
         self._last_used[chunks] = self._clock
         return list(map(self._views.get, chunks.tolist()))
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
-        """Map a pinned chunk. The descriptor stays the caller's. Raises OSError."""
+        """Map a pinned chunk; the caller keeps its descriptor. Raises OSError."""
         with self._lock:
             memory = chunk, os.fstat(descriptor).st_ino
             mapping = self._maps.get(memory)
@@ -181,14 +170,13 @@ class MappedChunks:
         return view
 
     def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
-        """Set the function that is called, in any thread, when the table gives a chunk up or the
-        master revokes it: it should drop its views of the chunk. The last function that was set for
-        a chunk is called."""
+        """`callback` is called, in any thread, when the table gives the chunk up or the master
+        revokes it: it should drop its views. A later callback replaces it."""
         with self._lock:
             self._on_revoke[chunk] = callback
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Keep these chunks no longer: each is unmapped with its last view."""
+        """Each is unmapped with its last view."""
         callbacks: list[Callable[[], None]] = []
         views = []
         with self._lock:
@@ -204,12 +192,10 @@ class MappedChunks:
             callback()
 
     def release_all(self) -> None:
-        """Keep no chunk any longer."""
         self.release(list(self._views))
 
     def drop_damaged(self, chunk: int) -> bool:
-        """A chunk is damaged: when it is pinned again, it is mapped anew. Returns whether the table
-        kept it."""
+        """When pinned again, the chunk is mapped anew. Returns whether the table kept it."""
         with self._lock:
             for memory in [each for each in self._maps if each[0] == chunk]:
                 del self._maps[memory]
@@ -218,14 +204,14 @@ class MappedChunks:
         return kept
 
     def forget_all(self) -> None:
-        """The master that pinned these chunks is gone; the next one will not be told of them."""
+        """The master that pinned these chunks is gone."""
         with self._lock:
             self._begin_count()
         self.release_all()
 
     def take_unmapped(self) -> list[int]:
-        """The chunks that have been unmapped since the last call: once for each memory that the
-        master has pinned of a chunk."""
+        """Chunks since the last call: one item for each memory in which the master has pinned
+        it."""
         found = []
         with self._lock:
             while self._unmapped:
@@ -239,8 +225,8 @@ class MappedChunks:
         return found
 
     def _excess(self) -> list[int]:
-        """The chunks to release when the table is over its limits, the least recently used first:
-        an eighth more than needed, as each call looks at all of them."""
+        """Chunks over the limits, the least recently used first: an eighth more than needed, as
+        each call looks at all of them."""
         if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8

@@ -1,15 +1,14 @@
 """A reader's control connections to its node's master (`PEERS.md`, section 4), and whether the
 reader asks the master at all.
 
-The reader is the master's client. A `MasterConnection` is one blocking socket. A `MasterLink` keeps
-connections, limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`), which
-the first failure opens. A failure is never raised: the caller gets None and reads from the store.
-`store.py` decides what to ask for; `launch.py` starts masters. Reads of chunks go over other
+A `MasterConnection` is one blocking socket. A `MasterLink` keeps connections, limits the time of an
+answer, and has a circuit breaker (`../../net/breaker.py`), which the first failure opens. A failure
+is never raised: the caller gets None and reads from the store. Reads of chunks go over other
 connections (`owner_link.py`).
 
-Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
-forked child opens connections of its own. One connection stays open as long as the link: a master
-without connections ends.
+Concurrency: many threads; each exchange (a request and its answer) has a connection of its own. A
+forked child opens its own. One connection stays open as long as the link: a master without
+connections ends.
 """
 
 import logging
@@ -32,36 +31,33 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 DEADLINE_S = 5.0
-"""The time limit of one answer. A master's own deadlines add up to less, so a master that takes
-longer hangs."""
+"""A master's own deadlines add up to less: a slower one hangs."""
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
-"""How long a master that has failed is not asked; the pause doubles up to the maximum while it
-fails."""
+"""The pause for a failed master; doubles up to the maximum."""
 
 IDLE_CONNECTIONS_MAX = 8
-"""Connections that stay open between exchanges, for as many threads."""
+"""For as many threads."""
 
 _BUFFER_BYTES = (
     8 << 10
-)  # an answer to PIN, some revoked chunks; a longer one gets memory of its own
+)  # an answer to PIN, some revoked chunks; longer ones get memory of their own
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 
 
 class ExchangeFailed(Exception):
-    """An exchange failed; the connection cannot be used any more."""
+    """The connection cannot be used any more."""
 
 
-class RequestRejected(ExchangeFailed):
-    """The master has rejected the request."""
+class RequestRejected(ExchangeFailed): ...
 
 
 class MasterConnection(RequestSocket):
-    """One connection to the master. For one thread at a time."""
+    """A connection for one thread at a time."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
-        """Connects and says hello. Raises ExchangeFailed."""
-        self.revoked: list[int] = []  # chunks that the last answer revokes
+        """Raises ExchangeFailed."""
+        self.revoked: list[int] = []
         self._buffer = bytearray(_BUFFER_BYTES)
         unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         super().__init__(unconnected, receive_limit_s=deadline_s, send_limit_s=deadline_s)
@@ -86,7 +82,7 @@ class MasterConnection(RequestSocket):
                 os.close(table)
 
     def send_request(self, request: bytes, *, descriptor: int = -1) -> None:
-        """Send a request, and a descriptor with it unless that is -1. Raises ExchangeFailed."""
+        """`descriptor` may be -1. Raises ExchangeFailed."""
         try:
             if descriptor >= 0:
                 sent = socket.send_fds(self.socket, [request], [descriptor])
@@ -101,9 +97,8 @@ class MasterConnection(RequestSocket):
     def receive_answer(
         self, kind: int, count: int, *, expects_descriptor: bool = False
     ) -> tuple[memoryview, int]:
-        """The body of the answer to a request of this kind and count, valid until the next is sent;
-        and with `expects_descriptor` the descriptor that came with it, else -1. Raises
-        ExchangeFailed; RequestRejected if the master rejects the request."""
+        """The body, valid until the next request is sent; and with `expects_descriptor` the
+        descriptor that came with it, else -1. Raises ExchangeFailed, RequestRejected."""
         descriptor = -1
         try:
             room = memoryview(self._buffer)
@@ -156,12 +151,12 @@ class MasterConnection(RequestSocket):
         return got, descriptor
 
     def detach(self) -> socket.socket:
-        """The socket, which is the caller's from now on."""
+        """The caller owns the socket from now on."""
         return socket.socket(fileno=self.socket.detach())
 
 
 class MasterLink:
-    """The master at one socket, asked about one version of one dataset."""
+    """The master at one socket, for one version of one dataset."""
 
     def __init__(
         self,
@@ -174,25 +169,22 @@ class MasterLink:
         pause_s: float = PAUSE_S,
         restart: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`mapped` has the chunks that the master has pinned for this process; the link tells it
-        which chunks the master revokes, and when the master has ended.
-
-        `restart` starts a master in place of one that was killed, and returns whether it did. It is
-        called in a thread whenever connecting fails; its argument says whether a master has ever
-        answered this link.
-        """
+        """`mapped` has the chunks that the master has pinned for this process, and learns which
+        ones it revokes, and when it has ended. `restart` starts a master in place of one that was
+        killed, and returns whether it did; it is called in a thread whenever connecting fails, with
+        whether a master has ever answered this link."""
         self._path = os.fspath(path)
         self._identity = identity
         self._version = version
         self._mapped = mapped
         self._deadline_s = deadline_s
-        self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)  # used under the lock
+        self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)
         self._last_warning = self._last_restart_error = ""
         self._closed = self._is_ending = False
         self._restart = restart
         self.rank = -1  # the master's; -1 before its first answer
         self.owners: OwnerTableView | None = None
-        """Which node owns each chunk, by the last master that answered."""
+        """From the last master that answered."""
 
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
@@ -200,21 +192,19 @@ class MasterLink:
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         for connection in list(self._open):
             connection.close_copy()
         self._make_locks()
 
     def _make_locks(self) -> None:
         self._lock = threading.Lock()
-        self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
+        self._breaker.cancel(self._breaker.ticket)  # only the parent's thread goes on connecting
         self._restarting = threading.Lock()
         self._idle: list[MasterConnection] = []
-        self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()  # all, idle or in use
+        self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()
 
     def connect(self) -> bool:
-        """Make sure that there is a connection; returns whether there is. Other calls do so
-        themselves."""
+        """Returns whether there is a connection. Other calls connect by themselves."""
         connection = self._acquire()
         if connection is None:
             return False
@@ -223,25 +213,23 @@ class MasterLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is any connection. When the last one closes, the master unpins all chunks
-        of this process."""
+        """When the last connection closes, the master unpins all chunks of this process."""
         return bool(self._open)
 
     def stop_connecting(self) -> None:
-        """Make no further connection, and start no master; those that are open are used until
-        `close`."""
+        """Start no master either; open connections are used until `close`."""
         with self._lock:
             self._is_ending = True
 
     def retry(self) -> None:
-        """End a pause: ask the master again."""
+        """End a pause."""
         with self._lock:
             self._breaker.record_success()
         self._last_warning = ""
 
     def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """Pin a whole chunk; `fetch`: even if the master has to fetch it. A descriptor, which
-        the caller closes; None if the chunk is not in memory or the master does not answer."""
+        """`fetch`: even if the master has to fetch the chunk. A descriptor, which the caller
+        closes; None if the chunk is not in memory or the master does not answer."""
         answer = self._request(
             local_wire.PIN, 1, local_wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
@@ -259,8 +247,6 @@ class MasterLink:
         return None
 
     def task_view(self) -> local_wire.TaskView | None:
-        """All that is needed to ask the masters of other nodes; None if the master does not
-        answer."""
         answer = self._request(local_wire.MEMBERS, 0, b"", is_read=True)
         try:
             return None if answer is None else local_wire.parse_members(answer[0])
@@ -269,7 +255,7 @@ class MasterLink:
             return None
 
     def open_data(self) -> socket.socket:
-        """A connection for READs to the master, which blocks. Raises MetadataError."""
+        """A blocking connection for READs. Raises MetadataError."""
         ticket = self._admit() if self.connect() else 0
         connection = self._open_connection(ticket) if ticket else None
         if connection is None:
@@ -291,8 +277,7 @@ class MasterLink:
         return connection.detach()
 
     def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
-        master does not answer."""
+        """Send a message about plans (`plan/messages.py`). The status of the answer, or None."""
         answer = self._request(local_wire.PLAN, len(body), body)
         try:
             return None if answer is None else local_wire.parse_plan_status(answer[0])
@@ -301,33 +286,32 @@ class MasterLink:
             return None
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
-        """Send a request that is answered without content; returns whether the answer came."""
+        """Send a request without content in its answer; returns whether that came."""
         return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Announce another version, with its snapshot in the file `snapshot`; returns whether the
-        master accepted it. The connection then belongs to that version, and is closed."""
+        """Announce another version, with the descriptor of its snapshot; returns whether the master
+        accepted it. The connection is of that version then, and is closed."""
         kind = local_wire.SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
-        """The master's statistics, as JSON; empty if it does not answer."""
+        """JSON; empty if the master does not answer."""
         answer = self._request(local_wire.STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
     def return_unmapped(self) -> None:
-        """Unpin chunks that are unmapped, and receive those that the master revokes."""
+        """Unpin chunks that are unmapped, and learn which ones the master revokes."""
         while True:
             chunks = self._mapped.take_unmapped()
             sent = chunks[: local_wire.UNPINNED_MAX]
             if not self.notify(local_wire.UNPIN, len(sent), local_wire.chunks_body(sent)):
-                return  # the master unpins them when the connections close
+                return  # the master unpins them at the close
             if not self._mapped.has_unmapped:
                 return
 
     def close(self) -> None:
-        """Close all connections that are not in use; the others close when they are released.
-        Repeatable."""
+        """Connections in use close when released. Repeatable."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -350,10 +334,8 @@ class MasterLink:
         expects_descriptor: bool = False,
         closes: bool = False,
     ) -> tuple[bytes, int] | None:
-        """Send a request, and a descriptor with it unless that is -1. Returns the body of the
-        answer, and a descriptor as `MasterConnection.receive_answer` does; None if the master
-        does not answer. `is_read`: see `_acquire`; `closes`: the connection cannot be used
-        again."""
+        """The body, and a descriptor as `MasterConnection.receive_answer`; None if the master does
+        not answer. `is_read`: see `_acquire`; `closes`: do not keep the connection."""
         connection = self._acquire(is_read=is_read)
         if connection is None:
             return None
@@ -407,7 +389,7 @@ class MasterLink:
         except ExchangeFailed as error:
             self._discard(connection, ticket, str(error))
             return None
-        except BaseException:  # a signal handler's: the state of the exchange is unknown
+        except BaseException:  # as above
             connection.close()
             raise
         if connection.revoked:
@@ -417,14 +399,14 @@ class MasterLink:
         return answer
 
     def _note_answer(self) -> None:
-        """The master has answered a request that only a working one answers."""
+        """Only a working master answers this request."""
         if self._breaker.state(0) is not BreakerState.CLOSED:
             log.info("the task's master answers again")
             self.retry()
 
     def _acquire(self, *, is_read: bool = True) -> MasterConnection | None:
-        """A connection for the caller alone; None if the master is not to be asked now. During a
-        pause, reads get none, and other requests (`is_read` is False) any idle one."""
+        """A connection for the caller alone, or None. During a pause, reads get none, and other
+        requests (`is_read` is False) any idle one."""
         with self._lock:
             if self._closed and not self._idle:
                 return None
@@ -454,7 +436,7 @@ class MasterLink:
                 ).start()
             return None
         finally:
-            with self._lock:  # a connection alone does not close the breaker: an answer does
+            with self._lock:  # only an answer closes the breaker
                 self._breaker.cancel(ticket)
         stale: list[MasterConnection] = []
         with self._lock:
@@ -487,7 +469,6 @@ class MasterLink:
                 self._restarting.release()
 
     def _release(self, connection: MasterConnection) -> None:
-        """The exchange on a connection has ended; another caller may use it."""
         self.exchanged_s = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
@@ -497,7 +478,7 @@ class MasterLink:
         connection.close()
 
     def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
-        """Close a connection that failed, and all idle ones: they lead to the same master."""
+        """Also close all idle connections, which lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)

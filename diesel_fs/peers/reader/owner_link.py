@@ -1,15 +1,14 @@
 """A reader's connections to the masters that own the chunks it reads (`PEERS.md`, section 3): one
-connection for each node, made when it is first needed.
+for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
-never raises an error: when a request fails, the caller gets None and reads from the store.
-`task_chunks.py` decides which node to ask for which parts.
+never raises an error: the caller gets None and reads from the store.
 
-Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
-request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
-for all. Each answer is received straight into the memory of the request that came first, which is
-nearly always its own. A forked child opens connections of its own.
+Concurrency: many threads. The sockets block: a wake-up by an event loop would cost more than a
+request. One thread (the *leader*) receives the answers on a connection for all threads that wait,
+each straight into the memory of the request that came first, which is nearly always its own. A
+forked child opens its own connections.
 """
 
 import logging
@@ -32,31 +31,28 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""How long a reader waits for a connection that is being made; making it goes on."""
+"""Making the connection goes on after this time."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Requests that are not answered yet: these fit the sockets' buffers, so sending never waits for
-a master that waits for this reader to receive."""
+"""Unanswered requests: they fit the sockets' buffers, so sending never waits for a master that
+waits for this reader."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
 _SEND_LIMIT_S = 1.0
-_SCRATCH_BYTES = 64 << 10  # longer answers have memory of their own
+_SCRATCH_BYTES = 64 << 10  # longer answers have their own memory
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
-_SAMPLED = 8  # the time of one in this number of single reads is noted
-_SEND_WAIT_S = 1.0  # for another thread; or, in a signal handler, for the thread itself
+_SAMPLED = 8  # the time of one in this number of single reads counts
+_SEND_WAIT_S = 1.0  # for another thread; in a signal handler, for its own
 _IDS = 1 << 32
 
 
-class _ConnectionLost(Exception):
-    """The connection has ended, or cannot be used any more."""
+class _ConnectionLost(Exception): ...
 
 
 _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-    """A READ that waits for its answer; it may be dropped."""
-
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
         "size", "ticket", "waiter",
@@ -77,34 +73,30 @@ class PendingRead:
         self.request_bytes = HEAD_BYTES + count * PART_BYTES
         self.size = size
         self.ticket = ticket
-        # For the whole answer: head, statuses, payload. Memory from numpy is not filled with zeros
+        # The whole answer: head, statuses, payload. numpy does not fill it with zeros
         self.room = np.empty(HEAD_BYTES + count + size, np.uint8).data
         self.is_done = self.is_working = False
         self.waiter: threading.Lock | None = None  # held while its thread waits for the leader
 
 
 Answer = tuple[memoryview, bytes]
-"""The bytes of the parts that were given, one behind the other; and the status of each part, empty
-if all were given."""
+"""The given parts' bytes, joined; and all statuses, empty if all parts were given."""
 
 
 class _OwnerConnection(RequestSocket):
-    """One connection, and the requests on it that are not answered yet.
-
-    `pending` and `has_leader` are used under the link's lock, the other fields by the leader.
-    """
+    """`pending` and `has_leader` are used under the link's lock, the other fields by the leader."""
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
-        self.pending: dict[int, PendingRead] = {}  # the first sent first
+        self.pending: dict[int, PendingRead] = {}
         self.has_leader = self.is_lost = False
-        self.unanswered_bytes = self.payload_bytes = 0  # of all in `pending`
-        self.room: memoryview | None = None  # of the answer that has begun to come
-        self.got = 0  # bytes of it that have come
+        self.unanswered_bytes = self.payload_bytes = 0
+        self.room: memoryview | None = None  # of an answer that has begun
+        self.got = 0
         self.carried = b""  # bytes behind it
 
     def take_carried(self, room: memoryview) -> int:
-        """Move bytes that were received behind another answer into `room`; returns how many."""
+        """Move bytes received behind another answer into `room`; returns their number."""
         carried = self.carried
         if not carried:
             return 0
@@ -114,13 +106,13 @@ class _OwnerConnection(RequestSocket):
         return count
 
     def close(self) -> None:
-        """As `RequestSocket.close`; those that wait for answers see `is_lost`."""
+        """Waiting threads see `is_lost`."""
         self.is_lost = True
         super().close()
 
 
 class OwnerLink:
-    """One master, asked for parts of chunks of one version."""
+    """One master, for parts of chunks of one version."""
 
     def __init__(
         self,
@@ -130,11 +122,11 @@ class OwnerLink:
         flags: int = wire.LOAD,
         breaker: PeerBreaker | None = None,
     ) -> None:
-        """`connect` makes an authenticated connection, which blocks; it raises DieselError. `flags`
-        are those of each READ."""
+        """`connect` makes an authenticated, blocking connection, or raises DieselError. `flags` are
+        those of each READ."""
         self.rank = rank
         self.is_refused = False
-        """Whether the master answered the last attempt to connect, and did not let us in."""
+        """The master answered the last attempt to connect, and refused."""
 
         self.counts = dict.fromkeys(
             ("connections", "requests", "bytes", "timed_out", "failed", "skipped", "damaged"), 0
@@ -142,14 +134,13 @@ class OwnerLink:
         self._connect = connect
         self._flags = flags
         self._breaker = breaker or PeerBreaker()
-        self._singles = 0  # requests of `read_one` that went its short way
+        self._singles = 0
         self._is_closed = False
-        self._is_paused = False  # that the master is not asked has been logged
+        self._is_paused = False
         self._make_locks()
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         connection = self._connection
         self._make_locks()
         if connection is not None:
@@ -157,18 +148,17 @@ class OwnerLink:
             connection.close_copy()
 
     def _make_locks(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may read while its thread has it
+        self._lock = threading.RLock()  # reentrant: a signal handler may read
         self._sending = threading.Lock()  # taken before `_lock` where both are
         self._connection: _OwnerConnection | None = None
-        self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
-        self._wait_until_s = 0.0  # until then readers wait for it
+        self._attempt: threading.Event | None = None  # set when the attempt has ended
+        self._wait_until_s = 0.0
         self._last_number = 0
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
-        """Send a READ of parts, or of one part (chunk, start, bytes). They have `size` bytes in
-        all, within the limits of one request, and at least one each. None if the master is not
-        to be asked now."""
+        """Send a READ of parts, or of one part (chunk, start, bytes): `size` bytes in all, none
+        empty, within the limits of one request. None if the master is not to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
         if connection is None or connection.is_lost or not self._breaker.is_clean:
@@ -204,12 +194,9 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part of at least one byte; None if the master does not give it.
-
-        A small part on a connection that nobody uses goes this short way: the request and its
-        answer are one exchange, for which nothing is set up. If it turns out otherwise, the
-        request goes on as any other.
-        """
+        """One part that is not empty, or None. A small part on an unused connection goes this short
+        way: one exchange, for which nothing is set up. If that fails, the request goes on as any
+        other."""
         connection = self._connection
         if (
             connection is None
@@ -229,7 +216,7 @@ class OwnerLink:
                 )
                 try:
                     got = connection.receive(scratch[:length])
-                except OSError:  # it is late, or the connection is lost: that shows again below
+                except OSError:
                     got = 0
                 if got == length and wire.SINGLE_ANSWER.unpack_from(scratch)[::5] == (number, size):
                     if begun_s:
@@ -266,7 +253,7 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; False if earlier ones are not answered."""
+        """Wait until another request may be sent; False if none is answered."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -279,8 +266,8 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None if there is none. A request whose
-        connection was closed is sent once more, over another one."""
+        """Wait for the answer, within the time limit; None if there is none. A request on a
+        connection that was closed is sent once more."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
         if is_here or self._wait(pending, begun_s):
@@ -297,7 +284,6 @@ class OwnerLink:
         return None
 
     def record_damage(self) -> None:
-        """A part from this master did not match its checksum."""
         self.counts["damaged"] += 1
         with self._lock:
             is_over = self._breaker.record_damage(time.monotonic())
@@ -305,14 +291,13 @@ class OwnerLink:
             log.error("node %d sent damaged data three times: it is not asked for 60 s", self.rank)
 
     def close(self) -> None:
-        """Close the connection. Repeatable."""
+        """Repeatable."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
             self._lose(connection, "")
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and circuit breaker."""
         connection = self._connection
         return {
             **self.counts,
@@ -324,7 +309,7 @@ class OwnerLink:
     # Connecting
 
     def _connected(self, ticket: int) -> _OwnerConnection | None:
-        """The connection; it is made by a thread, for which all readers wait for a while."""
+        """A thread connects; all readers wait a while."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
                 return self._connection
@@ -401,9 +386,9 @@ class OwnerLink:
         return payload.toreadonly(), statuses
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
-        """Receive the answer to the only request on a connection, if it is as most answers are: it
-        comes in time and gives all parts. Otherwise False, and `_wait` goes on from the bytes that
-        have come. Few operations, as with `read_one`."""
+        """Receive the answer to a connection's only request, if it comes in time and gives all
+        parts, as is usual. Otherwise False, and `_wait` goes on from the received bytes. Few
+        operations, as in `read_one`."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -428,8 +413,8 @@ class OwnerLink:
                 count = connection.receive_rest(room[got:])
                 got += count
         except OSError:
-            pass  # late or lost: `_wait` finds out
-        except BaseException:  # a signal handler's: bytes may have been lost
+            pass
+        except BaseException:  # a signal handler's: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -446,8 +431,7 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """Wait until a request is answered; False if it is late, or the connection is lost. The
-        wait began at `begun_s`."""
+        """False if the answer is late after `begun_s`, or the connection is lost."""
         connection = pending.connection
         is_over = False
         while not pending.is_done and not connection.is_lost and not is_over:
@@ -493,8 +477,8 @@ class OwnerLink:
         return time.monotonic() - begun_s > limit_s
 
     def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
-        """Be the leader until a request is answered; then one of the threads that wait takes over.
-        False if the request is late. Any error ends the connection."""
+        """Be the leader until a request is answered; then a waiting thread takes over. False if it
+        is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -505,7 +489,7 @@ class OwnerLink:
                 with self._lock:
                     self._breaker.open(time.monotonic())
                 log.error("node %d violates the protocol: %s", self.rank, error)
-        except BaseException:  # a signal handler's: bytes may have been lost
+        except BaseException:  # a signal handler's: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -514,7 +498,7 @@ class OwnerLink:
         return True
 
     def _end_lead(self, connection: _OwnerConnection) -> None:
-        """This thread is no longer the leader; one that waits takes over. Under the lock."""
+        """Under the lock."""
         connection.has_leader = False
         for each in connection.pending.values():
             if each.waiter is not None:
@@ -524,8 +508,8 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Receive answers until that of `pending` is there; False if it is late. Raises OSError,
-        _ConnectionLost, CorruptError."""
+        """Until `pending` is answered; False if it is late. Raises OSError, _ConnectionLost,
+        CorruptError."""
         receive = connection.receive
         while not pending.is_done:
             room, got = self._next_room(connection)
@@ -553,12 +537,11 @@ class OwnerLink:
                 got += count
                 connection.got = got
                 if got < total and self._is_late(connection, pending, begun_s):
-                    return False  # it sends, but too slowly
+                    return False
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
-        """The room for the answer that comes next, which may have begun, and how many bytes of it
-        are there."""
+        """Room for the next answer, and the number of its bytes that are there."""
         if connection.room is None:
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
@@ -568,8 +551,7 @@ class OwnerLink:
         return connection.room, connection.got
 
     def _answered(self, connection: _OwnerConnection, room: memoryview) -> tuple[PendingRead, int]:
-        """The request that the answer in `room` belongs to, and the length of the whole answer.
-        Raises CorruptError."""
+        """The request of the answer in `room`, and the answer's length. Raises CorruptError."""
         head = wire.parse_answer(room)
         answered = connection.pending.get(head.id)
         if answered is None:
@@ -578,7 +560,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """An answer of `total` bytes is whole; keep the bytes behind it."""
+        """Keep the bytes behind an answer of `total` bytes."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -604,7 +586,7 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to another answer: `room` is its room."""
+    """`size` received bytes belong to the answer in `room`."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

@@ -1,13 +1,12 @@
 """The blocking sockets of a reader, and how the objects that hold them survive a fork.
 
-A reader sends requests on such a socket to its node's master (`master_link.py`) and to the masters
-that own chunks (`owner_link.py`). The sockets block: a wake-up by an event loop would cost more
-than a request. The kernel limits the time of each call, which costs nothing while answers come.
+The sockets block: a wake-up by an event loop would cost more than a request. The kernel limits the
+time of each call, which costs nothing while answers come.
 
 After a fork, parent and child hold the same sockets, and locks may be held by threads that the
-child does not have. So each object that is shared by threads registers with `start_anew_in_forks`:
-in the child, before any other code runs, it makes new locks and closes its copies of the sockets.
-The parent's stay open and usable.
+child does not have. So each object that threads share registers with `start_anew_in_forks`: in the
+child, before any other code, it makes new locks and closes its copies of the sockets. The parent's
+stay open.
 """
 
 import os
@@ -25,13 +24,12 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class RequestSocket:
-    """A connected socket, on which one thread at a time sends, and one receives."""
+    """One thread at a time sends, and one receives."""
 
     def __init__(
         self, connected: socket.socket | TlsSocket, *, receive_limit_s: float, send_limit_s: float
     ) -> None:
-        """A `receive` that gets nothing for `receive_limit_s`, and a `send` that cannot go on for
-        `send_limit_s`, raise BlockingIOError."""
+        """`receive` and `send` raise BlockingIOError when nothing moves for their limit."""
         self.socket = connected.plain if isinstance(connected, TlsSocket) else connected
         for option, limit_s in (
             (socket.SO_RCVTIMEO, receive_limit_s),
@@ -42,35 +40,31 @@ class RequestSocket:
         self.send: Callable[[bytes], object] = connected.sendall
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.receive_rest = self.receive
-        """As `receive`, for bytes that must come: returns when they have, or after the limit."""
+        """For bytes that must come: returns with them, or after the limit."""
         if not isinstance(connected, TlsSocket):
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """Close the socket, also while a thread receives on it. Repeatable."""
+        """May run while a thread receives. Repeatable."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def close_copy(self) -> None:
-        """In a forked child: close its copy of the socket; the parent's stays."""
         with suppress(OSError):
             os.close(self.socket.detach())
 
 
 class Inherited(Protocol):
-    """An object that a forked child goes on with."""
-
     def start_anew(self) -> None:
-        """In the child: make locks that no thread holds, and close copies of the parent's
-        sockets."""
+        """In the child: make new locks, and close copies of the parent's sockets."""
 
 
 _INHERITED: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def start_anew_in_forks(each: Inherited) -> None:
-    """Have `each.start_anew` called in children that are forked from now on."""
+    """Children forked from now on call `each.start_anew`."""
     _INHERITED.add(each)
 
 

@@ -1,12 +1,10 @@
-"""The object store of a reader in a task: its reads of the task's version are served by the nodes
-of the task as far as they have the chunks, and by the store behind it otherwise.
+"""The object store of a reader in a task: the task's nodes serve reads of the task's version as far
+as they have the chunks, and the store behind it serves the rest.
 
-`TaskStore` has the names of objects, the way to the store behind, and the reader's messages to its
-node's master; `task_chunks.py` reads chunks by their numbers. The caller checks the bytes, and
-reports damage by `read_uncached`.
-
-A reader never gets an error because of a master. Thread-safe; a forked child may go on with its
-parent's object.
+`TaskStore` has the names of objects, the way to the store behind, and the messages to its node's
+master; `task_chunks.py` reads chunks by number. The caller checks the bytes, and reports damage by
+`read_uncached`. A reader never gets an error because of a master. Thread-safe; a forked child may
+go on with its parent's object.
 """
 
 import json
@@ -43,10 +41,10 @@ from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
-"""So much `read_parts` asks for in one request, at most; a larger part is read alone."""
+"""Most bytes of one request of `read_parts`; a larger part is read alone."""
 
 MASTER_END_WAIT_S = 1.0
-"""How long to wait for a master that may be ending."""
+"""A master may be ending."""
 
 _JOIN_ATTEMPTS = 3
 
@@ -54,7 +52,6 @@ _JOIN_ATTEMPTS = 3
 def master_request(
     options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
-    """The request for a master with these options, for a version of a dataset."""
     credentials = repository.credentials
     return TaskRequest(
         **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
@@ -69,8 +66,7 @@ def master_request(
 
 
 class TaskStore(StoreWrapper):
-    """The objects of a repository; chunks of one version of a dataset are read through the node's
-    master."""
+    """Chunks of one version are read through the node's master."""
 
     def __init__(
         self,
@@ -83,15 +79,15 @@ class TaskStore(StoreWrapper):
         heartbeat_s: float = HEARTBEAT_S,
         request: TaskRequest | None = None,
     ) -> None:
-        """`path` is the master's socket; the first read connects. With `request`, a master that was
-        killed is started again."""
+        """`path` is the master's socket; the first read connects. With `request`, a killed master
+        is restarted."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self._version = snapshot.version
-        # Its last item, at -1, is for names that are not a chunk's
+        # The last item, at -1, is for other names
         self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._number_by_name: dict[str, int] = {}
@@ -117,17 +113,16 @@ class TaskStore(StoreWrapper):
         *,
         wait_s: float = MASTER_END_WAIT_S,
     ) -> "TaskStore":
-        """Join a task: find its master on this node, or start it; a master that may be ending is
-        waited for. Raises DieselError."""
+        """Find or start the task's master on this node; wait for one that may be ending. Raises
+        DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else the master has just ended: it was idle, or serves another version
+                break  # else it has just ended: it was idle, or serves another version
         return store
 
     def connect(self) -> bool:
-        """Whether the master answers."""
         return self._link.connect()
 
     # Reading
@@ -152,8 +147,7 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """Tell the master that its clients have switched to another version of the dataset. Returns
-        whether it answered."""
+        """The master's clients have switched. Returns whether the master answered."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -165,23 +159,21 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """The store for another version of the dataset, through the same master, which learns of
-        that version. This store stays as it is."""
+        """A store for another version, through the same master, which learns of it. This store
+        stays."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
-        store._link.rank = self._link.rank  # it is still this node's master
+        store._link.rank = self._link.rank
         if is_announced:
-            store.connect()  # else the master would count as idle until the first read
+            store.connect()  # else the master seems idle until the first read
         return store
 
     def send_plan(self, body: bytes) -> int | None:
-        """Tell the master about plans (`plan/messages.py`). The status of its answer; None if it
-        does not answer."""
+        """As `MasterLink.send_plan`."""
         return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
-        """The master's statistics, and the sources of this reader's bytes."""
         text = self._link.stats()
         try:
             reported = json.loads(text) if text else {}
@@ -200,18 +192,18 @@ class TaskStore(StoreWrapper):
 
     @property
     def read_counts(self) -> tuple[int, int]:
-        """How many parts this reader got from the task's cache, and how many from the store."""
+        """Parts from the task's cache, and from the store."""
         counts = self._chunks.counts
         hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
         return hits, counts["store_reads"]
 
     def retry(self) -> None:
-        """Ask the master again at once: another reader has announced this version to it."""
+        """Ask the master again at once: another reader has announced this version."""
         self._link.retry()
 
     def close(self) -> None:
-        """Release the master. Views that were given out stay valid; their chunks are unpinned with
-        the last view. Repeatable."""
+        """Release the master. Views stay valid; their chunks are unpinned with the last view.
+        Repeatable."""
         self._chunks.close()
         self._stored.close()
 
@@ -227,8 +219,6 @@ class TaskStore(StoreWrapper):
 
 
 class _TaskReads(FastReads):
-    """Parts of chunks through the node's master, many in one request."""
-
     _store: TaskStore
 
     batches_reads = True
@@ -244,8 +234,8 @@ class _TaskReads(FastReads):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Reads many parts together, and one batch ahead: the first one is in flight when this
-        returns. Bytes of mapped chunks are not copied."""
+        """Read one batch ahead: the first is in flight when this returns. Bytes of mapped chunks
+        are not copied."""
         batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
         first = next(batches, None)
         return iter(()) if first is None else self._read_batches(self._begin(first), batches)
@@ -277,8 +267,7 @@ class _TaskReads(FastReads):
         return True
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Read from the inner store; the node that gave these bytes before is reported for
-        damage."""
+        """The node that gave these bytes is reported for damage."""
         number = self._store._number(name)
         if number >= 0:
             self._store._chunks.report_damage(number, start, len(buffer))
@@ -324,7 +313,7 @@ class _TaskReads(FastReads):
 
 
 class _Batch(NamedTuple):
-    """Parts that are read together; those at `places` are parts of chunks."""
+    """Those at `places` are parts of chunks."""
 
     parts: Sequence[Part]
     places: Sequence[int]
@@ -332,10 +321,9 @@ class _Batch(NamedTuple):
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Start a master at this socket if it was killed, and return whether it was started.
-    `has_served` says whether the master has served this reader. If it has not, it served readers
-    of another version, which may have ended by now: a master is started if there is none. Raises
-    DieselError."""
+    """Returns whether a killed master was restarted. Raises DieselError. A master that has not
+    served this reader (`has_served`) served another version; its readers may have ended, so one is
+    started if there is none."""
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)

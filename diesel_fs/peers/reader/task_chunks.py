@@ -3,12 +3,9 @@ are.
 
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
-pinned (the master keeps them until they are unpinned) and mapped: from then on a read of them is a
-look-up and a slice. The master has checked them whole, so nobody checks them again; bytes that come
-over a connection are unchecked.
-
-`master_link.py` has the connections to this node's master, `owner_link.py` those to the owners,
-`mapped_chunks.py` the mappings. Thread-safe; a forked child may go on with its parent's object.
+pinned (the master keeps them until they are unpinned) and mapped: then a read of them is a look-up
+and a slice. The master has checked them whole; bytes over a connection are unchecked. Thread-safe;
+a forked child may go on with its parent's object.
 """
 
 import logging
@@ -46,30 +43,28 @@ from .request_socket import start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 PIN_COST_S = 60e-6
-"""The cost of pinning a chunk: an exchange with the master, and the mapping."""
+"""An exchange with the master, and the mapping."""
 
 READ_COST_S = 40e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
-"""The cost of a read over the connection to this node's master beyond a read of a mapped chunk: a
-share of the request, the work for each part, and the copies. A chunk is mapped when its reads have
-cost as much as mapping it (ski rental): then both together cost at most twice the minimum, whatever
-is read."""
+"""Cost of a read over the connection to this node's master, beyond that of a mapped chunk: a share
+of the request, the work for each part, and the copies. A chunk is mapped when its reads have cost
+as much as mapping it (ski rental): both together then cost at most twice the minimum."""
 
 PINS_PER_READ_MAX = 32
-"""Chunks that one read pins at most, so that it does not wait for more."""
+"""So one read does not wait for more."""
 
 EAGER_BYTES = 1 << 20
-"""A chunk of which one request wants this many bytes is pinned first: their copies cost more than
-to hear that the chunk is not here."""
+"""A chunk is pinned first if a request wants this many bytes of it: to copy them costs more than to
+learn that it is not here."""
 
 READS_REMEMBERED = 64
-"""For the last requests the nodes that answered are remembered, to report the one that sent damaged
-bytes."""
+"""Requests that are kept to report the node that sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
-"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and hears
-which ones the master revokes, if no read does."""
+"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and learns
+which are revoked, unless a read does."""
 
 COUNTS = (
     "mapped_reads",
@@ -80,15 +75,15 @@ COUNTS = (
     "pins",
     "damaged",
 )
-"""Parts by their source (mapped memory, this node's master, another node, the object
-store), late answers, chunks that were pinned, and parts that did not match their checksums."""
+"""Parts by source (mapped memory, this node's master, another node, the object store), late
+answers, pinned chunks, damaged parts."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """Parts and the ranks of the nodes that got the requests; or one part, and the rank."""
 
 
 class TaskChunks:
-    """The chunks of one version, as one process of the task reads them (`ChunkReader`)."""
+    """The chunks as one process of the task reads them (`ChunkReader`)."""
 
     def __init__(
         self,
@@ -100,8 +95,7 @@ class TaskChunks:
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`stored` reads past the cache. With `through_master`, requests to other nodes go through
-        this node's master."""
+        """`stored` reads past the cache. `through_master`: for other nodes' chunks."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -110,39 +104,34 @@ class TaskChunks:
         self.stored = stored
         self._through_master = through_master
         self._heartbeat_s = heartbeat_s
-        self._heartbeat_pid = 0  # the process that has started the heartbeat thread
+        self._heartbeat_pid = 0
         self._closed = threading.Event()
-        self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # of each chunk, since its pin
+        self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # since each chunk's pin
         self._recent: deque[_Remembered] = deque(maxlen=READS_REMEMBERED)
-        self._links: dict[int, OwnerLink] = {}  # to other nodes, by rank
-        self._own_links: dict[int, OwnerLink] = {}  # to this node's master, by their flags
+        self._links: dict[int, OwnerLink] = {}
+        self._own_links: dict[int, OwnerLink] = {}
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = None  # to which the links belong,
-        self._generation = -1  # and its generation
+        self._table: OwnerTableView | None = None  # it and its generation belong to the links
+        self._generation = -1
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.start_anew()
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         self._lock = threading.Lock()
 
     @property
     def rank(self) -> int:
-        """The rank of this node; -1 before its master's first answer."""
+        """-1 before the master's first answer."""
         return self._master.rank
 
     # Reading
 
     def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
-        """See `ChunkReader`. Several parts have at most `wire.PARTS_MAX` parts and
-        `wire.PARTS_BYTES_MAX` bytes.
-
-        The parts are sorted by their source, and from then on handled in groups: very
-        little is done for each part.
-        """
+        """Takes at most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX` bytes. Parts are sorted
+        by source and handled in groups: very little is done for each."""
         self._refresh()
         sources = self._mapped.sources.take(parts[:, 0])
         order = sources.argsort(kind="stable")
@@ -157,8 +146,8 @@ class TaskChunks:
         mapped = bisect_right(ranks, MAPPED)
         first = bisect_right(ranks, NOBODY, mapped)
         not_here = list(range(mapped, first))
-        asked = []
-        while first < len(ranks):  # whatever can wait is done after this loop: masters are idle
+        requested = []
+        while first < len(ranks):  # whatever can wait comes after this loop: masters are idle
             rank = ranks[first]
             last = bisect_right(ranks, rank, first)
             link, pending = self._link(rank), None
@@ -167,9 +156,9 @@ class TaskChunks:
             if link is None or pending is None:
                 not_here += range(first, last)
             else:
-                asked.append((link, pending, first, last))
+                requested.append((link, pending, first, last))
             first = last
-        return self._arriving(order, sorted_parts, sources, sizes, mapped, asked, not_here)
+        return self._arriving(order, sorted_parts, sources, sizes, mapped, requested, not_here)
 
     def _arriving(
         self,
@@ -178,18 +167,18 @@ class TaskChunks:
         sources: npt.NDArray[np.int32],
         sizes: list[int],
         mapped: int,
-        asked: list[tuple[OwnerLink, PendingRead, int, int]],
+        requested: list[tuple[OwnerLink, PendingRead, int, int]],
         not_here: list[int],
     ) -> Iterator[ReadGroup]:
-        """The contents of parts that are sorted by their source; the caller's position of
-        each is in `order`. The first ones are `mapped`; those that a node was `asked` for lie from
-        its first number to its last; those `not_here` come from the store."""
+        """The contents of sorted parts; `order` has the caller's position of each. The first are
+        `mapped`; those `requested` of a node lie from its first number to its last; those
+        `not_here` come from the store."""
         counts, own = self.counts, self._master.rank
         places: list[int] = order.tolist()
         if mapped:
             chunks = parts[:mapped, 0]
             views = self._mapped.find_many(chunks)
-            if not all(views):  # a chunk was given up at this moment
+            if not all(views):  # one was given up just now
                 again = self.begin(parts[:mapped])
                 yield from (
                     each._replace(places=[places[at] for at in each.places]) for each in again
@@ -199,7 +188,7 @@ class TaskChunks:
                 yield ReadGroup(places[:mapped], _slices(views, parts[:mapped]), True)
         if mapped < len(places):
             self._recent.append((parts, sources))
-        for link, pending, first, last in asked:
+        for link, pending, first, last in requested:
             answer = link.finish(pending)
             if answer is None:
                 not_here += range(first, last)
@@ -224,12 +213,12 @@ class TaskChunks:
                 yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """See `ChunkReader`; the numbers of `mapped_chunks.py` mean the same."""
+        """Numbers as in `mapped_chunks.py`."""
         return self._mapped.sources.take(chunks)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """See `ChunkReader`. Few operations, as there are very many such reads: after each wait for
-        a node they are several times slower than else."""
+        """Few operations: there are very many such reads, and after each wait for a node they are
+        several times slower."""
         rank = self._mapped.source_of[chunk]
         link = self._links.get(rank)
         table = self._table
@@ -253,7 +242,7 @@ class TaskChunks:
         return self.stored.read_part(chunk, start, size)
 
     def try_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `read_part`, but None if the task does not have the part."""
+        """As `read_part`; None if the task does not have the part."""
         view = self._mapped.find(chunk)
         if view is not None:
             self.counts["mapped_reads"] += 1
@@ -271,7 +260,7 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `try_part`, of a chunk of this node that is not mapped."""
+        """A chunk of this node that is not mapped."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
             self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
@@ -287,8 +276,7 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """Pin and map a chunk; None if the master does not have it. With `fetch`, the master may
-        fetch it."""
+        """Returns None if the master does not have the chunk. `fetch`: it may fetch it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -311,16 +299,15 @@ class TaskChunks:
         return view
 
     def report_damage(self, chunk: int, start: int, size: int) -> None:
-        """A part did not match its checksum: tell the master which node gave it, if that is
-        known."""
+        """Tell the master which node gave a part that did not match its checksum, if known."""
         rank = self._master.rank if self._mapped.drop_damaged(chunk) else -1
         for remembered in reversed(list(self._recent)):
             if rank >= 0:
                 break
             if len(remembered) == 4:
-                other, first, count, asked = remembered
+                other, first, count, node = remembered
                 if other == chunk and first <= start and start + size <= first + count:
-                    rank = asked
+                    rank = node
                 continue
             parts, ranks = remembered
             inside = (parts[:, 0] == chunk) & (parts[:, 1] <= start)
@@ -333,10 +320,9 @@ class TaskChunks:
         if rank != self._master.rank and (link := self._links.get(rank)) is not None:
             link.record_damage()
         part = local_wire.DamagedPart(chunk, start, size, rank)
-        self._master.notify(local_wire.DAMAGED, 1, local_wire.damaged_body(part))  # one part
+        self._master.notify(local_wire.DAMAGED, 1, local_wire.damaged_body(part))
 
     def stats(self) -> dict[str, object]:
-        """Where parts came from, and the connections to the nodes."""
         links = dict(self._links)
         all_links = [*links.values(), *list(self._own_links.values())]
         late = sum(each.counts["timed_out"] for each in all_links)
@@ -347,8 +333,7 @@ class TaskChunks:
         }
 
     def close(self) -> None:
-        """Close the connections. Views that were given out stay valid; their chunks are unpinned
-        with the last view. Repeatable."""
+        """Views stay valid; their chunks are unpinned with the last view. Repeatable."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._master.is_connected:
             self._master.return_unmapped()
@@ -366,8 +351,7 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """Learn the owners and members anew if they have changed. Links to members that are as
-        before stay."""
+        """Learn changed owners and members. Links to unchanged members stay."""
         table = self._master.owners
         if table is None:
             if not self._master.connect():
@@ -438,8 +422,8 @@ class TaskChunks:
             return self._links[rank]
 
     def _pin_worthwhile(self, parts: wire.Parts) -> bool:
-        """Pin and map those chunks of this node for which that is worth it; whether the master had
-        any of them."""
+        """Pin and map those chunks of this node that are worth it; returns whether the master had
+        any."""
         chunks, sizes = parts[:, 0], parts[:, 2]
         is_due = self._read_cost_s.take(chunks) >= PIN_COST_S
         if int(sizes.sum(dtype=np.int64)) >= EAGER_BYTES:
@@ -449,7 +433,7 @@ class TaskChunks:
         if is_due.any():
             for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
                 has_pinned |= self.pin(chunk, fetch=False) is not None
-                self._read_cost_s[chunk] = 0.0  # even if it is not here: do not ask each time
+                self._read_cost_s[chunk] = 0.0  # as above
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
@@ -490,8 +474,7 @@ def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[mem
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """Tell the master which chunks were unmapped, and learn which ones it revokes, until the store
-    is closed (`ended`) and no view of its chunks is left."""
+    """Ends when the store is closed (`ended`) and no view of its chunks is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             link.stop_connecting()

@@ -1,9 +1,8 @@
-"""Accounts of a repository: users, their public keys, and their roles for datasets. Pure.
+"""Users, their public keys and their roles for datasets, and their text for exports and tables.
+Pure.
 
-This module defines what each role allows, makes changes to accounts, checks names and keys, and
-reads and writes accounts as text. The text is used in exports and tables: lines of JSON, of which
-the first is `{"diesel-accounts": 1}`, then one line for each user. There are no secrets in
-accounts; `store.py` keeps them.
+The text is lines of JSON: first `{"diesel-accounts": 1}`, then one line for each user. Accounts
+hold no secrets.
 """
 
 import binascii
@@ -47,7 +46,7 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """A user's rights to a dataset. A greater role allows all that a smaller one does."""
+    """A greater role allows all that a smaller one does."""
 
     NONE = 0
     READ = 1
@@ -56,7 +55,6 @@ class Role(IntEnum):
 
     @property
     def text(self) -> str:
-        """The role as users write it: none, read, write or admin."""
         return self.name.lower()
 
 
@@ -65,11 +63,11 @@ ROLES: Mapping[str, Role] = {role.text: role for role in Role}
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user: name, Ed25519 public key (32 bytes), and roles by the names of datasets.
+    """A user: an Ed25519 public key (32 bytes), and roles by the names of datasets.
 
-    An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. No
-    role is greater than `ceiling`: a server lowers it while it cannot read the table of accounts,
-    because the account may have been changed meanwhile.
+    An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. A
+    server lowers `ceiling` while it cannot read the table of accounts, because the account may have
+    been changed meanwhile.
     """
 
     name: str
@@ -88,8 +86,8 @@ class Account:
         """Check that the user has a role for a dataset.
 
         Raises NoSuchDataset if the user may not even read it, PermissionDenied if the role is too
-        small, MetadataError if only the ceiling is. Only the name counts: a user cannot find out
-        whether there is such a dataset.
+        small, MetadataError if only the ceiling is. A user cannot find out whether there is such a
+        dataset: only the name counts.
         """
         if self._granted(dataset) is Role.NONE:
             raise NoSuchDataset(f"no dataset {dataset!r}")
@@ -101,9 +99,8 @@ class Account:
         self._check_ceiling(role)
 
     def require_admin(self) -> None:
-        """Check that the user may change accounts. Raises PermissionDenied, or MetadataError as
-        `require` does.
-        """
+        """Raise PermissionDenied if the user may not change accounts, MetadataError as
+        `require`."""
         if not self.admin:
             raise PermissionDenied(f"{self.name!r} may not change accounts")
         self._check_ceiling(Role.ADMIN)
@@ -119,14 +116,13 @@ class Account:
 _ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.ADMIN: "administer"}
 
 Accounts = Mapping[str, Account]
-"""By name."""
 
 
 # Names and keys
 
 
 def check_user_name(name: str) -> str:
-    """Return the name. Raises UsageError if it is not valid."""
+    """Return the name, or raise UsageError."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
@@ -136,16 +132,15 @@ def check_user_name(name: str) -> str:
 
 
 def parse_role(text: str) -> Role:
-    """The role of this name. Raises UsageError."""
+    """Raises UsageError."""
     if text not in ROLES:
         raise UsageError(f"there is no role {text[:64]!r}", advice=f"use {', '.join(ROLES)}")
     return ROLES[text]
 
 
 def check_public_key(public: bytes) -> bytes:
-    """Return the key. Raises UsageError for bytes that are not a key, and for keys for which
-    anybody can make signatures (points of small order).
-    """
+    """Return the key. Raises UsageError for bytes that are no key, and for points of small order,
+    for which anybody can make signatures."""
     if len(public) != PUBLIC_KEY_BYTES:
         raise UsageError(f"a public key has {PUBLIC_KEY_BYTES} bytes, not {len(public)}")
     y = (int.from_bytes(public, "little") & (1 << 255) - 1) % _P
@@ -156,12 +151,11 @@ def check_public_key(public: bytes) -> bytes:
 
 
 def public_key_text(public: bytes) -> str:
-    """A public key as text: the prefix and Base64."""
     return PUBLIC_KEY_PREFIX + b64encode(public).decode()
 
 
 def parse_public_key(text: str) -> bytes:
-    """The public key in a text, which may have space around it. Raises UsageError."""
+    """Ignores space around the key. Raises UsageError."""
     stripped = text.strip()
     try:
         public = b64decode(stripped.removeprefix(PUBLIC_KEY_PREFIX), validate=True)
@@ -179,7 +173,7 @@ def parse_public_key(text: str) -> bytes:
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
-    """Add an account. Raises ConflictError if the name is taken."""
+    """Raises ConflictError if the name is taken."""
     if account.name in accounts:
         raise ConflictError(
             f"there is a user {account.name!r} already",
@@ -189,22 +183,21 @@ def with_account(accounts: Accounts, account: Account) -> Accounts:
 
 
 def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
-    """Replace the key of an account, which keeps its roles; with `admin` it becomes an
-    administrator. Raises NotFoundError.
-    """
+    """Replace a key; the roles stay. With `admin` the user becomes an administrator. Raises
+    NotFoundError."""
     account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
     return _checked({**accounts, name: changed})
 
 
 def without_account(accounts: Accounts, name: str) -> Accounts:
-    """Remove an account. Raises NotFoundError."""
+    """Raises NotFoundError."""
     _existing(accounts, name)
     return {other: account for other, account in accounts.items() if other != name}
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """Give a user a role for a dataset; NONE removes it. Raises NotFoundError."""
+    """NONE removes the role. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -218,7 +211,7 @@ def with_accounts(accounts: Accounts, more: Iterable[Account]) -> Accounts:
 
 
 def check_admin_left(before: Accounts, after: Accounts) -> None:
-    """Raises ConflictError if a change removes the last administrator."""
+    """Raise ConflictError if a change removes the last administrator."""
     if any(each.admin for each in before.values()) and not any(
         each.admin for each in after.values()
     ):
@@ -248,16 +241,13 @@ def _checked(accounts: Accounts) -> Accounts:
 
 
 def accounts_text(accounts: Accounts) -> str:
-    """All accounts as text, ordered by name. The text has no secrets."""
     lines = [json.dumps({_FIRST_LINE_KEY: TEXT_VERSION})]
     lines += [account_line(accounts[name]) for name in sorted(accounts)]
     return "\n".join(lines) + "\n"
 
 
 def parse_accounts(content: bytes) -> Accounts:
-    """Parse a text of accounts. Raises CorruptError with the number of the line, and
-    NewerVersionError.
-    """
+    """Raises CorruptError with the number of the line, NewerVersionError."""
     if len(content) > TEXT_BYTES_MAX:
         raise CorruptError(
             f"a text of accounts has {len(content):,} bytes (at most {TEXT_BYTES_MAX:,})"
@@ -292,7 +282,6 @@ def parse_accounts(content: bytes) -> Accounts:
 
 
 def account_line(account: Account) -> str:
-    """One account as a line of text."""
     return json.dumps(
         {
             "user": account.name,
@@ -304,7 +293,7 @@ def account_line(account: Account) -> str:
 
 
 def parse_account(line: str | bytes, where: str) -> Account:
-    """Parse the line of an account. Raises CorruptError with `where` in its message."""
+    """Raises CorruptError with `where` in its message."""
     fields = _fields(line, where)
     if set(fields) != {"user", "public_key", "admin", "grants"}:
         raise CorruptError(f"{where}: the keys are not user, public_key, admin and grants")

@@ -1,8 +1,8 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts, and a script then writes the difference if the token of the state is
-still the same; otherwise the change starts again. So changes are atomic, follow one after another,
-and may be sent twice. Safe to use from threads, processes and forked children.
+A change reads all accounts; a script then writes the difference if the state's token is still the
+same, otherwise the change starts again. So changes are atomic and may be sent twice. Any thread,
+process or forked child.
 """
 
 import functools
@@ -25,25 +25,21 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """A table in Redis. `storage/metadata/redis/store.py` describes which writes survive a crash of
-    Redis.
-    """
+    """`storage/metadata/redis/store.py` describes which writes survive a crash of Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """Open the table at a URL. `store` is the object store of its repository. Raises as
-        `open_link` does.
-        """
+        """`store` is the repository's object store. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store))
 
     def __repr__(self) -> str:
         return f"RedisAccounts({self._link.address})"
 
     def read(self) -> AccountState:
-        (reply,) = self._ask("HGETALL", USERS_KEY)
+        (reply,) = self._run("HGETALL", USERS_KEY)
         fields = packed_dict(reply)
         token = fields.pop(USERS_TOKEN, NO_TOKEN)
         accounts = {}
@@ -57,7 +53,7 @@ class RedisAccounts(AccountTable):
         return AccountState(token, accounts)
 
     def token(self) -> bytes:
-        (reply,) = self._ask("HGET", USERS_KEY, USERS_TOKEN)
+        (reply,) = self._run("HGET", USERS_KEY, USERS_TOKEN)
         return reply if isinstance(reply, bytes) else NO_TOKEN
 
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
@@ -81,5 +77,5 @@ class RedisAccounts(AccountTable):
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, *words: Word) -> list[object]:
+    def _run(self, *words: Word) -> list[object]:
         return self._link.with_retries(lambda: self._link.run([RedisCommand(USERS_KEY, words)]))

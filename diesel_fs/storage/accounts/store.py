@@ -1,9 +1,7 @@
 """The interface of a table of accounts, and the table in a file.
 
-Accounts (`account.py`) cannot be rebuilt from chunks, and `dlcmd recover` does not touch them. A
-table that was lost counts as empty: nobody has access. An export of the accounts is their backup.
-
-Concurrency: tables may be used from any thread and process. The file is open during a call only.
+A table that was lost counts as empty: nobody has access. `dlcmd recover` does not touch it; an
+export is its backup. Any thread and process; the file is open during a call only.
 """
 
 import errno
@@ -24,7 +22,7 @@ from ..objects.folder import object_temporary_name
 from .account import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 
 FILE = "accounts"
-"""The file's name beside the chunks, for a repository in a folder. Its lock is `accounts.lock`."""
+"""Beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
 
 NO_TOKEN = b""
 
@@ -36,10 +34,10 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 
 @dataclass(frozen=True, slots=True)
 class AccountState:
-    """All accounts at one moment, and the token of that state.
+    """All accounts at one moment.
 
-    The token differs between any two states. It is `NO_TOKEN` only if the table was never written,
-    or was lost.
+    `token` differs between any two states. It is `NO_TOKEN` only if the table was never written, or
+    was lost.
     """
 
     token: bytes = NO_TOKEN
@@ -47,40 +45,36 @@ class AccountState:
 
 
 class AccountTable(ABC):
-    """The accounts of one repository.
-
-    All methods raise MetadataError if the table cannot be reached, PermissionDenied, NoSpaceError,
-    CorruptError.
-    """
+    """All methods raise MetadataError if the table cannot be reached, PermissionDenied,
+    NoSpaceError, CorruptError."""
 
     @abstractmethod
     def read(self) -> AccountState:
-        """All accounts at one moment: a change is seen whole or not at all."""
+        """A change is seen whole or not at all."""
 
     @abstractmethod
     def token(self) -> bytes:
-        """The token of the current state. Cheaper than `read`."""
+        """Cheaper than `read`."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
-        """Replace the accounts by the result of `edit`, which gets the current ones. Returns the
-        new accounts.
+        """Replace the accounts by `edit` of the current ones, and return them.
 
-        Changes are atomic, and follow one after another. `edit` may be called several times; if it
-        raises, nothing changes. After another error, the change may have been made or not. On
-        return the change is as durable as the store can make it.
+        Atomic. `edit` may be called several times; if it raises, nothing changes. After another
+        error, the change may have been made or not. On return it is as durable as the store can
+        make it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections. Repeatable."""
+        """Repeatable."""
 
 
 class AccountFile(AccountTable):
-    """A table in a file, as the text of `account.py`, that only its owner can read.
+    """The text of `account.py` in a file that only its owner can read.
 
-    The file belongs to the owner of its folder, even if root writes it: so the server can read a
-    table that an administrator has written.
+    It belongs to the owner of its folder, even if root writes it, so the server can read a table
+    that an administrator has written.
     """
 
     def __init__(self, path: Path, *, lock_s: float = _LOCK_S) -> None:
@@ -149,7 +143,7 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock out other processes that change the accounts. Raises BusyError after `lock_s`."""
+        """Raises BusyError after `lock_s`."""
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)

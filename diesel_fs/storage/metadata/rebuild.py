@@ -1,19 +1,17 @@
-"""Rebuilds a dataset's state in a metadata store while writers go on committing to it.
+"""Rebuilds a dataset's state in a metadata store while writers go on committing to it (FORMAT.md,
+section 5, C18).
 
-The live state is the one that readers see. A rebuild folds chunks into a shadow state beside it,
-which then replaces the live state at once. No commit is lost meanwhile, because of this order:
+A rebuild folds chunks into a shadow state beside the live state, which it then replaces at once:
 
     1  Read which chunks the live state has.
-    2  Fold `batches` into the shadow state, however long that takes. They were listed after step 1.
-    3  Read the chunks that were committed since step 1 and are not folded yet with
-       `read_committed`, and fold them; repeat until they are few.
+    2  Fold `batches`, which were listed after step 1, into the shadow state.
+    3  Read the chunks committed since step 1 (`read_committed`) and fold them, until few are left.
     4  Lock commits, fold the last of these chunks, and replace the live state.
 
-Concurrency: one thread runs each rebuild. Until step 4, other processes commit to the live state
-and read it. In step 4 they can only read, and the replacement succeeds only if the live state is
-still the one that the rebuild compared with; otherwise step 4 is repeated. Several rebuilds of a
-dataset may run at once: each sees the result of another as chunks that were committed. Each store
-decides how a state is stored and replaced (`sqlite/shadow_state.py`, `redis/shadow_state.py`).
+One thread runs each rebuild. Other processes commit until step 4. The replacement succeeds only if
+the live state is still the one that the rebuild compared with; otherwise step 4 is repeated.
+Several rebuilds of a dataset may run at once: each sees the result of another as committed chunks.
+`sqlite/shadow_state.py` and `redis/shadow_state.py` store and replace states.
 """
 
 import time
@@ -28,9 +26,7 @@ from ...format.entries import ChunkId
 from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
-"""The most chunks that are read while commits are locked: some round trips to the object store
-each.
-"""
+"""Read while commits are locked: some round trips each."""
 
 # Passes of step 3; each is shorter than the one before, unless chunks come faster than they are
 # read
@@ -41,10 +37,8 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state of a dataset that readers see now, as far as it can be read.
-
-    `revision` differs between any two states, and is empty if there is no such dataset.
-    """
+    """The state that readers see, as far as it can be read. `revision` differs between any two
+    states, and is empty without such a dataset."""
 
     revision: tuple[bytes, ...]
     chunks: frozenset[ChunkId]
@@ -54,38 +48,35 @@ NO_LIVE_STATE = LiveState((), frozenset())
 
 
 class ShadowState(ABC):
-    """A state that is being built beside the live one; readers do not see it."""
+    """A state beside the live one, which readers do not see."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Make an empty state. Raises ConflictError as `MetadataStore.create` does."""
+        """Make an empty state. Raises ConflictError as `MetadataStore.create`."""
 
     @abstractmethod
     def live_state(self) -> LiveState:
-        """The live state now. Raises ConflictError as `begin` does."""
+        """Raises ConflictError as `begin`."""
 
     @abstractmethod
     def add(self, batch: CommitBatch) -> None:
-        """Fold in a chunk that was not added before, now or with the next `flush`."""
+        """Fold in a chunk, now or with the next `flush`."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Fold in every chunk that was added."""
+        """Fold in every added chunk."""
 
     @abstractmethod
     def become_live(self, expected: LiveState) -> int | None:
-        """Replace the live state at once, and return the new version. If the live state is not
-        `expected` any more, do nothing and return None.
-        """
+        """Replace the live state at once; returns the new version, or None, and does nothing, if it
+        is not `expected` any more."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove this state, as far as that is possible now. Raises no DieselError."""
+        """Remove this state, as far as possible now. Raises no DieselError."""
 
 
 class RebuildingStore(MetadataStore):
-    """A metadata store that rebuilds a dataset in a shadow state."""
-
     def rebuild(
         self,
         name: str,
@@ -105,7 +96,7 @@ class RebuildingStore(MetadataStore):
         return version
 
     def clean(self) -> None:
-        """Remove the states that were replaced or dropped, as far as that is possible now."""
+        """Remove replaced and dropped states, as far as possible now."""
         try:
             self.remove_abandoned()
         except DieselError as error:
@@ -113,11 +104,11 @@ class RebuildingStore(MetadataStore):
 
     @abstractmethod
     def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
-        """A new shadow state of a dataset, for a version after `newer_than`."""
+        """For a version above `newer_than`."""
 
     @abstractmethod
     def remove_abandoned(self) -> None:
-        """Remove what remains of states that no reader sees, and of rebuilds that have died."""
+        """States that no reader sees, and remains of dead rebuilds."""
 
 
 class _Rebuild:
@@ -134,7 +125,7 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        # Chunks that were requested of `read_committed`: it may have no batch for some of them
+        # requested; there may be no batch for some of them
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[CommitBatch]) -> int:
@@ -152,9 +143,9 @@ class _Rebuild:
         raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """Returns the new version; None if the live state changed although commits were locked."""
+        """Returns None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
-            # A dataset that is new, or whose state cannot be read, has no commits
+            # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):
                 lock.lock()
             live = self._shadow.live_state()
@@ -164,7 +155,7 @@ class _Rebuild:
             return self._shadow.become_live(live)
 
     def _not_folded(self, live: LiveState) -> Collection[ChunkId]:
-        """The chunks that were committed since the rebuild began, and are not folded in."""
+        """Committed since the rebuild began, and not folded in."""
         return live.chunks - self._before.chunks - self._folded - self._requested
 
     def _add_committed(self, chunks: Collection[ChunkId], lock: RenewingCommitLock | None) -> None:

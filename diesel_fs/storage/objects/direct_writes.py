@@ -1,11 +1,7 @@
 """Writes large objects of a folder store past the kernel's page cache (O_DIRECT).
 
-The copy into the page cache costs more than anything else that a put does per byte, and it evicts
-pages that other processes read. Direct writes are used for large files on file systems that are
-known to support them. Bytes that cannot be written directly are returned to the caller
-(`folder.py`), which writes them the usual way and syncs the file.
-
-Concurrency: any thread; each thread that writes has its own buffer.
+The copy into the page cache costs more per byte than the rest of a put, and evicts pages that other
+processes read. Any thread; each thread that writes has its own buffer.
 """
 
 import fcntl
@@ -23,13 +19,11 @@ DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
-"""File systems on local disks that are known to obey O_DIRECT. Over a network or through FUSE each
-write would wait for the other side; tmpfs has nothing but the page cache; an overlay can be on top
-of any of these."""
+"""On local disks, and known to obey O_DIRECT. Over a network or through FUSE each write would wait
+for the other side; tmpfs has only the page cache; an overlay can be on top of any."""
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether the large files of a folder should be written with `write_direct`."""
     try:
         return file_system_of(Path(folder)).kind in _FILE_SYSTEMS
     except OSError:  # no /proc
@@ -37,26 +31,22 @@ def takes_direct(folder: str) -> bool:
 
 
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
-    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows.
-
-    Returns the bytes that were not written; the caller appends them with a normal write. Small
-    files are returned whole. The bytes go through one aligned buffer, which is filled and written
-    again and again.
-    """
+    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows, through
+    one aligned buffer. Returns the unwritten bytes (all of small files), which the caller appends
+    with a normal write."""
     views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
-    start = 0  # where in the buffer the unwritten bytes begin
+    start = 0
     while True:
         filled = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
         except OSError:
-            # Nothing was written: the disk has larger blocks, or the file system allows no direct
-            # writes. If the disk has failed, the caller's own write of these bytes raises the
-            # error.
+            # Nothing was written: larger blocks, or no direct writes. After a disk failure the
+            # caller's own write raises the error
             start = 0
         if start < len(buffer):
             break
@@ -65,7 +55,6 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
 
 
 def _fill(buffer: memoryview, views: list[memoryview]) -> int:
-    """Move the first bytes of `views` into the buffer, and return their number."""
     filled = 0
     for view in views:
         piece = view[: len(buffer) - filled]
@@ -89,7 +78,7 @@ def _set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 class _Buffers(threading.local):
-    """One buffer per writing thread: making a buffer costs as much as writing from it."""
+    """One per writing thread: making a buffer costs as much as writing from it."""
 
     aligned: memoryview | None = None
 
@@ -98,8 +87,7 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """This thread's page-aligned buffer. It is a private mapping, so a forked child does not share
-    it."""
+    """A private mapping: a forked child does not share it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

@@ -1,14 +1,10 @@
 """The object store in a folder of a POSIX file system: each object is one file.
 
-`put` writes a temporary file, syncs it, links it to its name and syncs the folder: then the object
-is durable. The files of the embedded metadata and of accounts lie beside the objects and are never
-listed.
+`put` writes a temporary file, syncs it, links it to its name and syncs the folder. The files of the
+embedded metadata and of accounts lie beside the objects and are never listed.
 
-Concurrency: any thread, any process, any host that shares the folder. The file system decides
-races (link and rename are atomic). Threads share two fields, the folders known to be durable and
-the folders that take direct writes; both only save work. No file stays open between calls, so a
-store hinders neither a fork nor an umount. A thread that has written a large object keeps a buffer
-(`direct_writes.py`).
+Any thread, process and host that shares the folder; the file system decides races (link and rename
+are atomic). No file stays open between calls, so a store hinders neither a fork nor an umount.
 """
 
 import contextlib
@@ -43,16 +39,16 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
-# mkfs puts this folder into the root of a new file system, in which a store may be created.
+# mkfs puts this into a new file system, in which a store may be created
 _LOST_AND_FOUND = "lost+found"
 # The kernel may have dropped the dirty pages (EIO), or the folder has gone (ENOENT, ESTALE). A
-# second fsync would prove nothing, so a second file is written.
+# second fsync would prove nothing, so a second file is written
 _WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
-# O_NONBLOCK: a pipe under an object's name must not hang the reader.
+# O_NONBLOCK: a pipe under an object's name must not hang the reader
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -61,8 +57,7 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """The sort of a file in the store's folder: an object, a temporary file of a put, or anything
-    that DIESEL-FS did not write."""
+    """LEFTOVER is a temporary file of a put, FOREIGN anything that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -70,19 +65,18 @@ class _Sort(Enum):
 
 
 class FolderStore(ObjectStore):
-    """Objects as files below `root`, which is a real absolute path."""
+    """`root` is a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
-        """For `open` and `create`, which know that the folder is a store."""
+        """Callers use `open` or `create`."""
         self.root = root
         self.store_id = store_id
-        self._durable = {""}  # folders that are known to exist durably
+        self._durable = {""}  # known to exist durably
         self._direct: dict[str, bool] = {}  # by folder, whether large files are written directly
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """The store at `path`. Raises ObjectMissing if the folder has no marker: it may be the
-        mount point of a store that is not mounted."""
+        """Raises ObjectMissing without a marker: the store may not be mounted."""
         root = _real_path(path)
         try:
             return cls(root, _read_marker(root))
@@ -96,11 +90,9 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Make a store in a folder that is absent or empty; open the store if there is one.
-
-        Raises ConflictError if the folder holds anything else. If several processes create a store
-        at once, one succeeds and the others open its store.
-        """
+        """Make a store in an absent or empty folder, or open the one there. Raises ConflictError if
+        the folder holds anything else. If several processes do so at once, all open the same
+        one."""
         root = _real_path(path)
         try:
             _make_root(root)
@@ -111,7 +103,7 @@ class FolderStore(ObjectStore):
             is_foreign = any(
                 name != _LOST_AND_FOUND and not _TEMPORARY.fullmatch(name) for name in content
             )
-            # Look again: another process may have made the store since, and written into it.
+            # Another process may have made the store, and written into it
             if is_foreign and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
                     f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
@@ -121,7 +113,7 @@ class FolderStore(ObjectStore):
             with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
             with contextlib.suppress(OSError):
-                # A full disk would have no room for this folder when a dataset has to be deleted
+                # On a full disk this folder could not be made when a dataset has to be deleted
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
@@ -144,15 +136,14 @@ class FolderStore(ObjectStore):
         self._write(name, parts, os.rename)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write an object; after an error of `_WRITE_AGAIN`, once more under a new temporary
-        name."""
+        """After an error of `_WRITE_AGAIN`, writes again under a new temporary name."""
         try:
             self._write_once(name, parts, publish)
             return
         except FileExistsError as error:
             raise ObjectExists(f"{name}: exists already") from error
         except OSError as error:
-            self._durable = {""}  # folders may have been removed, or the store unmounted
+            self._durable = {""}  # folders may have gone, or the store was unmounted
             self._direct = {}
             if error.errno not in _WRITE_AGAIN:
                 raise _store_error(error, "write", name) from error
@@ -162,8 +153,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write an object in one try. Raises OSError; an object that this call created is then
-        removed."""
+        """Raises OSError, and removes an object that it created."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -177,19 +167,18 @@ class FolderStore(ObjectStore):
         try:
             fsync_folder(os.path.dirname(final))
         except OSError:
-            # The object is visible, but not durable, and its put is not going to be acknowledged.
+            # Visible, but not durable: its put will not be acknowledged
             if publish is _link:
                 _unlink_quietly(final)
             raise
 
     def _takes_direct(self, folder: str) -> bool:
-        """Whether large objects in a folder (which may be a link) are written with O_DIRECT."""
         if folder not in self._direct:
             self._direct[folder] = takes_direct(os.path.join(self.root, folder))
         return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder and those above it durably: the parent of each is synced."""
+        """With those above it, syncing the parent of each."""
         if folder in self._durable:
             return
         self._check_store_present()  # never fill an empty mount point
@@ -210,7 +199,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "delete", name) from error
             self._check_store_present()
         try:
-            # Also if it was absent: the process that unlinked it may have died before its fsync.
+            # Also if it was absent: whoever unlinked it may have died before its fsync
             fsync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
@@ -244,8 +233,7 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """A descriptor and the object's size. An OSError in the `with` becomes an error of the
-        store."""
+        """Descriptor and size. An OSError in the `with` becomes an error of the store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -261,14 +249,13 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
-        """ObjectMissing for a missing file, but only if the store itself is still there."""
+        """ObjectMissing for a missing file, if the store is still there."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
         self._check_store_present()
         return ObjectMissing(f"{name}: no such object in {self.root}")
 
     def _check_store_present(self) -> None:
-        """Raise ObjectStoreError if the folder is no longer the store that was opened."""
         try:
             store_id = _read_marker(self.root)
         except OSError as error:
@@ -294,7 +281,7 @@ class FolderStore(ObjectStore):
             try:
                 yield self.stat(name)
             except ObjectMissing:
-                continue  # deleted since its folder was read
+                continue
 
     def _names(self, prefix: str, after: str) -> Iterator[str]:
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
@@ -302,9 +289,8 @@ class FolderStore(ObjectStore):
     def _walk(
         self, prefix: str, after: str = "", folder: str | None = None
     ) -> Iterator[tuple[str, _Sort]]:
-        """The content of a folder and of all below it (None: the folder in which `prefix` lies), in
-        byte order of whole names: the names that begin with `prefix` and are greater than `after`.
-        Reads one folder at a time."""
+        """Names below `folder` (None: the folder of `prefix`) that begin with `prefix` and come
+        after `after`, in byte order of whole names. Reads one folder at a time."""
         if folder is None:
             folder = prefix.rpartition("/")[0]
         for name in self._folder_content(folder):
@@ -322,8 +308,8 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """The whole names of a folder's entries, sorted. A folder's name ends in a slash. A name
-        that is neither a file nor a folder ends in "//", so that it never looks like an object."""
+        """Whole names, sorted. A folder's ends in a slash; that of anything but a file or folder in
+        "//", so that it never looks like an object."""
         above = f"{folder}/" if folder else ""
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
@@ -332,7 +318,7 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
-        return ()  # the folder was never made, or removed since its parent was read
+        return ()  # it was never made, or was removed since
 
 
 class FolderReads(FastReads):
@@ -341,9 +327,8 @@ class FolderReads(FastReads):
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `FastReads.read`, and returns a `bytes`, which a caller that needs `bytes` does not
-        have to copy. If this fails, `read_into` reads again and finds out why: here only the system
-        calls are made, which are nearly all that a read of a small file costs."""
+        """Returns `bytes`, which need no copy. Makes few system calls, nearly the whole cost of a
+        small read; if they fail, `read_into` reads again and finds out why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -358,7 +343,7 @@ class FolderReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """As `FastReads.read_ranges`; the file is opened once."""
+        """The file is opened once."""
         with self._store._opened(name) as (fd, length):
             for start, size in ranges:
                 contract.check_range(name, start, size)
@@ -375,8 +360,6 @@ class FolderReads(FastReads):
 
 
 class FolderHousekeeping(Housekeeping):
-    """All that lies in the folder besides objects."""
-
     _store: FolderStore
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
@@ -393,7 +376,7 @@ class FolderHousekeeping(Housekeeping):
                 found = os.lstat(os.path.join(self._store.root, name))
             except OSError as error:
                 if error.errno in _MISSING:
-                    continue  # its put has ended
+                    continue
                 raise _store_error(error, "stat", name) from error
             host, pid = match["host"], int(match["pid"])
             yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
@@ -416,12 +399,12 @@ class FolderHousekeeping(Housekeeping):
 def _ending(entry: os.DirEntry[str]) -> str:
     if entry.is_file(follow_symlinks=False):
         return ""
-    # A folder may be a link: people move folders of chunks to a larger disk.
+    # May be a link: people move folders of chunks to a larger disk
     return "/" if entry.is_dir() else "//"
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder without links, so that the working directory may change."""
+    """Without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")
@@ -437,7 +420,6 @@ def _read_marker(root: str) -> uuid.UUID:
 
 
 def _make_root(root: str) -> None:
-    """Make `root` and the missing folders above it; existing folders are not touched."""
     missing = []
     while not os.path.isdir(root):
         missing.append(root)
@@ -447,8 +429,7 @@ def _make_root(root: str) -> None:
 
 
 def _make_folder_durably(path: str) -> None:
-    """Make a folder if it is absent, and sync its parent in any case: the process that made it may
-    have died before its own sync."""
+    """Syncs the parent even if the folder exists: its maker may have died before its own sync."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
@@ -460,13 +441,13 @@ def _make_folder_durably(path: str) -> None:
 
 
 def object_temporary_name() -> str:
-    """`.tmp-<host>-<pid>-<random>`: a name that says which process is writing the file."""
+    """`.tmp-<host>-<pid>-<random>`: it names the writing process."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
-    """Write a new file and sync it. An error of close(2) is an error, too: NFS reports there."""
+    """An error of close(2) counts, too: NFS reports there."""
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
         left = write_direct(fd, parts) if direct else parts
@@ -479,11 +460,11 @@ def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
 
 
 def _link(temporary: str, final: str) -> None:
-    """Give the file its final name. Raises FileExistsError if the name is taken."""
+    """Raises FileExistsError if the name is taken."""
     try:
         os.link(temporary, final)
     except FileExistsError:
-        # NFS repeats a request if its answer was lost; then the name is taken by this very file.
+        # NFS repeats a request if its answer was lost: the name may be this file's
         if not os.path.samestat(os.lstat(final), os.lstat(temporary)):
             raise
     except OSError as error:
@@ -505,13 +486,12 @@ def _rename_to_new(temporary: str, final: str) -> None:
 
 
 def _unlink_quietly(path: str) -> None:
-    """Remove a file; if that fails, it stays as a leftover."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
-    """Fill `view` with preadv(2), repeated as often as needed. Raises TruncatedError."""
+    """Raises TruncatedError."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
@@ -521,7 +501,7 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:
-    """The DIESEL-FS error for an OSError; `doing` is the verb of its message."""
+    """`doing` is the verb of the message."""
     number = error.errno or 0
     code = errno.errorcode.get(number, str(number))
     message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"

@@ -1,7 +1,7 @@
-"""Reads a file only if no disk access is needed: its folders and its bytes are in the page cache.
+"""Reads a file only if its folders and its bytes are in the page cache. Any thread.
 
 Uses openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. On a kernel or file system
-without them every read counts as one that would wait. Any thread.
+without them every read counts as one that would wait.
 """
 
 import ctypes
@@ -29,8 +29,7 @@ _syscall.argtypes = (
 
 
 def read_nowait_at(path: str, flags: int, start: int, room: memoryview) -> bool:
-    """Fill `room` from byte `start` of a file without waiting; False if that is not possible.
-    Raises OSError."""
+    """Fill `room` from byte `start` without waiting, or return False. Raises OSError."""
     how = _HOW.pack(flags, 0, _RESOLVE_CACHED)
     file = _syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
     if file < 0:

@@ -1,15 +1,13 @@
-"""Retries failed calls of an object store: the policy, and a store that applies it to another.
+"""Retries failed calls of an object store.
 
-`RetryPolicy` decides, as a pure value, how long to wait before the next attempt and when to give
-up. `RetryingStore` wraps a store and repeats its calls; if the answer to a put was lost, it finds
-out whether the object was written.
+`RetryPolicy` decides, as a pure value, how long to wait and when to give up. `RetryingStore`
+repeats the calls of another store; if the answer to a put was lost, it finds out whether the object
+was written.
 
-Every call ends within its deadline: no attempt begins that might end after it. Only a call with
-`LongPauses` waits for the whole pause that its store demands (`Retry-After`). The wrapped store
-bounds the time of each attempt and repeats nothing itself, so this module counts every attempt. (A
-bucket's store does resume a read in the middle of a body.)
-
-Concurrency: as the wrapped store; nothing is shared between calls.
+No attempt begins that might end after its call's deadline. Only a call with `LongPauses` waits for
+the whole pause that its store demands (`Retry-After`). The wrapped store bounds the time of each
+attempt and repeats nothing itself, except that a bucket's store resumes a read in a body.
+Concurrency: as the wrapped store.
 """
 
 import email.utils
@@ -30,20 +28,19 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, R
 
 Item = TypeVar("Item")
 
-ASKED_S_MAX = 3600.0
-"""The longest total of the pauses that a call makes because its store demands them, beside its own
-deadline."""
+DEMANDED_S_MAX = 3600.0
+"""The longest that a call pauses on its store's demand, beside its own deadline."""
 
 log = logging.getLogger("diesel.store")
 
-_COMPARED_BYTES = 1 << 20  # read at a time, to compare an object with the bytes of a put
+_COMPARED_BYTES = 1 << 20  # compared at a time with the bytes of a put
 
 
 class AttemptFailed(ObjectStoreError):
-    """A request failed, and the same request may succeed if it is repeated.
+    """A request failed, and may succeed if it is repeated.
 
-    `may_have_succeeded`: the store may have carried the request out although it failed here.
-    `pause_s_min`: the store demands at least this pause, or its answer implies one.
+    `may_have_succeeded`: the store may have carried it out. `pause_s_min`: the pause that the store
+    demands, or its answer implies.
     """
 
     def __init__(
@@ -58,8 +55,8 @@ class AttemptFailed(ObjectStoreError):
 class RetryPolicy:
     """Capped exponential backoff with full jitter, under one deadline for each call.
 
-    Full jitter keeps clients that failed at the same moment from all retrying at the same moment
-    (Brooker, "Exponential Backoff and Jitter", 2015).
+    Full jitter spreads the retries of clients that failed at the same moment (Brooker, "Exponential
+    Backoff and Jitter", 2015).
     """
 
     pause_s: float = 0.1
@@ -67,11 +64,11 @@ class RetryPolicy:
     deadline_s: float = 30.0
     put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """A call that moves bytes may take longer, by its bytes at this rate: twice as long as one
-    attempt (`AttemptLimits` of a bucket)."""
+    """A call may take longer by its bytes at this rate: twice as long as one attempt
+    (`AttemptLimits` of a bucket)."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
-        """Seconds that a call which moves `size` bytes may take, all attempts together."""
+        """Seconds that a call of `size` bytes may take, all attempts together."""
         return (self.put_deadline_s if put else self.deadline_s) + size / self.bytes_per_s_min
 
     def pause_before(
@@ -83,10 +80,10 @@ class RetryPolicy:
         draw: float,
         pause_s_min: float = 0.0,
     ) -> float | None:
-        """Seconds to wait after `attempt` (1 is the first) failed; None means to give up.
+        """Seconds to wait after `attempt` (from 1) failed; None means to give up.
 
-        `left_s` is the time left until the deadline, `attempt_s` the most that another attempt may
-        take, and `draw` a random number from [0, 1).
+        `left_s` is the time until the deadline, `attempt_s` the most that another attempt may take,
+        and `draw` a random number from [0, 1).
         """
         ceiling = min(self.pause_s_max, self.pause_s * 2.0 ** min(attempt - 1, 60))
         pause = max(pause_s_min, ceiling * draw)
@@ -95,7 +92,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryClock:
-    """The clock, the sleep and the random numbers of retries; tests replace them."""
+    """Tests replace it."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -103,7 +100,7 @@ class RetryClock:
 
 
 def retry_after_s(text: str) -> float:
-    """The seconds in a `Retry-After` header, which holds a number or a date; 0 for other texts."""
+    """`text` is a number or a date; 0 for other texts."""
     if re.fullmatch("[0-9]{1,9}", text):
         return float(text)
     try:
@@ -113,19 +110,16 @@ def retry_after_s(text: str) -> float:
 
 
 class LongPauses:
-    """The pauses that a store demands of the calls of one user: longer than those of `RetryPolicy`.
-
-    Any thread may call. A log line names the store and the length of the pause, once if several
-    calls wait together.
-    """
+    """The pauses that a store demands of one user's calls, longer than those of `RetryPolicy`. Any
+    thread. Calls that wait together log one line."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._until_s = 0.0  # by the monotonic clock: the end of the pause that was logged last
+        self._until_s = 0.0  # by the monotonic clock: the end of the last pause in the log
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:
-        """Wait. Raises ObjectStoreRefused after `stop`."""
+        """Raises ObjectStoreRefused after `stop`."""
         until_s = time.monotonic() + seconds
         with self._lock:
             is_news, self._until_s = until_s > self._until_s + 1, max(until_s, self._until_s)
@@ -135,13 +129,13 @@ class LongPauses:
             raise ObjectStoreRefused(f"{reason}; nothing waits for it any more")
 
     def stop(self) -> None:
-        """End all pauses: nobody needs the results of the waiting calls any more."""
+        """End all pauses: the results of the waiting calls are no longer needed."""
         self._stopped.set()
 
 
 class RetryLoop:
-    """The attempts of one call, up to its deadline. With `pauses` the loop also makes the pauses
-    that the store demands, up to ASKED_S_MAX in all."""
+    """The attempts of one call, up to its deadline. `pauses` allows those that the store demands,
+    up to DEMANDED_S_MAX in all."""
 
     def __init__(
         self,
@@ -160,10 +154,10 @@ class RetryLoop:
         self._begun = clock.now()
         self._attempt = 0
         self._pauses = pauses
-        self._asked_s = 0.0  # how long the loop has waited on demand of the store
+        self._demanded_s = 0.0
 
     def call(self, act: Callable[[], Item]) -> Item:
-        """Call `act` until it succeeds, and return its result. Raises as `wait_or_raise`."""
+        """Call `act` until it succeeds. Raises as `wait_or_raise`."""
         while True:
             try:
                 return act()
@@ -171,22 +165,20 @@ class RetryLoop:
                 self.wait_or_raise(error)
 
     def wait_or_raise(self, error: ObjectStoreError) -> None:
-        """After a failed attempt: return when it is time for the next one, or raise.
-
-        An error that a retry cannot mend is raised unchanged; at the deadline, an ObjectStoreError
-        with the number of attempts.
-        """
+        """After a failed attempt: return when it is time for the next one, or raise: unchanged if a
+        retry cannot mend the error; at the deadline, an ObjectStoreError with the number of
+        attempts."""
         if not error.retry:
             raise error
         self._attempt += 1
         failed = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
         self.may_have_succeeded = self.may_have_succeeded or failed.may_have_succeeded
-        asked_s = failed.pause_s_min
-        is_long = asked_s > self._policy.pause_s_max
-        if is_long and self._pauses and self._asked_s + asked_s <= ASKED_S_MAX:
-            self._asked_s += asked_s
-            self._pauses.wait(asked_s, error.message)
-            self._begun += asked_s
+        demanded_s = failed.pause_s_min
+        is_long = demanded_s > self._policy.pause_s_max
+        if is_long and self._pauses and self._demanded_s + demanded_s <= DEMANDED_S_MAX:
+            self._demanded_s += demanded_s
+            self._pauses.wait(demanded_s, error.message)
+            self._begun += demanded_s
             return
         spent = self._clock.now() - self._begun
         pause = self._policy.pause_before(
@@ -199,17 +191,17 @@ class RetryLoop:
         if pause is None:
             tries = f"{self._attempt} attempt" + "s" * (self._attempt > 1)
             raise ObjectStoreError(
-                f"{error.message} ({tries} in {spent + self._asked_s:.1f} s)",
-                advice=f"it asks for a pause of {asked_s:.0f} s: try again then" if is_long else "",
+                f"{error.message} ({tries} in {spent + self._demanded_s:.1f} s)",
+                advice=f"it asks for a pause of {demanded_s:.0f} s: try again then"
+                if is_long
+                else "",
             ) from error
         self._clock.sleep(pause)
 
 
 class RetryingStore(ReadWrapper):
-    """A store that repeats failed calls of another store.
-
-    `attempt_s(size, is_put)` is the most seconds that one attempt of the inner store may take.
-    """
+    """`attempt_s(size, is_put)` is the most seconds that one attempt of the inner store may
+    take."""
 
     def __init__(
         self,
@@ -241,12 +233,8 @@ class RetryingStore(ReadWrapper):
         )
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """As `ObjectStore.put`.
-
-        If the answer to an attempt was lost, an object that then exists under the name may be the
-        one that this call wrote: if its content is equal, the put has succeeded. If no answer was
-        lost, the object is another writer's, whatever it holds, and ObjectExists is raised.
-        """
+        """If the answer to an attempt was lost, an existing object with equal content counts as
+        written by this call. If no answer was lost, it is another writer's, whatever it holds."""
         views = byte_views(parts)
         retrying = self._retrying(sum(map(len, views)), put=True)
 
@@ -260,7 +248,6 @@ class RetryingStore(ReadWrapper):
         retrying.call(attempt)
 
     def _holds(self, name: str, views: Sequence[memoryview]) -> bool:
-        """Whether an object has exactly this content. It is read and compared piece by piece."""
         try:
             if self.inner.stat(name).bytes != sum(map(len, views)):
                 return False
@@ -272,7 +259,7 @@ class RetryingStore(ReadWrapper):
                     if room[: len(piece)] != piece:
                         return False
                     start += len(piece)
-        except ObjectMissing:  # it was deleted since
+        except ObjectMissing:
             return False
         return True
 
@@ -287,13 +274,15 @@ class RetryingStore(ReadWrapper):
         self._retrying(len(buffer)).call(lambda: self.inner.read_into(name, start, buffer))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)
+        return self._listing(
+            lambda after: self.inner.list(prefix, after), after, lambda info: info.name
+        )
 
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
     ) -> Iterator[Item]:
-        """A listing that, after a failure, continues behind its last name. Each step from one name
-        to the next has a deadline of its own."""
+        """Continues behind the last name after a failure. Each step to the next name has a deadline
+        of its own."""
         retrying, last = self._retrying(), after
         while True:
             try:
@@ -319,8 +308,8 @@ class _RetriedReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """After a failure this continues behind the last range that was yielded. It does not do so
-        for an object that may change: the ranges could then be of two versions."""
+        """After a failure this continues behind the last yielded range, except for an object that
+        may change: the ranges could then be of two versions."""
         size = max((size for _, size in ranges), default=0)
         done, before, retrying = 0, 0, self._store._retrying(size)
         while True:
@@ -365,7 +354,3 @@ class _RetriedHousekeeping(Housekeeping):
 
     def close_idle(self) -> None:
         self._inner.close_idle()
-
-
-def _name_of(info: ObjectInfo) -> str:
-    return info.name

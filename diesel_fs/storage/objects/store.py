@@ -1,17 +1,14 @@
-"""The interface of an object store, and the wrapper classes that all wrappers are made from.
+"""The interface of an object store, and the base classes of wrappers.
 
-An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` is the
-contract that every store keeps (a folder, a bucket, a server). It has seven methods. Abilities that
-only some stores have are in two values: `FastReads` (many parts in one request, shared memory,
-reads that never wait) and `Housekeeping` (listings of names, leftovers and foreign files). Both
-have a plain form that works on every store, so a new store begins with the seven methods.
+An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` has
+the seven methods that every store implements. `FastReads` and `Housekeeping` do what some stores do
+better; their plain forms work on every store.
 
-The names are those of `format/object_names.py`. A store does not interpret the content of an
-object, and the repository decides when an object may be deleted. The object `DIESEL-STORE`, called
-the marker, distinguishes a store from an empty folder; this module writes and reads its content.
+Names are those of `format/object_names.py`. The object `DIESEL-STORE`, the marker, tells a store
+from an empty folder.
 
-Concurrency: every method may be called from many threads and processes at once; all methods are
-synchronous and block. A forked child may use the store of its parent if `fork_safe` is true.
+Any thread and process; all methods block. A forked child may use its parent's store if `fork_safe`
+is true.
 """
 
 import json
@@ -47,26 +44,22 @@ STORE_FORMAT = 1
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError if `name` is not the name of an object."""
     if not OBJECT_NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not the name of an object")
 
 
 def check_mutable(name: str) -> None:
-    """Raise UsageError if `name` is not the name of an object that may be replaced."""
     if not MUTABLE_NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not the name of an object that may be replaced")
 
 
 def check_deletable(name: str) -> None:
-    """Raise UsageError if `name` is not the name of an object, or is the marker."""
     check_name(name)
     if name == STORE_MARKER:
         raise UsageError(f"{STORE_MARKER} is not deleted: it tells a store from an empty folder")
 
 
 def check_range(name: str, start: int, length: int | None) -> None:
-    """Raise UsageError for a bad name, or for a negative start or length."""
     check_name(name)
     if start < 0 or (length is not None and length < 0):
         raise UsageError(f"{name}: bad range: start {start}, length {length}")
@@ -86,12 +79,12 @@ def check_end(name: str, end: int, size: int) -> None:
 
 
 def encode_marker(store: uuid.UUID) -> bytes:
-    """The content of the marker object: JSON, so that a person can open it and read it."""
+    """JSON, so that a person can read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
 def parse_marker(content: Bytes) -> uuid.UUID:
-    """The store's UUID. Raises ForeignError, CorruptError or NewerVersionError."""
+    """Raises ForeignError, CorruptError or NewerVersionError."""
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -112,7 +105,7 @@ def parse_marker(content: Bytes) -> uuid.UUID:
 
 
 def new_buffer(size: int) -> memoryview:
-    """Memory to read into. (A bytearray would be filled with zeros first, while all threads wait.)
+    """Memory to read into, not filled with zeros as a bytearray would be while all threads wait.
     Raises NoSpaceError."""
     try:
         return np.empty(size, np.uint8).data
@@ -122,7 +115,7 @@ def new_buffer(size: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object's name, its size in bytes, and when it was written (ns since 1970)."""
+    """`modified_ns` counts from 1970."""
 
     name: str
     bytes: int
@@ -141,7 +134,7 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
-"""A part of an object: the object's name, the part's first byte, and its length in bytes."""
+"""The object's name, the part's first byte, and its length in bytes."""
 
 AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 
@@ -149,9 +142,8 @@ AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 def batched_parts(
     parts: Sequence[AnyPart], count_max: int, bytes_max: int
 ) -> Iterator[Sequence[AnyPart]]:
-    """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max`
-    bytes. A part larger than `bytes_max` is a batch of its own. The last of a part's three values
-    is its size in bytes."""
+    """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max` bytes;
+    a larger part is a batch of its own. A part's last value is its size in bytes."""
     begin = total = 0
     for end, (_, _, size) in enumerate(parts):
         if end > begin and (end - begin == count_max or total + size > bytes_max):
@@ -163,12 +155,11 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Parts of chunks, of the shape (n, 3): the number of the chunk, the part's first byte in it,
-bytes."""
+"""Shape (n, 3): the number of the chunk, the part's first byte in it, bytes."""
 
 
 class ReadGroup(NamedTuple):
-    """The contents of some parts that arrived together."""
+    """Some parts that arrived together."""
 
     places: Sequence[int]
     """For each content, the position of its part in the request."""
@@ -176,7 +167,7 @@ class ReadGroup(NamedTuple):
     contents: Sequence[memoryview]
 
     is_checked: bool
-    """Whether the contents have been checked against a checksum."""
+    """Whether they were checked against a checksum."""
 
 
 IN_MEMORY, IN_STORE = -2, -1
@@ -184,32 +175,30 @@ IN_MEMORY, IN_STORE = -2, -1
 
 
 class ChunkReader(Protocol):
-    """Reads parts of the chunks of one version of a dataset by their numbers, many in one request.
-    Thread-safe."""
+    """Reads parts of the chunks of one version of a dataset, by chunk number. Thread-safe."""
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
-        """Read parts. They lie in their chunks, and each has at least one byte.
+        """Read parts, which lie in their chunks and are not empty.
 
-        This sends all requests that may be sent at once before it returns. The iterator gives each
-        part once, as it arrives, and the caller may drop it early. It raises as
+        All requests that may be sent at once are sent before this returns. The iterator gives each
+        part once, as it arrives; the caller may drop it early. It raises as
         `ObjectStore.read_into`.
         """
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The place that each of these chunks would be read from now, as far as this process knows:
-        `IN_MEMORY` for this process's memory, `IN_STORE` for the object store, otherwise the number
-        of a node."""
+        """The number of the node that each chunk would be read from now, as far as this process
+        knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
+        """One part, and whether it was checked. Raises as `ObjectStore.read_into`."""
 
 
 class ObjectStore(ABC):
     """Named, immutable byte strings. Only leases may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
-    NoSpaceError, and ObjectStoreError if the store fails in any other way. ObjectMissing means that
-    the store is there and the object is not; a store that has gone is an ObjectStoreError.
+    NoSpaceError, and ObjectStoreError for other failures. ObjectMissing means that the store is
+    there and the object is not; a store that has gone is an ObjectStoreError.
     """
 
     store_id: uuid.UUID
@@ -218,79 +207,68 @@ class ObjectStore(ABC):
 
     @property
     def fork_safe(self) -> bool:
-        """Whether a forked child may use the store. If not, the child must become a program that
-        opens the store itself."""
+        """If false, a forked child must become a program that opens the store itself."""
         return True
 
     @property
     def fast_reads(self) -> "FastReads":
-        """The other ways to read from this store. A caller that reads often keeps the value."""
+        """A caller that reads often keeps the value."""
         return FastReads(self)
 
     @property
     def housekeeping(self) -> "Housekeeping":
-        """Listings for programs that repair and purge."""
         return Housekeeping(self)
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create an object from `parts`, one after the other (they are not joined in memory).
+        """Create an object from `parts` in order (they are not joined in memory).
 
         Atomic: at every moment, and after any crash, the name has no object or the whole one. If
-        several callers put one name at once, exactly one succeeds. Durable on return. Never
-        overwrites: raises ObjectExists, and the existing object is untouched. After any other
-        error it is unknown whether the object exists (it is whole if it does), and the caller takes
-        a new name.
+        several callers put one name at once, one succeeds; the others get ObjectExists, and nothing
+        is overwritten. Durable on return. After any other error it is unknown whether the (whole)
+        object exists, and the caller takes a new name.
         """
 
     @abstractmethod
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        """Create or overwrite a mutable object. Atomic (a reader sees the old or the new object,
-        whole), durable on return, idempotent. If several callers replace one at once, the last
-        wins."""
+        """Create or overwrite a mutable object. Atomic (a reader sees the old or the new object),
+        durable on return, idempotent. If several callers replace one at once, the last wins."""
 
     @abstractmethod
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
-        """Exactly `length` bytes from `start` on (None: to the end).
-
-        Raises ObjectMissing, and TruncatedError if the object ends earlier; the store finds that
-        out before it takes memory.
-        """
+        """Exactly `length` bytes from `start` (None: to the end). Raises ObjectMissing, and
+        TruncatedError, before taking memory, if the object ends earlier."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` from `start` on: `get` without a copy, into the caller's memory.
-        After an error the buffer's content is undefined."""
+        """`get` into the caller's memory, without a copy. After an error the buffer's content is
+        undefined."""
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """The objects with names that begin with `prefix` and come after `after`, in byte order.
+        """Objects with names that begin with `prefix` and come after `after`, in byte order.
 
         Lazy. An object that exists during the whole listing is listed once; one that appears or
         disappears meanwhile may be listed or not. Temporary and foreign files are left out. If a
-        part of the store cannot be read, the listing raises; it never skips that part.
+        part of the store cannot be read, the listing raises.
         """
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo:
-        """Size and time of one object. Raises ObjectMissing."""
+        """Raises ObjectMissing."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Make sure that the object is absent. Idempotent, durable on return. Raises UsageError
-        for the marker."""
+        """Idempotent, durable on return. Raises UsageError for the marker."""
 
 
 class FastReads:
-    """The ways to read from a store besides `get` and `read_into`.
-
-    These methods work on every store: each calls the store's own `read_into`, for one part after
-    the other. A store with a faster way offers a subclass.
-    """
+    """Ways to read besides `get` and `read_into`. These plain forms call the store's own
+    `read_into`, part by part; a store with a faster way offers a subclass."""
 
     batches_reads: bool = False
-    """Whether many parts cost little more than one, so that a caller should ask for them together
-    (`read_parts`)."""
+    """Whether a caller should ask for many parts together (`read_parts`): they cost little more
+    than one."""
 
     can_pin: bool = False
     """Whether `pin` ever returns anything."""
@@ -299,7 +277,7 @@ class FastReads:
         self._store = store
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `read_into`, into new memory. Raises NoSpaceError if there is none."""
+        """As `read_into`, into new memory. Raises NoSpaceError."""
         room = new_buffer(size)
         self._store.read_into(name, start, room)
         return room
@@ -307,26 +285,24 @@ class FastReads:
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """The bytes of several ranges (start, size) of one object, one after the other.
+        """The bytes of several ranges (start, size) of one object, in order.
 
-        All of them are read into the same buffer, `room`, which must be as large as the largest
-        range; so the bytes of a range are valid until the caller takes the next one. Raises as
-        `read_into`.
+        All are read into `room`, which is as large as the largest range; so a range's bytes are
+        valid until the caller takes the next one. Raises as `read_into`.
         """
         for start, size in ranges:
             self._store.read_into(name, start, room[:size])
             yield room[:size].toreadonly()
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of objects of one dataset, in their order, each in memory of its own.
-        A store that can fetch in the background has begun to do so when this returns. Raises as
-        `read_into`, at once or when the caller takes the bytes."""
+        """The bytes of parts of one dataset's objects, in order, each in memory of its own. A store
+        that can fetch in the background has begun to when this returns. Raises as `read_into`, at
+        once or from the iterator."""
         for name, start, size in parts:
             yield memoryview(self.read(name, start, size)).toreadonly()
 
     def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
-        """A reader of the chunks of this version of a dataset, if the store has a faster way to
-        them than by their objects' names."""
+        """A reader by chunk number, if the store has a faster way than by the objects' names."""
         return None
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
@@ -336,35 +312,33 @@ class FastReads:
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
         """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
 
-        After False the buffer's content is undefined. An error is a False, too: the caller then
-        calls `read_into`, which raises it.
+        After False the buffer's content is undefined. An error is a False, too: `read_into` then
+        raises it.
         """
         return False
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in memory that other processes share; None if it is in no such memory.
+        """A whole object in read-only memory that other processes share, or None.
 
-        The memory cannot be written, and its owner has checked the object whole against its
-        checksums. The store calls `on_revoke`, in any thread, when the owner wants the memory back;
-        the caller then drops the view soon.
+        Its owner has checked it against its checksums. The store calls `on_revoke`, in any thread,
+        when the owner wants the memory back; the caller then drops the view soon.
         """
         return None
 
     def can_pin_nowait(self, name: str) -> bool:
-        """Whether `pin` would return the object at once. The answer itself needs no waiting."""
+        """Whether `pin` would return the object at once. Does not wait."""
         return False
 
 
 class Housekeeping:
-    """The calls of programs that list, repair and purge a store. This class suits a store that has
-    no leftovers and can hold nothing foreign; other stores offer a subclass."""
+    """Calls that list, repair and purge. This class suits a store without leftovers and foreign
+    files; other stores offer a subclass."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        """As `ObjectStore.list`, names only: cheaper in a store in which each size costs a
-        request."""
+        """As `ObjectStore.list`, names only: cheaper if each size costs a request."""
         return (info.name for info in self._store.list(prefix, after))
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
@@ -373,35 +347,29 @@ class Housekeeping:
         return iter(())
 
     def discard(self, leftover: Leftover) -> None:
-        """Remove a leftover. Idempotent. The caller knows that its writer is dead."""
+        """Idempotent. The caller knows that the writer is dead."""
         raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        """Names of foreign files and folders: those among the objects that DIESEL-FS did not write.
-        `verify` reports them, and nothing changes them. A folder's name ends with a slash, and
-        nothing inside it is listed."""
+        """Files and folders among the objects that DIESEL-FS did not write. `verify` reports them,
+        and nothing changes them. A folder's name ends with a slash, and nothing inside it is
+        listed."""
         check_prefix(prefix)
         return iter(())
 
     def close_idle(self) -> None:
-        """Close everything that no call is using; the next call opens it again. May be called
-        repeatedly."""
+        """Close everything that no call is using; the next call opens it again. Repeatable."""
 
 
 class StoreWrapper(ObjectStore):
-    """A store that forwards everything to another store. A subclass overrides the methods that it
-    changes.
-
-    A wrapper that changes reads derives from `ReadWrapper`, or overrides `fast_reads` too:
-    otherwise callers that read through `fast_reads` bypass it.
-    """
+    """Forwards everything to another store. A wrapper that changes reads derives from `ReadWrapper`
+    or overrides `fast_reads`; otherwise reads through `fast_reads` bypass it."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
 
     @property
     def store_id(self) -> uuid.UUID:  # type: ignore[override]  # a server is asked when it is needed
-        """The UUID of the other store."""
         return self.inner.store_id
 
     @property
@@ -439,8 +407,7 @@ class StoreWrapper(ObjectStore):
 
 
 class ReadWrapper(StoreWrapper):
-    """A wrapper that changes reads: each read through `fast_reads` calls the wrapper's own
-    `read_into`."""
+    """A wrapper that changes reads: those through `fast_reads` call its own `read_into`."""
 
     @property
     def fast_reads(self) -> FastReads:

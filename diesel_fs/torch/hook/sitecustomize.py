@@ -1,4 +1,4 @@
-"""Python imports this module when it starts, since `dlcmd run` has put its folder on PYTHONPATH."""
+"""Python imports this module when it starts: `dlcmd run` has put its folder on PYTHONPATH."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_hidden_one() -> None:
-    """Run the `sitecustomize` that Python would have found without this one."""
+    """The `sitecustomize` that Python would have found without this one."""
     spec = machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = util.module_from_spec(spec)
@@ -17,7 +17,7 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(module)
 
 
-with suppress(Exception):  # for example in a Python that is too old: it runs as without the hook
+with suppress(Exception):  # for example in a Python that is too old
     import_module("diesel_hook").install_from_environment()
 # The folder is no longer needed, and nothing in it may hide a module of the user's.
 sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]

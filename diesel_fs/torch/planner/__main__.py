@@ -1,7 +1,7 @@
 """The planner of a process that called `diesel_fs.torch.join`, as a program.
 
-When it listens, it prints the settings of the hook in one line. It ends with the process that
-started it, when its standard input ends.
+It prints the hook's settings in one line when it listens, and ends when its standard input ends,
+with the process that started it.
 """
 
 import json
@@ -11,17 +11,16 @@ from .server import PlanServer
 
 
 def main() -> None:
-    """Serve until the standard input ends; then print what could not be planned."""
-    with PlanServer(_say) as planner:
+    with PlanServer(_print_error) as planner:
         planner.start()
         sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
     for line in planner.summary.lines():
-        _say(line)
+        _print_error(line)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"diesel_fs.torch: {text}\n")
     sys.stderr.flush()
 

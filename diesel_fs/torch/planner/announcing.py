@@ -10,9 +10,9 @@ from .file_tables import Entries, FileTable, SampleFiles, SampleTable, ShownVers
 class LoaderStreams:
     """The streams of one loader: one in each mount that has files of its dataset.
 
-    Positions of the training process count all indices of its order; those of a stream count only
-    the files of its mount. Methods raise DieselError: ConflictError if a mount no longer shows the
-    version in which the files were found.
+    The training process counts all indices of its order; a stream counts only its mount's files.
+    Methods raise DieselError: ConflictError if a mount no longer shows the version in which the
+    files were found.
     """
 
     def __init__(self, name: str, controls: "Controls") -> None:
@@ -26,22 +26,22 @@ class LoaderStreams:
         self._is_planned = False
         self._failures = 0  # of the table, when the epoch began
         self.announced = 0  # entries, of epochs that have begun
-        self.planned_epochs = 0  # epochs with at least one announced entry
+        self.planned_epochs = 0  # with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """Begin a new epoch, in this order (as far as it is known)."""
+        """`indices` are the order as far as it is known."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()
         try:
             self.more(indices)
         finally:
-            for shown in before - self._announced_to:  # it no longer reads this mount
+            for shown in before - self._announced_to:
                 with suppress(DieselError):  # the mount is gone, or no longer knows the stream
                     self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
-        """Announce a further epoch that will probably come in this order."""
+        """It will probably come in this order."""
         if self._has_failed():
             return
         for shown, files in table.take(indices).items():
@@ -50,7 +50,7 @@ class LoaderStreams:
                 self._controls.of(shown).extend(self._name, [order])
 
     def more(self, indices: Entries) -> None:
-        """The current epoch continues with these indices."""
+        """The epoch continues with these indices."""
         if self._has_failed():
             return
         for shown, files in self._table.take(indices).items():
@@ -59,7 +59,7 @@ class LoaderStreams:
             self._announce(shown, files)
 
     def cut(self, position: int) -> None:
-        """From this position on, the predicted order was wrong."""
+        """The predicted order is wrong from this position on."""
         if self._has_failed():
             return
         for shown, known in self._orders.items():
@@ -68,7 +68,6 @@ class LoaderStreams:
             self._announce(shown, left)
 
     def progress(self, position: int) -> None:
-        """The loop has received `position` indices of the current epoch."""
         if self._has_failed():
             self.withdraw()
         for shown in self._announced_to:
@@ -77,18 +76,16 @@ class LoaderStreams:
                 self._controls.of(shown).progress(self._name, files, self.epoch)
 
     def withdraw(self) -> None:
-        """Withdraw all streams, since the process has ended."""
         for shown in self._announced_to:
             self._controls.of(shown).withdraw(self._name)
         self._announced_to.clear()
 
     def _has_failed(self) -> bool:
-        """Whether the samples did not open the files that are planned for this epoch. Then nothing
-        more of it is announced; the next one may be planned with other files."""
+        """Whether the samples did not open this epoch's planned files. Then nothing more of it is
+        announced; the next one may have other files."""
         return self._table.failures > self._failures
 
     def _announce(self, shown: ShownVersion, files: SampleFiles) -> None:
-        """Announce these files of the current epoch, or add them to its announced files."""
         if not len(files.entries):
             return
         order = explicit(epoch=self.epoch, entries=files.entries)
@@ -104,14 +101,11 @@ class LoaderStreams:
 
 
 class Controls:
-    """The connections to the mounts' control sockets."""
-
     def __init__(self) -> None:
         self._controls: dict[ShownVersion, Control] = {}
 
     def of(self, shown: ShownVersion) -> Control:
-        """The connection for plans of this version. Raises DieselError if the mount accepts no
-        plans."""
+        """Raises DieselError if the mount accepts no plans."""
         found = self._controls.get(shown)
         if found is None:
             mount, identity, version = shown
@@ -127,7 +121,6 @@ class Controls:
 
     @property
     def mounts(self) -> set[str]:
-        """The mount points to which anything was announced."""
         return {shown.mount for shown in self._controls}
 
     def close(self) -> None:

@@ -17,20 +17,18 @@ Entries = npt.NDArray[np.int64]
 
 
 class ShownVersion(NamedTuple):
-    """A version of a dataset that a mount shows: entries have a meaning only in it."""
+    """Entries have a meaning only in the version that a mount shows."""
 
     mount: str
-    """The path of the mount point."""
     identity: str
     version: int
 
 
 class SampleFiles(NamedTuple):
-    """The files that samples read, in the order of the samples; a sample may read any number."""
+    """Files in the order of the samples that read them; a sample may read any number."""
 
     entries: Entries
     ends: Entries
-    """For each sample: the end of its files in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
         ends = self.ends[:count]
@@ -44,31 +42,29 @@ class SampleFiles(NamedTuple):
 
 
 class SampleTable(Protocol):
-    """The files that a dataset of the training program reads for each of its indices."""
+    """A dataset's files by index."""
 
     @property
-    def size(self) -> int:
-        """The number of indices of the dataset."""
-        ...
+    def size(self) -> int: ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """The files of samples, for each mount that has any file of the dataset. As in Python,
-        negative indices count from the end; indices beyond the size have no files."""
+        """Files by mount. Negative indices count from the end; indices beyond the size have no
+        files."""
         ...
 
-    def as_told(self) -> "SampleTable":
-        """The table that all ranks have alike, whatever their samples have opened: the files that
-        datasets list. For a dataset without a list, the files that were learned."""
+    def for_all_ranks(self) -> "SampleTable":
+        """The table without what this rank's samples have opened: the listed files, or the learned
+        ones of a dataset without a list."""
         ...
 
     @property
     def failures(self) -> int:
-        """How often the samples did not open the files that `take` had given."""
+        """How often samples did not open their planned files."""
         ...
 
 
 class FileTable:
-    """The table of a dataset whose files are added as they become known."""
+    """The files become known over time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -76,20 +72,17 @@ class FileTable:
         self._sorted: dict[ShownVersion, SampleFiles] = {}
 
     def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
-        """The samples at `indices` read these files of a mount; if an index comes several times, in
-        this order."""
+        """`indices` read these files of a mount, in this order."""
         is_inside = (indices >= 0) & (indices < self.size)
         self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
         self._sorted.pop(shown, None)
 
     @property
     def mounts(self) -> Sequence[ShownVersion]:
-        """The mounts that have any of the files."""
         return list(self._added)
 
     @property
     def found(self) -> int:
-        """The number of samples that read any file of a mount."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -98,13 +91,12 @@ class FileTable:
 
     @property
     def files(self) -> int:
-        """The number of files of mounts that all samples read together."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         return {shown: _gathered(self._sort(shown), indices, self.size) for shown in self._added}
 
-    def as_told(self) -> SampleTable:
+    def for_all_ranks(self) -> SampleTable:
         return self
 
     @property
@@ -126,7 +118,7 @@ class FileTable:
 
 @dataclass(frozen=True, slots=True)
 class SubsetTable:
-    """The table of a dataset whose index i is the index `indices[i]` of another."""
+    """Index i is the index `indices[i]` of another table."""
 
     of: SampleTable
     indices: Entries
@@ -141,8 +133,8 @@ class SubsetTable:
         inner[is_inside] = self.indices[at[is_inside]]
         return self.of.take(inner)
 
-    def as_told(self) -> SampleTable:
-        return SubsetTable(self.of.as_told(), self.indices)
+    def for_all_ranks(self) -> SampleTable:
+        return SubsetTable(self.of.for_all_ranks(), self.indices)
 
     @property
     def failures(self) -> int:
@@ -168,8 +160,8 @@ class ConcatTable:
             start += part.size
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
-    def as_told(self) -> SampleTable:
-        return ConcatTable([each.as_told() for each in self.parts])
+    def for_all_ranks(self) -> SampleTable:
+        return ConcatTable([each.for_all_ranks() for each in self.parts])
 
     @property
     def failures(self) -> int:
@@ -177,7 +169,7 @@ class ConcatTable:
 
 
 def resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
-    """Indices that count from the start, and a mask of those that exist."""
+    """Indices from the start, and a mask of those that exist."""
     at = np.where(indices < 0, indices + size, indices)
     return at, (at >= 0) & (at < size)
 
@@ -193,7 +185,7 @@ def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
 
 
 def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
-    """The files of `size` samples, given in parts with the places of their samples."""
+    """Joins parts, which come with the places of their samples among `size`."""
     counts = np.zeros(size, np.int64)
     for places, files in parts:
         counts[places] = np.diff(files.ends, prepend=0)
@@ -205,15 +197,12 @@ def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> Sample
 
 
 def _ranges(starts: Entries, counts: Entries) -> Entries:
-    """The positions of ranges, concatenated."""
     ends = np.cumsum(counts)
     ranges: Entries = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
     return ranges
 
 
 class MountedFiles:
-    """The mounts of this machine, and the snapshots of those that were needed."""
-
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
         self._folders: dict[tuple[str, bytes], tuple[str, bytes] | None] = {}
@@ -221,7 +210,6 @@ class MountedFiles:
         self.refresh()
 
     def refresh(self) -> None:
-        """List the mounts again, and drop everything cached about them."""
         self._mounts = dataset_mounts(mounts())
         self._snapshots.clear()
         self._folders.clear()
@@ -231,7 +219,7 @@ class MountedFiles:
         return {each.path for each in self._mounts}
 
     def snapshot(self, mount: str) -> Snapshot:
-        """The snapshot that a mount shows. Raises OSError, DieselError."""
+        """Raises OSError, DieselError."""
         found = self._snapshots.get(mount)
         if found is None:
             with open(os.path.join(mount, ".diesel", "snapshot"), "rb") as file:
@@ -241,8 +229,8 @@ class MountedFiles:
     def find(
         self, table: FileTable, indices: Sequence[int], paths: Sequence[bytes], cwd: str
     ) -> None:
-        """Add the files that samples read to a table: `paths[i]` is a path of the sample
-        `indices[i]`. Relative paths begin at `cwd`; files outside the mounts are left out."""
+        """Add `paths[i]` to the files of the sample `indices[i]`. Relative paths begin at `cwd`;
+        files outside the mounts are left out."""
         by_mount: dict[str, tuple[list[int], list[bytes]]] = {}
         for index, path in zip(indices, paths, strict=True):
             cut = path.rfind(b"/") + 1
@@ -263,8 +251,7 @@ class MountedFiles:
             table.add(shown, np.array(samples)[entries >= 0], entries[entries >= 0])
 
     def _place(self, key: tuple[str, bytes]) -> tuple[str, bytes] | None:
-        """The mount that a folder lies in, and its path inside with a slash; None if it is in no
-        mount."""
+        """None outside the mounts; the path ends in a slash."""
         cwd, folder = key
         real = os.path.realpath(os.path.join(cwd, os.fsdecode(folder)))
         within = [

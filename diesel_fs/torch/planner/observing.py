@@ -3,9 +3,8 @@
 A dataset may list its files and yet keep them in memory after the first epoch, read them from one
 archive, open others with them, or list others in each epoch. A plan of files that are never read
 costs the store's bandwidth and the mount's memory, so it is worse than none. For some samples, the
-hooks of the training processes report the files that these have opened
-(`../hook/diesel_hook/learning.py`). For the *checked* ones among them, the report is complete: they
-have opened nothing else.
+hooks report the files that these have opened (`../hook/diesel_hook/learning.py`). For the *checked*
+samples among them the report is complete.
 """
 
 from collections import deque
@@ -28,29 +27,28 @@ from .file_tables import (
 
 Paths = Sequence[bytes]
 Places = dict[ShownVersion, tuple[Entries, Entries]]
-"""For each mount: files, and the places of their samples."""
+"""Each mount's files, and the places of their samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24
-"""The number of latest checked samples that decide. A process checks 16 when an epoch begins, so
-one epoch is enough, whatever the epochs before have shown."""
+"""The latest checked samples decide. A process checks 16 when an epoch begins, so one epoch is
+enough, whatever earlier ones have shown."""
 
 
 class _Check(NamedTuple):
     planned: int
-    """Number of files that were planned for it."""
     opened: int
-    """Number of these that it has opened."""
+    """Planned files that were opened."""
     others: int
-    """Number of other files of mounts that it has opened."""
+    """Other opened files of mounts."""
 
 
 class ObservedTable:
     """The files of a dataset's samples: those that it lists, and those that its samples open.
 
-    A sample that was not seen yet has the listed files; one that was seen has those, followed by
-    the other files that it has opened. Once the checked samples have opened less than half of the
-    files that were planned for them, the plan has failed. Then the learned files replace the list;
-    if they have failed too, or the samples open nothing, the table is empty.
+    A sample that was not seen yet has the listed files; one that was seen has those, then the
+    others that it has opened. The plan has failed once checked samples have opened less than half
+    of their planned files. Then the learned files replace the list; if they fail too, or the
+    samples open nothing, the table is empty.
     """
 
     def __init__(self, name: str, size: int, listed: FileTable | None = None) -> None:
@@ -59,7 +57,7 @@ class ObservedTable:
         self.listed = listed
         self.learned = FileTable(size)
         self.failures = 0
-        self._told = listed
+        self._for_all_ranks = listed
         self._is_seen = np.zeros(size, np.bool_)
         self._checks: deque[_Check] = deque(maxlen=CHECKS_MAX)
         self._is_given_up = False
@@ -81,8 +79,8 @@ class ObservedTable:
                 taken.setdefault(shown, []).append((places, files))
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
-    def as_told(self) -> SampleTable:
-        return self.learned if self._told is None else self._told
+    def for_all_ranks(self) -> SampleTable:
+        return self.learned if self._for_all_ranks is None else self._for_all_ranks
 
     def add(
         self,
@@ -93,9 +91,8 @@ class ObservedTable:
         paths: Paths,
         cwd: str,
     ) -> str:
-        """Record the files that samples opened: `counts[i]` of `paths` belong to `samples[i]`.
-        Returns a note for the user if a plan has failed, otherwise "". Raises ValueError for
-        malformed arguments."""
+        """Record opened files: `counts[i]` of `paths` belong to `samples[i]`. Returns a note for
+        the user if a plan has failed, otherwise "". Raises ValueError for malformed arguments."""
         if (counts < 0).any() or int(counts.sum()) != len(paths):
             raise ValueError("the numbers of files and of paths differ")
         if np.any((samples < 0) | (samples >= self.size)):
@@ -113,7 +110,6 @@ class ObservedTable:
     def _compared(
         self, samples: Entries, is_checked: npt.NDArray[np.bool_], opened: Places
     ) -> list[_Check]:
-        """For each checked sample, the files that were planned and those that it has opened."""
         if not is_checked.any():
             return []
         count = len(samples)
@@ -131,7 +127,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
-        """Keep the files that samples have opened, for samples that were not seen before."""
+        """Samples that were seen before stay as they are."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]
@@ -172,7 +168,6 @@ class ObservedTable:
         )
 
     def describe(self) -> str:
-        """A note for the user at the end; "" for a list that is complete."""
         found = self.learned.found
         if self._is_given_up or (self.listed is not None and not found):
             return ""
@@ -189,7 +184,6 @@ _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
-    """The files of samples, with the place of the sample of each."""
     return {
         shown: (
             files.entries.astype(np.int64),
@@ -200,13 +194,11 @@ def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
 
 
 def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
-    """A mask of the pairs of a file and a place that are among others."""
     one, other = (places << 32 | entries for entries, places in (some, others))
     return np.isin(one, other)
 
 
 def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
-    """A mask of the `count` samples that have opened any file."""
     found = np.zeros(count, np.bool_)
     for _, places in opened.values():
         found[places] = True

@@ -1,13 +1,12 @@
 """Listens to the hooks in training processes, and turns their messages into plans.
 
-Concurrency. One thread accepts connections. Two threads serve each process. The first one takes
-every message off the socket at once and puts it into a queue, so that a training process never
-waits for a mount. The second one takes the messages from the queue in their order: it finds files,
-announces orders, and sends the answers. It holds the planner's one lock while it handles a message,
-because all processes share the mounts' connections, the snapshots, the learned files and the
-summary. So each message is handled whole before the next one, and messages of two processes may
-come in any order. When the planner closes, it shuts the sockets for reading. Messages that were
-sent before are still handled; the planner waits up to 20 s for each process.
+Concurrency. One thread accepts connections. Two threads serve each process. The first takes
+messages off the socket at once and queues them, so that a training process never waits for a mount.
+The second handles them in order: it finds files, announces orders, and sends answers. It holds the
+planner's one lock while it handles a message, because all processes share the mounts' connections,
+the snapshots, the learned files and the summary; so each message is handled whole, and messages of
+two processes may come in any order. A planner that closes shuts the sockets for reading, still
+handles the messages that were sent before, and waits up to 20 s for each process.
 """
 
 import json
@@ -49,7 +48,7 @@ _BACKLOG = 4096  # the number of processes that may join at once: a kernel allow
 _LEFT_EARLY = 2  # after this many epochs it is a habit
 _END_S = 20.0  # for the remaining announcements; a mount may be slow
 
-Said = dict[str, object]
+Message = dict[str, object]
 
 
 class _Served(NamedTuple):
@@ -58,16 +57,16 @@ class _Served(NamedTuple):
 
 
 class PlanServer:
-    """Announces the reads of training processes, while it is open. A context manager."""
+    """Announces the reads of training processes while it is open. A context manager."""
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """The socket lies in a new folder that is private to this user. `tell` gets messages for
-        the user while the command runs, from any thread. Raises OSError."""
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        """The socket lies in a new folder that is private to this user. `show` gets messages for
+        the user, from any thread. Raises OSError."""
         is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
         place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
         self.socket_path = Path(self._folder.name) / "join"
-        self.summary = Summary(tell=tell)
+        self.summary = Summary(show=show)
         self._started_s = monotonic()
         self._files = MountedFiles()
         self._controls = Controls()
@@ -80,13 +79,12 @@ class PlanServer:
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on, in threads. Processes that have connected before are served then."""
+        """Also serves processes that have connected before."""
         self._accepting.start()
 
     def settings(
         self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
     ) -> HookSettings:
-        """The settings of the hook in a training process (see there)."""
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
@@ -127,9 +125,7 @@ class PlanServer:
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Receive the messages of a process, and let another thread work on them: a process never
-        waits for a mount."""
-        received: queue.SimpleQueue[tuple[Said, bytes] | None] = queue.SimpleQueue()
+        received: queue.SimpleQueue[tuple[Message, bytes] | None] = queue.SimpleQueue()
         working = threading.Thread(target=self._work, args=[connected, received], daemon=True)
         working.start()
         try:
@@ -141,7 +137,7 @@ class PlanServer:
     def _work(
         self,
         connected: socket.socket,
-        received: "queue.SimpleQueue[tuple[Said, bytes] | None]",
+        received: "queue.SimpleQueue[tuple[Message, bytes] | None]",
     ) -> None:
         process = _Process(
             self._files, self._controls, self._learned, self.summary, self._started_s
@@ -158,7 +154,7 @@ class PlanServer:
     def _receive(
         self,
         connected: socket.socket,
-        received: "queue.SimpleQueue[tuple[Said, bytes] | None]",
+        received: "queue.SimpleQueue[tuple[Message, bytes] | None]",
     ) -> None:
         with connected, connected.makefile("rb") as stream:
             while head := stream.read(_LENGTHS.size):
@@ -182,58 +178,57 @@ class _Process:
         summary: Summary,
         started_s: float,
     ) -> None:
-        """`learned` has the tables of all processes, since workers learn for their parents."""
+        """All processes share `learned`, since workers learn for their parents."""
         self._files, self._controls, self._summary = files, controls, summary
         self._learned = learned
         self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
-        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of paths received
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of received paths
         self._streams: dict[str, LoaderStreams] = {}
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
-    def handle(self, said: Said, payload: bytes) -> bytes | None:
-        """Handle a message. Returns the answer if the message requests one. Errors become notes for
-        the user."""
+    def handle(self, message: Message, payload: bytes) -> bytes | None:
+        """Returns the answer if the message requests one. Errors become notes for the user."""
         try:
-            if said["do"] == "chunks":
-                return self._chunks(_whole(said["dataset"]))
-            self._handle(said, payload)
+            if message["do"] == "chunks":
+                return self._chunks(_whole(message["dataset"]))
+            self._handle(message, payload)
         except ConflictError:  # the mount has moved on to another version
             self._files.refresh()  # for new datasets; known ones keep their version
-            self._note(
+            self._summary.note(
                 "a mount has changed to another version while the command read from it: datasets"
                 " of the earlier version are no longer planned"
             )
         except DieselError as error:
-            self._note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
+            self._summary.note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
         except OSError as error:  # of a mount's snapshot
-            self._note(f"a mount cannot be read: {error}")
+            self._summary.note(f"a mount cannot be read: {error}")
         except (KeyError, TypeError, ValueError) as error:
-            self._note(f"a training process sent a malformed message: {error!r}")
-        return b"" if said.get("do") == "chunks" else None
+            self._summary.note(f"a training process sent a malformed message: {error!r}")
+        return b"" if message.get("do") == "chunks" else None
 
     def end(self) -> None:
         for name in [*self._streams]:
             self._leave(name)
 
-    def _look_back(self, said: Said) -> None:
-        """A loop has left an epoch early: note it once if it does so again and again."""
-        name = str(said["stream"])
+    def _look_back(self, message: Message) -> None:
+        """A loop has left an epoch early: note it once if that is a habit."""
+        name = str(message["stream"])
         streams = self._streams.get(name)
-        if streams is None or not streams.announced or "of" not in said:
+        if streams is None or not streams.announced or "of" not in message:
             return
-        position, of = _whole(said["position"]), _whole(said["of"])
+        position, of = _whole(message["position"]), _whole(message["of"])
         self._left_early[name] += 2 * position < of
         if self._left_early[name] == _LEFT_EARLY:
-            self._note(
+            self._summary.note(
                 f"a loop leaves its epochs early, this one after {position:,} of {of:,} samples"
                 " that were announced: the mount loads more than is read. Let the sampler give"
                 " fewer samples"
             )
 
     def _leave(self, name: str, epoch: object = None) -> None:
-        """End the streams of a loader; with `epoch`, only if that epoch is the current one."""
+        """End a loader's streams; with `epoch`, only if it is the current one."""
         streams = self._streams.get(name)
         if streams is not None and epoch in (None, streams.epoch):
             del self._streams[name]
@@ -242,52 +237,49 @@ class _Process:
             with suppress(DieselError):  # the mount is gone, or knows the stream no more
                 streams.withdraw()
 
-    def _note(self, text: str) -> None:
-        self._summary.note(text)
-
-    def _handle(self, said: Said, payload: bytes) -> None:
-        match said["do"]:
+    def _handle(self, message: Message, payload: bytes) -> None:
+        match message["do"]:
             case "process":
                 self._summary.processes += 1
-                self._pid = _whole(said["pid"])
+                self._pid = _whole(message["pid"])
             case "note":
-                self._note(str(said["text"]))
+                self._summary.note(str(message["text"]))
             case "files":
-                listed = FileTable(_whole(said["size"]))
-                self._observe(said, ObservedTable(str(said["name"]), listed.size, listed))
-                self._filling[_whole(said["dataset"])] = listed, 0
+                listed = FileTable(_whole(message["size"]))
+                self._observe(message, ObservedTable(str(message["name"]), listed.size, listed))
+                self._filling[_whole(message["dataset"])] = listed, 0
             case "paths":
-                self._paths(_whole(said["dataset"]), payload, str(said["cwd"]))
+                self._paths(_whole(message["dataset"]), payload, str(message["cwd"]))
             case "learn":
-                self._observe(said, ObservedTable(str(said["name"]), _whole(said["size"])))
+                self._observe(message, ObservedTable(str(message["name"]), _whole(message["size"])))
             case "learned":
-                self._add_learned(said, payload)
+                self._add_learned(message, payload)
             case "subset":
-                of = self._tables[_whole(said["of"])]
-                self._tables[_whole(said["dataset"])] = SubsetTable(of, _indices(payload))
+                of = self._tables[_whole(message["of"])]
+                self._tables[_whole(message["dataset"])] = SubsetTable(of, _indices(payload))
             case "concat":
-                parts = said["of"]
+                parts = message["of"]
                 assert isinstance(parts, list)
                 tables = [self._tables[_whole(each)] for each in parts]
-                self._tables[_whole(said["dataset"])] = ConcatTable(tables)
+                self._tables[_whole(message["dataset"])] = ConcatTable(tables)
             case "forget":
-                gone = _whole(said["dataset"])
+                gone = _whole(message["dataset"])
                 self._tables.pop(gone, None)
                 if self._filling.pop(gone, None) is not None:
                     learned = self._learned.pop(f"{self._pid}.{gone}")
                     if text := learned.describe():
                         self._summary.notes[text] += 1
             case "order":
-                self._order(said, _indices(payload))
+                self._order(message, _indices(payload))
             case "more":
-                self._streams[str(said["stream"])].more(_indices(payload))
+                self._streams[str(message["stream"])].more(_indices(payload))
             case "cut":
-                self._streams[str(said["stream"])].cut(_whole(said["position"]))
+                self._streams[str(message["stream"])].cut(_whole(message["position"]))
             case "progress":
-                self._progress(said)
+                self._progress(message)
             case "left":
-                self._look_back(said)
-                self._leave(str(said["stream"]), said.get("epoch"))
+                self._look_back(message)
+                self._leave(str(message["stream"]), message.get("epoch"))
 
     def _paths(self, number: int, payload: bytes, cwd: str) -> None:
         (table, filled), paths = self._filling[number], payload.split(b"\0")
@@ -297,30 +289,30 @@ class _Process:
         if filled != table.size:
             return
         if table.found < table.size:
-            self._note(
+            self._summary.note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
         for shown in table.mounts:  # connected before the first epoch begins
             self._controls.of(shown)
 
-    def _observe(self, said: Said, table: ObservedTable) -> None:
-        number = _whole(said["dataset"])
+    def _observe(self, message: Message, table: ObservedTable) -> None:
+        number = _whole(message["dataset"])
         self._learned[f"{self._pid}.{number}"] = self._tables[number] = table
 
-    def _add_learned(self, said: Said, payload: bytes) -> None:
-        numbers = np.frombuffer(payload, np.int64, 3 * _whole(said["samples"]))
+    def _add_learned(self, message: Message, payload: bytes) -> None:
+        numbers = np.frombuffer(payload, np.int64, 3 * _whole(message["samples"]))
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
-        table = self._learned.get(str(said["table"]))
+        table = self._learned.get(str(message["table"]))
         if table is not None:  # otherwise the dataset was registered again
             samples, is_checked, counts = numbers[::3], numbers[1::3] != 0, numbers[2::3]
-            note = table.add(self._files, samples, is_checked, counts, paths, str(said["cwd"]))
+            note = table.add(self._files, samples, is_checked, counts, paths, str(message["cwd"]))
             if note:
-                self._note(note)
+                self._summary.note(note)
 
     def _chunks(self, number: int) -> bytes:
-        """For each sample of a dataset the number of its first file's chunk, or -1."""
-        table = self._tables[number].as_told()
+        """-1 for a sample without a known chunk."""
+        table = self._tables[number].for_all_ranks()
         chunks, base = np.full(table.size, -1), 0
         for shown, files in table.take(np.arange(table.size)).items():
             snapshot = self._files.snapshot(shown.mount)
@@ -333,33 +325,33 @@ class _Process:
             base += snapshot.chunk_count
         return chunks.astype("<i8").tobytes()
 
-    def _order(self, said: Said, indices: Entries) -> None:
-        name, epoch = str(said["stream"]), _whole(said["epoch"])
-        table = self._tables[_whole(said["dataset"])]
+    def _order(self, message: Message, indices: Entries) -> None:
+        name, epoch = str(message["stream"]), _whole(message["epoch"])
+        table = self._tables[_whole(message["dataset"])]
         streams = self._streams.get(name)
         if streams is None:
             streams = LoaderStreams(f"run:{os.getpid()}.{name}", self._controls)
             self._streams[name] = streams
-        if _whole(said["ahead"]):
+        if _whole(message["ahead"]):
             streams.foresee(table, epoch, indices)
             return
         self._summary.epochs += 1
-        streams.begin(table, epoch, _whole(said["lag"]), indices)
+        streams.begin(table, epoch, _whole(message["lag"]), indices)
 
-    def _progress(self, said: Said) -> None:
+    def _progress(self, message: Message) -> None:
         self._summary.add(
-            str(said["stream"]),
+            str(message["stream"]),
             Interval(
-                _whole(said["epoch"]),
+                _whole(message["epoch"]),
                 monotonic() - self._started_s,
-                _whole(said["batches"]),
-                float(str(said["waited_s"])),
-                float(str(said["computed_s"])),
+                _whole(message["batches"]),
+                float(str(message["waited_s"])),
+                float(str(message["computed_s"])),
             ),
         )
-        streams = self._streams.get(str(said["stream"]))
+        streams = self._streams.get(str(message["stream"]))
         if streams is not None:
-            streams.progress(_whole(said["position"]))
+            streams.progress(_whole(message["position"]))
 
 
 def _whole(value: object) -> int:

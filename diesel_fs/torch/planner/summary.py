@@ -10,17 +10,14 @@ _INTERVALS_MAX = 2000  # of one loop; if there are more, neighbours are joined
 
 @dataclass(slots=True)
 class Interval:
-    """A part of an epoch of a loop."""
-
     epoch: int
     end_s: float
-    """When it ended, in seconds since the command was started."""
+    """Seconds since the start of the command."""
     batches: int
-    """Number of batches that the loop received."""
     waited_s: float
-    """Time for which it waited for them."""
+    """Time in which the loop waited for batches."""
     computed_s: float
-    """Time for which it did something else between them."""
+    """Time in which it did something else."""
 
     @property
     def total_s(self) -> float:
@@ -28,15 +25,11 @@ class Interval:
 
 
 class LoopTimes:
-    """The times for which the loop over one `DataLoader` waited."""
-
     def __init__(self, name: str) -> None:
-        """`name` identifies the loader for the user."""
         self.name = name
         self.intervals: list[Interval] = []
 
     def add(self, new: Interval) -> None:
-        """Add an interval that follows all others."""
         if new.batches or new.total_s:
             self.intervals.append(new)
         if len(self.intervals) > _INTERVALS_MAX:
@@ -75,34 +68,25 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class Summary:
-    """The counts, times and notes of a training command."""
-
     processes: int = 0
     """Python processes that loaded the hook."""
     epochs: int = 0
-    """Epochs of loaders that began."""
     planned_epochs: int = 0
-    """Epochs that were announced to a mount."""
     files: int = 0
-    """Entries that were announced."""
     loops: dict[str, LoopTimes] = field(default_factory=dict)
-    """The loops over loaders, by the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
-    """Notes for the user, with the number of times each came up."""
-    tell: Callable[[str], None] | None = None
-    """Called with each new note."""
-    told: set[str] = field(default_factory=set)
-    """The notes that `tell` was called with."""
+    """How often each came up."""
+    show: Callable[[str], None] | None = None
+    """Called with each new note, up to a limit."""
+    shown: set[str] = field(default_factory=set)
 
     def note(self, text: str) -> None:
-        """Add a note for the user. The first time, `tell` is called at once."""
         self.notes[text] += 1
-        if self.tell is not None and text not in self.told and len(self.told) < _NOTES_MAX:
-            self.told.add(text)
-            self.tell(text)
+        if self.show is not None and text not in self.shown and len(self.shown) < _NOTES_MAX:
+            self.shown.add(text)
+            self.show(text)
 
     def add(self, stream: str, interval: Interval) -> None:
-        """Add the times of a loop."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -117,7 +101,7 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """The notes for the user at the end; with `again`, also those that `tell` got."""
+        """`again`: also those already shown."""
         lines = []
         if not self.processes:
             lines.append(
@@ -139,7 +123,7 @@ class Summary:
                 f" ({total.waited_s / total.total_s:.1%} of {total.total_s:.1f} s)"
             )
         notes = Counter(
-            {text: count for text, count in self.notes.items() if again or text not in self.told}
+            {text: count for text, count in self.notes.items() if again or text not in self.shown}
         )
         shown = notes.most_common(_NOTES_MAX)
         lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]

@@ -1,12 +1,10 @@
 """Measures the share of each dataset that this node holds, in live mounts and in cache folders.
 
-`VOLUMES.md` ("What a node reports") defines each figure. There are two sources. The statistics of
-the mounts (`.diesel/stats`) have the task's chunks and the page cache. Below `--cache-root` lie
-folders of chunks, also after all mounts have ended; the snapshots that the mounts have left in the
-state folder say which chunks a version has. If figures of two places may count the same bytes, the
-larger figure is used, so that a share is a lower bound.
-
-For one thread. A mount that hangs is given up after `ANSWER_S`.
+`VOLUMES.md` ("What a node reports") defines each figure. The mounts' statistics (`.diesel/stats`)
+have the task's chunks and the page cache. Below `--cache-root` lie folders of chunks, also of
+mounts that have ended; the snapshots in the state folder list a version's chunks. If figures of two
+places may count the same bytes, the larger one is used, so a share is a lower bound. For one
+thread. A mount that hangs is given up after `ANSWER_S`.
 """
 
 import logging
@@ -33,26 +31,23 @@ from .targets import MountTable
 log = logging.getLogger("diesel.csi")
 
 ANSWER_S = 5.0
-"""How long a mount may take to deliver its statistics."""
+"""Time for a mount to deliver its statistics."""
 
 UNNAMED = "-"
-"""The namespace of volumes for which kubelet has named none, as in paths of cache folders."""
+"""The namespace if kubelet has named none, as in paths of cache folders."""
 
 SETTLED_NS = 2_000_000_000
-"""A folder that has not changed for this time is listed again only when its time has changed."""
+"""A folder unchanged for this long is listed again only if its time changes."""
 
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTable:
-    """The chunks of a version, and their stored bytes."""
-
     ids: bytes
     sizes: npt.NDArray[np.int64]
 
     def percent_of(self, chunks: Iterable[bytes]) -> int:
-        """The part of the version that some chunks are, in percent."""
         there = set(chunks)
         ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
         is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
@@ -61,19 +56,14 @@ class _ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """The content of a dataset's folder when it was last listed."""
-
     state: object
-    """As long as this is equal, nothing has changed."""
+    """Nothing has changed while it is equal."""
     shares: Mapping[int, int]
-    """In percent, by version."""
+    """Percentages by version."""
     is_unknown: bool
-    """Whether it holds something that is in none of the shares."""
 
 
 class NodeHoldings:
-    """Measures the node of one plugin."""
-
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state
         self._cache_root = cache_root
@@ -82,7 +72,7 @@ class NodeHoldings:
         self._is_root_missing = False
 
     def measure(self) -> tuple[list[HeldDataset], bool]:
-        """All datasets of which something is held, and whether these are all."""
+        """Returns the datasets, and whether these are all."""
         found: dict[tuple[Held, int], HeldDataset] = {}
         is_complete = True
         for held in (*self._in_mounts(), *self._in_folders()):
@@ -92,13 +82,13 @@ class NodeHoldings:
                 found[key] = found[key].joined(held)
             else:
                 found[key] = held
-        # A place of which nothing can be said may hold more than all others
+        # A place whose share is unknown may hold more than all others
         unknown = {each.key for each in found.values() if not each.version}
-        told = [each for each in found.values() if each.key not in unknown or not each.version]
-        return told, is_complete
+        datasets = [each for each in found.values() if each.key not in unknown or not each.version]
+        return datasets, is_complete
 
     def _in_mounts(self) -> Iterator[HeldDataset | None]:
-        """The shares in each mount; None for a mount that does not report them."""
+        """None for a mount that does not report its share."""
         table = MountTable.read(self._state)
         for name in table.roots:
             namespace = self._state.namespace(name)
@@ -115,7 +105,7 @@ class NodeHoldings:
                 yield held_by_mount(namespace or UNNAMED, figures, is_used=is_used)
 
     def _in_folders(self) -> Iterator[HeldDataset | None]:
-        """The shares below the root of cache folders; None if it cannot be read."""
+        """None if the root of cache folders cannot be read."""
         if not self._cache_root:
             return
         listed: dict[str, _Folder] = {}
@@ -123,7 +113,7 @@ class NodeHoldings:
             copies = list_copies(self._state.cache)
             for namespace, folder, identity in self._dataset_folders():
                 own = {key[1]: path for key, path in copies.items() if key[0] == identity}
-                with suppress(FileNotFoundError):  # it was removed meanwhile
+                with suppress(FileNotFoundError):
                     listed[folder] = found = self._look_into(folder, identity, own)
                     if found.is_unknown:
                         yield HeldDataset(namespace, identity, 0)
@@ -140,7 +130,6 @@ class NodeHoldings:
         self._tables = {key: each for key, each in self._tables.items() if key[0].hex in here}
 
     def _dataset_folders(self) -> Iterator[tuple[str, str, UUID]]:
-        """Namespace, folder and identity of each dataset in the cache folders of this node."""
         for namespace in _subfolders(self._cache_root):
             if is_namespace(namespace):
                 place = os.path.join(self._cache_root, namespace)
@@ -149,8 +138,7 @@ class NodeHoldings:
                         yield namespace, folder, identity
 
     def _look_into(self, folder: str, identity: UUID, copies: Mapping[int, Path]) -> _Folder:
-        """The content of the folder of a dataset; `copies` are the snapshots of its versions.
-        Raises OSError."""
+        """`copies` are the snapshots of the dataset's versions. Raises OSError."""
         changed_ns = os.stat(folder).st_mtime_ns
         state = changed_ns, sorted(copies.items())
         before = self._folders.get(folder)
@@ -169,7 +157,7 @@ class NodeHoldings:
         return _Folder(state if is_settled else None, shares, is_unknown)
 
     def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
-        """The chunks of a version, from a copy of its snapshot; None if that is damaged."""
+        """Reads a copy of the snapshot; None if that is damaged."""
         key = identity, version
         if key not in self._tables:
             try:
@@ -186,8 +174,8 @@ class NodeHoldings:
 def held_by_mount(
     namespace: str, figures: Mapping[str, object], *, is_used: bool
 ) -> HeldDataset | None:
-    """The share that a mount holds in the page cache, or its node in the task's cache, by the
-    statistics of the mount; None if these do not name their dataset."""
+    """The share in the page cache, or of the node in the task's cache; None if the mount's
+    statistics name no dataset."""
     match figures:
         case {"identity": str(identity), "version": int(version)}:
             pass
@@ -211,6 +199,6 @@ def _percent(part: int, whole: int) -> int:
 
 
 def _subfolders(path: str) -> list[str]:
-    """The names of the folders in a folder. Raises OSError."""
+    """Raises OSError."""
     with os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""The prefix of options in the environment."""
 
 CONTAINER = "plugin"
-"""The name of this program's container, in the pod that `--pod` names."""
+"""This program's container in the pod that `--pod` names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
-    """The options of the command, under the names that click gives them."""
-
     endpoint: str
     node: str
     state: Path
@@ -61,7 +58,7 @@ class PluginOptions:
 
 
 def size(text: str) -> int:
-    """A number of bytes: 4096, 64K, 4M, 1G."""
+    """4096, 64K, 4M, 1G."""
     return parse_size(text)
 
 
@@ -120,8 +117,7 @@ def size(text: str) -> int:
     metavar="SIZE",
     default="4G",
     show_default=True,
-    help="Memory for contents of a volume: the most it may ask for, and what it gets if"
-    " it asks for none.",
+    help="Memory for contents of a volume: the most that a volume may request, and the default.",
 )
 @click.option(
     "--file-root",
@@ -157,7 +153,7 @@ def size(text: str) -> int:
     metavar="NAME",
     default="diesel-system",
     show_default=True,
-    help="Namespace of mount pods, and of the ConfigMap that says what this node holds.",
+    help="Namespace of mount pods, and of the ConfigMap that reports what this node holds.",
 )
 @click.option(
     "--image",
@@ -205,7 +201,6 @@ def program(**given: object) -> None:
 
 
 def serve(options: PluginOptions) -> None:
-    """Serve kubelet until SIGTERM or SIGINT."""
     limits = VolumeLimits(
         url=options.url,
         file_roots=options.file_root,
@@ -238,7 +233,6 @@ def serve(options: PluginOptions) -> None:
 def _in_pods(
     options: PluginOptions, folder: StateFolder, limits: VolumeLimits
 ) -> "tuple[Mounter, NodeReporter]":
-    """How a plugin that runs in a pod mounts, and how it reports what its node holds."""
     if not options.image and not options.pod:
         raise UsageError(
             "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"
@@ -260,7 +254,6 @@ def _in_pods(
 
 
 def main() -> None:
-    """Run the command, and end the process with its exit code."""
     try:
         program.main(standalone_mode=False)
     except click.exceptions.Exit as ended:

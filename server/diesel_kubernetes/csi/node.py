@@ -1,10 +1,9 @@
 """The volumes of one node: which mounts they have, when mounts are shared, and when they end.
 
-`NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Rules of concurrency: any thread may call
-it. Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own
-(the reaper) ends mounts that nobody uses. A mount is started, joined and ended under the lock of
-its key, and is not ended while a call for its key is under way (`_claims`). A target is changed
-under a lock of its own.
+`NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Concurrency: any thread may call it.
+Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own (the
+reaper) ends unused mounts. A mount is started, joined and ended under the lock of its key, and not
+ended during a call for its key (`_claims`). A target is changed under its own lock.
 """
 
 import logging
@@ -39,25 +38,21 @@ from .volumes import Volume, VolumeLimits, check_mount_flags, name_the_same, par
 log = logging.getLogger("diesel.csi")
 
 CHECK_INTERVAL_S = 30.0
-"""How often the reaper looks for mounts that have died or could not be ended."""
+"""The pause between the reaper's looks for mounts that have died or could not be ended."""
 
 VERSION_KNOWN_S = 10.0
-"""For how long a mount's version counts as current without asking: the pods of a Job come within
-moments of each other."""
+"""A mount's version counts as current for this time: the pods of a Job come within moments of each
+other."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeHealth:
-    """How a published volume is."""
-
     trouble: str
     """Empty: it can be read."""
     usage: FileSystemUsage | None
 
 
 class NodeVolumes:
-    """The volumes that one plugin publishes on its node."""
-
     def __init__(
         self,
         state: StateFolder,
@@ -72,21 +67,21 @@ class NodeVolumes:
         self._limits = limits
         self._idle_s = idle_s
         self._lock = threading.Lock()  # of the fields below
-        self._claims: Counter[str] = Counter()  # calls under way, by key
-        self._starting: dict[str, Future[str]] = {}  # by key
-        self._checked_s: dict[str, float] = {}  # when it was last known to be current
+        self._claims: Counter[str] = Counter()  # under way, by key
+        self._starting: dict[str, Future[str]] = {}
+        self._checked_s: dict[str, float] = {}  # by key
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._target_calls: Counter[str] = Counter()  # that hold or wait for one of these locks
+        self._target_calls: Counter[str] = Counter()  # that hold or wait for a lock
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
-        self._idle_since_s: dict[str, float] = {}  # only of the reaper
+        self._idle_since_s: dict[str, float] = {}  # for the reaper
         self._wake = threading.Event()
         self._closing = False
         self._reaper = threading.Thread(target=self._reap, name="diesel-csi-reaper", daemon=True)
         self._reaper.start()
 
     def close(self) -> None:
-        """End the threads, once the starts under way have ended. Mounts go on."""
+        """End the threads after the starts under way. Mounts go on."""
         self._closing = True
         self._wake.set()
         self._reaper.join()
@@ -103,11 +98,11 @@ class NodeVolumes:
         timeout_s: float,
         is_wanted: Callable[[], bool],
     ) -> Volume:
-        """Show a volume at a target. Returns the volume when it can be read there.
+        """Returns when the volume can be read at the target.
 
-        `is_wanted` says whether the caller still waits; nothing is bound if not. Raises UsageError,
-        ConflictError if another volume or file system is at the target, BusyError if anything
-        else is there or the folder above is missing, DeadlineError, and the errors of
+        `is_wanted` returns whether the caller still waits; nothing is bound if not. Raises
+        UsageError, ConflictError if another volume or file system is at the target, BusyError if
+        anything else is there or the folder above is missing, DeadlineError, and the errors of
         `dlcmd mount`; no message has a secret.
         """
         check_mount_flags(mount_flags)
@@ -134,7 +129,7 @@ class NodeVolumes:
         return volume
 
     def unpublish(self, target: str) -> None:
-        """Take a volume away from a target; nothing there is fine. Raises DieselError."""
+        """Do nothing if there is none. Raises DieselError."""
         target = checked_target(target, self._state)
         with self._target_lock(target):
             detach(target)
@@ -142,7 +137,7 @@ class NodeVolumes:
         self._wake.set()
 
     def condition(self, target: str) -> VolumeHealth:
-        """How the volume at a target is. Raises NotFoundError if there is none."""
+        """Raises NotFoundError if there is no volume."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
         if place in (TargetState.FREE, TargetState.FOREIGN):
@@ -157,7 +152,6 @@ class NodeVolumes:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:
-        """Keep mounts of a key from being ended."""
         with self._lock:
             self._claims[key] += 1
         try:
@@ -184,7 +178,7 @@ class NodeVolumes:
                     del self._target_calls[target], self._target_locks[target]
 
     def _is_published(self, target: str, key: str) -> bool:
-        """Whether this volume is at the target, and can be read. A dead bind is taken away. Raises
+        """Whether this volume can be read at the target. Takes a dead bind away. Raises
         ConflictError if something else is there."""
         place, name = MountTable.read(self._state).at(target)
         match place:
@@ -205,19 +199,19 @@ class NodeVolumes:
         return False
 
     def _joined(self, volume: Volume, key: str, until_s: float) -> str:
-        """The name of a mount that shows the volume, which is started if there is none."""
+        """Starts a mount if there is none."""
         with self._lock:
             start = self._starting.get(key)
             is_new = start is None
             if start is None:
                 start = self._starting[key] = self._starters.submit(self._start, volume, key)
-        if is_new:  # not with the lock held: if it has ended, the callback is called here
+        if is_new:  # without the lock: if it has ended, the callback is called here
             start.add_done_callback(lambda _: self._forget_start(key))
         try:
             return start.result(max(0.0, until_s - time.monotonic()))
         except WaitedTooLong:
             raise DeadlineError(
-                f"the mount of {volume.named} has not started yet", advice="it goes on; ask again"
+                f"the mount of {volume.named} has not started yet", advice="it goes on; try again"
             ) from None
 
     def _forget_start(self, key: str) -> None:
@@ -225,7 +219,6 @@ class NodeVolumes:
             self._starting.pop(key, None)
 
     def _start(self, volume: Volume, key: str) -> str:
-        """In a thread of the pool: find a mount that shows the volume, or start one."""
         with self._state.key_lock(key) as lock:
             living = [
                 name
@@ -246,7 +239,7 @@ class NodeVolumes:
             return name
 
     def _current(self, volume: Volume, living: list[str]) -> str:
-        """The living mount of the volume's key that shows its current version; empty: none."""
+        """ "" if none shows the current version."""
         if not living:
             return ""
         newest = living[-1]
@@ -259,7 +252,7 @@ class NodeVolumes:
             raise
         except DieselError as error:
             text = volume.without_secrets(str(error))
-            log.warning("%s is shared: cannot ask which version is current: %s", newest, text)
+            log.warning("%s is shared: cannot find its current version: %s", newest, text)
             return newest
         roots = MountTable.read(self._state).roots
         found = [name for name in living if name in roots and roots[name].source == source]
@@ -269,7 +262,7 @@ class NodeVolumes:
         return found[-1]
 
     def _end(self, name: str) -> None:
-        """End a mount and remove its folder. The lock of its key is held."""
+        """The caller holds the lock of its key."""
         try:
             self._mounter.end(name)
             self._state.remove_folder(name)
@@ -280,7 +273,6 @@ class NodeVolumes:
             log.info("ended mount=%s", name)
 
     def _reap(self) -> None:
-        """The reaper: it ends mounts that no target shows, and removes the folders of dead ones."""
         wait_s = 0.0
         while True:
             self._wake.wait(wait_s)
@@ -294,8 +286,7 @@ class NodeVolumes:
                 log.exception("cannot look for idle mounts (a bug)")
 
     def _end_idle(self) -> float:
-        """End mounts that were idle for long enough. Returns after how many seconds to look
-        again."""
+        """Returns the seconds until the next look."""
         now_s = time.monotonic()
         table = MountTable.read(self._state)
         idle = {name for name in self._state.names() if not table.binds.get(name)}
@@ -311,7 +302,7 @@ class NodeVolumes:
         return wait_s
 
     def _end_unneeded(self, name: str) -> None:
-        """End a mount, unless somebody needs it after all, or the plugin ends."""
+        """Does nothing if somebody needs it after all, or the plugin ends."""
         key = key_of(name)
         if self._closing:
             return
@@ -322,11 +313,10 @@ class NodeVolumes:
                 if not is_claimed and not MountTable.read(self._state).binds.get(name):
                     self._end(name)
         except BlockingIOError:
-            pass  # it is being started
+            pass
 
 
 def _without_secrets(error: DieselError, volume: Volume) -> DieselError:
-    """The same error, without any secret in its texts."""
     error.message = volume.without_secrets(error.message)
     error.advice = volume.without_secrets(error.advice)
     error.details = volume.without_secrets(error.details)

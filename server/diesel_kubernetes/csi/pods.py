@@ -1,10 +1,9 @@
 """Mounts that are pods: on each node of a cluster, a mount has a pod of its own (a *mount pod*).
 
-So a mount outlives the plugin's pod, has limits of its own, and its log is that of a pod. The mount
-pod mounts below the state folder, and the mount propagates from there to the node and to the
-plugin. Secrets reach it by a Secret that the plugin makes for it, and deletes as soon as the mount
-works; the pod owns it, so that the cluster deletes it with the pod if the plugin cannot. Any
-thread.
+So a mount outlives the plugin's pod, and has its own limits and log. The mount propagates from the
+state folder, below which the pod mounts, to the node and the plugin. Secrets reach the pod by a
+Secret, which the plugin deletes as soon as the mount works; the pod owns it, so the cluster deletes
+it if the plugin cannot. Any thread.
 """
 
 import logging
@@ -35,43 +34,39 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""The pause between two looks at a mount pod that starts. The mount itself is an event."""
+"""The pause between two looks at a starting mount pod. The mount itself is an event."""
 
 END_DEADLINE_S = 60.0
-"""How long the end of a mount pod is waited for: it has 30 s after SIGTERM."""
+"""Pods have 30 s after SIGTERM."""
 
 END_CHECK_S = 0.25
 
 OVERHEAD_BYTES = 512 << 20
-"""Memory of a mount pod beside that for contents: for its three processes, and for tables of large
-datasets."""
+"""Three processes, and tables of large datasets."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """How mount pods are made."""
-
     node: str
     namespace: str
     image: str
     cpu: str = "100m"
     memory: str = "256Mi"
-    """What each requests, in the notation of Kubernetes."""
+    """Kubernetes's notation."""
     priority_class: str = "system-node-critical"
 
 
 def pod_name(name: str) -> str:
-    """The name of the mount pod, and of its Secret, for a mount."""
     return f"diesel-mount-{name}"
 
 
 def pod_manifest(
     volume: Volume, name: str, state: StateFolder, options: PodOptions
 ) -> dict[str, object]:
-    """The mount pod of a volume. It has no secret in it."""
+    """It has no secret."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
-    # From the mount's own folder the mount propagates to the node; other mounts it does not see
+    # The mount propagates to the node from its own folder; the pod sees no other mounts
     places = [
         (str(folder), "Bidirectional", False, "Directory"),
         (str(state.cache), "None", False, "Directory"),
@@ -139,16 +134,13 @@ def _metadata(name: str, options: PodOptions) -> dict[str, object]:
 
 
 class PodMounter:
-    """Mounts that are pods of the plugin's node, in the plugin's namespace."""
-
     def __init__(self, state: StateFolder, client: Client, options: PodOptions) -> None:
         self._state = state
         self._client = client
         self._options = options
 
     def start(self, volume: Volume, name: str, lock: int) -> None:
-        """See `Mounter`. No program inherits the lock: the next plugin deletes what did not come
-        up."""
+        """No program inherits the lock: the next plugin deletes a pod that did not come up."""
         named = pod_name(name)
         with api_errors():
             if volume.secrets:
@@ -166,7 +158,7 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
-        """See `Mounter`. The pod unmounts on SIGTERM."""
+        """The pod unmounts on SIGTERM."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():
@@ -179,8 +171,7 @@ class PodMounter:
         detach_dead(self._state.root(name))
 
     def tidy(self) -> None:
-        """See `Mounter`. Deletes pods of mounts without a folder, and Secrets that a killed plugin
-        has left."""
+        """Deletes pods of mounts without a folder, and Secrets of a killed plugin."""
         names = {pod_name(name) for name in self._state.names()}
         labels: LabelSelector = {LABEL_NODE: label_value(self._options.node)}
         with api_errors():
@@ -193,7 +184,6 @@ class PodMounter:
                     self._delete_secret(str(secret.metadata.name))
 
     def _give_secret_to(self, named: str, pod: Pod) -> None:
-        """Make the pod the owner of its Secret."""
         uid = pod.metadata.uid if pod.metadata else None
         owner = {"apiVersion": "v1", "kind": "Pod", "name": named, "uid": uid}
         patch = {"metadata": {"ownerReferences": [owner]}}
@@ -216,7 +206,7 @@ class PodMounter:
             return None
 
     def _wait_until_mounted(self, volume: Volume, name: str) -> None:
-        """Wait until the mount works, here too. Raises the error with which its pod ends."""
+        """Wait until the mount works here, too. Raises the error with which its pod ends."""
         root, named = self._state.root(name), pod_name(name)
         until_s, why = time.monotonic() + START_DEADLINE_S, "it has not been started"
         changes = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -224,7 +214,7 @@ class PodMounter:
             watched = select.poll()
             watched.register(changes, select.POLLPRI)
             while time.monotonic() < until_s:
-                # The tree of a native mount is there a moment before it can be asked
+                # The tree of a native mount is there a moment before it answers
                 if topmost_at(root, mounts()) is not None and lives(root):
                     return
                 why = _progress(self._pod(named), named)
@@ -239,7 +229,7 @@ class PodMounter:
 
 
 def _progress(pod: Pod | None, named: str) -> str:
-    """Why a mount pod does not work yet. Raises its error, if it has ended."""
+    """Why it does not work yet. Raises its error, if it has ended."""
     if pod is None:
         raise DieselError(f"the mount pod {named} was deleted")
     status = pod.status

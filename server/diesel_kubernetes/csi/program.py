@@ -1,8 +1,8 @@
-"""Runs `dlcmd`, and turns how it ends into a value or an error.
+"""Runs `dlcmd`, and returns its result or raises its error.
 
-A mount's secrets go into the environment of the program, which only root may read, and never into
-its arguments. The program gets no other variable of the plugin than those that find programs and
-modules. Any thread.
+A mount's secrets go into the program's environment, which only root may read, never into its
+arguments. Of the plugin's own variables, it gets only those that find programs and modules. Any
+thread.
 """
 
 import json
@@ -32,15 +32,13 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""The part of a log that an error repeats if the program has not reported an error."""
+"""The part of a log in an error, if the program has reported none."""
 
 KILLED_OUTPUT_S = 5.0
-"""How long the output of a program that was killed is waited for."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """The environment of a mount without the secrets: the repository, and the folders of its
-    files."""
+    """The repository, and the folders of the mount's files, but no secrets."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),
@@ -59,7 +57,7 @@ def run_dlcmd(
     """Run `dlcmd --json` to its end, and return the object that it prints ({}: none).
 
     It inherits the descriptors `pass_fds`, and goes on if this process is killed. Raises the error
-    that it reports, DieselError for an end without a report, and DeadlineError after killing it.
+    that it reports, otherwise DieselError, and DeadlineError after killing it.
     """
     with subprocess.Popen(
         [*DLCMD, "--json", *arguments],
@@ -93,7 +91,6 @@ def run_dlcmd(
 
 
 def _reported(text: str, verb: str, code: int) -> DieselError:
-    """The error in the last line that `dlcmd --json` wrote to stderr."""
     *before, last = text.strip().splitlines() or [""]
     try:
         match json.loads(last):
@@ -108,11 +105,11 @@ def _reported(text: str, verb: str, code: int) -> DieselError:
 
 
 def error_of_exit(verb: str, code: int, text: str) -> DieselError:
-    """The error for an exit code of `dlcmd`, and the last lines of its log or of stderr."""
+    """`text` is its log or stderr."""
     kinds = (
         UsageError, NotFoundError, BusyError, PermissionDenied, ObjectStoreError, MetadataError,
         FormatError, NoSpaceError,
     )  # fmt: skip
     kind = next((each for each in kinds if each.exit_code == code), DieselError)
     last = "; ".join(text.strip().splitlines()[-SHOWN_LINES:])[-SHOWN_CHARS:]
-    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it said nothing'}")
+    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it printed nothing'}")

@@ -1,8 +1,8 @@
 """Reports the shares of datasets on this node to the cluster; the operator reads the reports.
 
-The report is a ConfigMap of the driver's namespace (`../reports.py`). It belongs to the plugin's
-pod, so the cluster deletes it when the node or the driver goes. A thread of its own measures, which
-may wait for mounts that hang. It writes only a report that differs noticeably from the last one.
+The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
+the cluster deletes it when the node or the driver goes. A thread of its own measures, since mounts
+may hang, and writes only a report that differs noticeably from the last one.
 """
 
 import logging
@@ -31,17 +31,14 @@ from ..reports import (
 log = logging.getLogger("diesel.csi")
 
 INTERVAL_S = 30.0
-"""The pause between two measurements."""
 
 CLOSE_S = 5.0
 
 Measure = Callable[[], tuple[list[HeldDataset], bool]]
-"""Returns the shares on the node, and whether these are all."""
+"""The node's shares, and whether these are all."""
 
 
 class NodeReporter:
-    """Reports of one node, from `start` to `close`."""
-
     def __init__(
         self,
         client: Client,
@@ -53,7 +50,6 @@ class NodeReporter:
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`pod` is the plugin's own, if it is known."""
         self._client = client
         self._node = node
         self._namespace = namespace
@@ -68,19 +64,16 @@ class NodeReporter:
         self._thread = threading.Thread(target=self._run, name="diesel-csi-report", daemon=True)
 
     def start(self) -> None:
-        """Report from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; one that waits for mounts that hang is left behind. The written report
-        stays."""
+        """End the thread, or leave it behind if it hangs. The written report stays."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
     def report(self) -> bool:
-        """Measure, and write a report that is noticeably new. Returns whether it was written.
-        Raises DieselError."""
+        """Returns whether a report was noticeably new, and written. Raises DieselError."""
         datasets, is_complete = self._measure()
         now_s = self._clock()
         report = make_report(self._node, now_s, datasets, is_complete=is_complete)

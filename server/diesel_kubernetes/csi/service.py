@@ -1,7 +1,7 @@
 """The gRPC services Identity and Node of CSI, over the logic of `node.py`.
 
-A pool of threads serves the calls. Publishing may wait for a mount, so only `PUBLISHES_MAX` calls
-of it are let in at once; the pool has more threads than that, and Probe always finds one.
+A pool of threads serves the calls. Publishing may wait for a mount, so only `PUBLISHES_MAX` such
+calls are let in at once, and Probe always finds a thread.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -41,19 +41,19 @@ log = logging.getLogger("diesel.csi")
 
 PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
-"""Threads for calls other than publishing, which must not wait for mounts."""
+"""Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""For a publish without a deadline of its caller; kubelet's is 120 s."""
+"""Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
-"""How long calls under way may take after SIGTERM."""
+"""Time for calls under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
-"""The limits of CSI for a text, and for a map, in a request ("Size Limits")."""
+"""CSI's limits of a text and of a map ("Size Limits")."""
 
 DETAILS_CHARS_MAX = 3000
-"""gRPC carries a status in headers, of which 8 KiB are sure to arrive."""
+"""A status travels in headers, of which 8 KiB are sure to arrive."""
 
 _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
     (UsageError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -70,23 +70,18 @@ _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
 
 _MODES = frozenset(csi.VolumeCapability.AccessMode.Mode.values())
 
-_Request = TypeVar("_Request", bound=Message, contravariant=True)
-_Response = TypeVar("_Response", bound=Message, covariant=True)
-
-
-class _Method(Protocol[_Request, _Response]):
-    def __call__(self, request: _Request, context: grpc.ServicerContext) -> _Response: ...
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
 
 
 def code_of(error: DieselError) -> grpc.StatusCode:
-    """The status code of gRPC for an error."""
     return next(
         (code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL
     )
 
 
 class CsiServices:
-    """The handlers of all calls. Each ends with an answer, or with a status and one log line."""
+    """Each call ends with an answer, or with a status and one log line."""
 
     def __init__(self, volumes: NodeVolumes, state: StateFolder, node: str) -> None:
         self._volumes = volumes
@@ -97,17 +92,15 @@ class CsiServices:
     def get_plugin_info(
         self, _: csi.GetPluginInfoRequest, __: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
-        """The name and version of the driver."""
         return csi.GetPluginInfoResponse(name=DRIVER, vendor_version=diesel_fs.__version__)
 
     def get_plugin_capabilities(
         self, _: csi.GetPluginCapabilitiesRequest, __: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """None: there is no controller service."""
+        """There is no controller service."""
         return csi.GetPluginCapabilitiesResponse()
 
     def probe(self, _: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
-        """Whether volumes can be mounted here."""
         try:
             os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
             self._state.check()
@@ -120,7 +113,6 @@ class CsiServices:
     def node_publish_volume(
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
-        """Show a volume at a path."""
         attributes = dict(request.volume_context)
         pod = "/".join(attributes.get(name, "-") for name in (POD_NAMESPACE, POD_NAME))
         what = f"publish volume={_text(request.volume_id)} pod={_text(pod)}"
@@ -151,7 +143,6 @@ class CsiServices:
     def node_unpublish_volume(
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        """Take a volume away from a path."""
         what = f"unpublish volume={_text(request.volume_id)} target={_text(request.target_path)}"
         try:
             _check_id(request.volume_id)
@@ -164,7 +155,6 @@ class CsiServices:
     def node_get_volume_stats(
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        """How large a volume is, and whether it can be read."""
         try:
             _check_id(request.volume_id)
             found = self._volumes.condition(request.volume_path)
@@ -186,7 +176,6 @@ class CsiServices:
     def node_get_capabilities(
         self, _: csi.NodeGetCapabilitiesRequest, __: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
-        """The parts of the Node service: statistics, condition, and all access modes."""
         kinds = csi.NodeServiceCapability.RPC.Type
         wanted = (kinds.GET_VOLUME_STATS, kinds.VOLUME_CONDITION, kinds.SINGLE_NODE_MULTI_WRITER)
         return csi.NodeGetCapabilitiesResponse(
@@ -199,11 +188,9 @@ class CsiServices:
     def node_get_info(
         self, _: csi.NodeGetInfoRequest, __: grpc.ServicerContext
     ) -> csi.NodeGetInfoResponse:
-        """The name of the node."""
         return csi.NodeGetInfoResponse(node_id=self._node)
 
     def handlers(self) -> Iterable[grpc.GenericRpcHandler]:
-        """The handlers of gRPC, by the names of the services and methods."""
         yield grpc.method_handlers_generic_handler(
             "csi.v1.Identity",
             {
@@ -245,11 +232,11 @@ def _handler(
 
 
 class GrpcServer:
-    """The gRPC server on a unix socket, which other users cannot reach."""
+    """Other users cannot reach the unix socket."""
 
     def __init__(self, services: CsiServices, endpoint: str) -> None:
-        """`endpoint` is `unix:///path`. Raises UsageError for another one, or one that cannot be
-        listened at."""
+        """`endpoint` is `unix:///path`. Raises UsageError for any other, and if it cannot listen
+        there."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise UsageError(
@@ -273,12 +260,12 @@ class GrpcServer:
         self._server.start()
 
     def stop(self) -> None:
-        """Take no more calls, and wait a while for those that are under way."""
+        """Waits a while for calls under way."""
         self._server.stop(END_GRACE_S).wait()
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Remove the socket that a killed plugin has left. Raises BusyError if somebody listens."""
+    """Raises BusyError if somebody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -291,7 +278,7 @@ def _remove_dead_socket(path: str) -> None:
 
 
 def _check_id(volume_id: str) -> None:
-    """Raises UsageError for an ID that is missing, or longer than the specification allows."""
+    """Raises UsageError for an ID that is missing or too long."""
     if not volume_id:
         raise UsageError("the request names no volume")
     if len(volume_id.encode()) > FIELD_BYTES_MAX:
@@ -302,8 +289,8 @@ def _check_id(volume_id: str) -> None:
 
 
 def _check_capability(capability: csi.VolumeCapability) -> None:
-    """Raises UsageError for a volume that is no folder, and for a mode that there is not. Each
-    that there is will do: VOLUMES.md."""
+    """Raises UsageError for a volume that is no folder, and for an unknown mode; all known modes
+    will do (VOLUMES.md)."""
     if capability.WhichOneof("access_type") != "mount":
         raise UsageError("a volume of this driver is a folder", advice="use volumeMode: Filesystem")
     mode = capability.access_mode.mode
@@ -315,8 +302,8 @@ def _check_capability(capability: csi.VolumeCapability) -> None:
 
 
 def _check_map(what: str, given: Mapping[str, str]) -> None:
-    """Raises UsageError for a map that the specification does not allow, or that holds NUL, which
-    no environment and no argument of a program can hold."""
+    """Raises UsageError for a map that is too large, or has a NUL, which no environment or argument
+    can hold."""
     own = {name: value for name, value in given.items() if not name.startswith(POD_INFO)}
     total_bytes = sum(len(part.encode()) for item in own.items() for part in item)
     if total_bytes > MAP_BYTES_MAX:
@@ -330,7 +317,7 @@ def _check_map(what: str, given: Mapping[str, str]) -> None:
 
 
 def _text(text: str) -> str:
-    """A text from a request, for a log line: one word of bounded length."""
+    """One word of bounded length, for a log line."""
     return "".join(c if c.isprintable() and c != " " else "?" for c in text[:300])
 
 

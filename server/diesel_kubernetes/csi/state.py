@@ -1,7 +1,7 @@
 """The plugin's folder on the node (`--state`): where mounts lie, the node's key, and locks.
 
-`VOLUMES.md` lists its files. Locks are flock(2): the kernel frees them when the last process that
-holds one has ended, whatever killed it. Any thread.
+`VOLUMES.md` lists its files. Locks are flock(2), so the kernel frees them when their processes have
+ended, whatever killed these. Any thread.
 """
 
 import fcntl
@@ -25,15 +25,14 @@ _NAME = re.compile(rf"([0-9a-f]{{{KEY_CHARS}}})-([1-9]\d{{0,8}})", re.ASCII)
 
 
 def key_of(name: str) -> str:
-    """The mount key in a mount's name."""
     return name.partition("-")[0]
 
 
 class StateFolder:
-    """The state folder of one plugin, which it holds as long as the object lives."""
+    """One plugin holds it as long as the object lives."""
 
     def __init__(self, path: Path) -> None:
-        """Makes missing folders. Raises BusyError if another plugin runs on this folder, and
+        """Makes missing folders. Raises BusyError if another plugin has this folder, and
         PermissionDenied."""
         # The kernel lists mounts by their real paths
         self.path = private_folder(Path(os.path.realpath(path)))
@@ -52,11 +51,10 @@ class StateFolder:
         self.node_key = self._load_node_key()
 
     def close(self) -> None:
-        """Let another plugin have the folder."""
         os.close(self._lock)
 
     def check(self) -> None:
-        """Raises PermissionDenied if nothing can be written into the folder."""
+        """Raises PermissionDenied if the folder is not writable."""
         probe = self.path / ".probe"
         try:
             with atomic_file(probe, sync=False) as file:
@@ -66,32 +64,26 @@ class StateFolder:
             raise PermissionDenied(f"cannot write to {self.path}: {error.strerror}") from error
 
     def folder(self, name: str) -> Path:
-        """The folder of a mount."""
         return self.mounts / name
 
     def root(self, name: str) -> str:
-        """The mount point of a mount."""
         return str(self.mounts / name / "root")
 
     def run_folder(self, name: str) -> Path:
-        """The folder of a mount's sockets."""
         return self.mounts / name / "run"
 
     def names(self, key: str = "") -> list[str]:
-        """The names of all mounts that have a folder (of one key), in the order of their
-        numbers."""
+        """Mounts with a folder (of one key), by number."""
         found = [name for name in os.listdir(self.mounts) if _NAME.fullmatch(name)]
         wanted = [name for name in found if not key or key_of(name) == key]
         return sorted(wanted, key=lambda name: (key_of(name), int(name.partition("-")[2])))
 
     def new_name(self, key: str) -> str:
-        """A name that no mount has."""
         last = self.names(key)[-1:]
         return f"{key}-{int(last[0].partition('-')[2]) + 1 if last else 1}"
 
     def make_folder(self, name: str, namespace: str) -> None:
-        """Make the folder of a mount for pods of a namespace, and those in it. Raises
-        PermissionDenied."""
+        """Raises PermissionDenied."""
         folder = self.folder(name)
         for each in (folder, folder / "root", self.run_folder(name)):
             private_folder(each)
@@ -99,15 +91,14 @@ class StateFolder:
             (folder / "namespace").write_text(namespace)
 
     def namespace(self, name: str) -> str | None:
-        """The namespace of the pods that a mount is for; empty if kubelet named none, None if
-        that is not known."""
+        """ "" if kubelet named none, None if it is not known."""
         with suppress(OSError, UnicodeDecodeError):
             return (self.folder(name) / "namespace").read_text()
         return None
 
     def remove_folder(self, name: str) -> None:
-        """Remove the folder of a mount that has ended. The mount point goes first, never
-        with files in it. Raises OSError if something is still mounted there."""
+        """Remove the folder of an ended mount, first its empty mount point. Raises OSError if
+        something is still mounted there."""
         folder = self.folder(name)
         with suppress(FileNotFoundError):
             os.rmdir(folder / "root")
@@ -115,8 +106,8 @@ class StateFolder:
 
     @contextmanager
     def key_lock(self, key: str, *, wait: bool = True) -> Iterator[int]:
-        """Hold the lock of a mount key. A program that inherits the descriptor holds it, too.
-        Raises BlockingIOError if somebody else has it, unless this call waits."""
+        """Hold a key's lock. A program that inherits the descriptor holds it, too. Without `wait`,
+        raises BlockingIOError if it is taken."""
         path = self._locks / key
         while True:
             descriptor = _open_lock(path)
@@ -128,7 +119,7 @@ class StateFolder:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # somebody has removed the file meanwhile
+            os.close(descriptor)
         try:
             yield descriptor
         finally:

@@ -1,9 +1,9 @@
 """Binds mounts at the paths where pods see them, and reads from the kernel which mount is where.
 
-`/proc/self/mountinfo` is the only record: a bind has the device number of the mount that it shows.
-Nothing here touches a file of a mount, which could wait for a daemon that hangs: a child process
-tries whether a mount lives (`mounts/mountpoints/mountpoint.py`), and a thread that may be left
-behind walks a path in it (`show_control`). Any thread.
+`/proc/self/mountinfo` is the only record: a bind has the device number of its mount. Nothing here
+touches a file of a mount, whose daemon may hang: a child process tries whether a mount lives
+(`mounts/mountpoints/mountpoint.py`), and a thread that may be left behind walks a path in it
+(`show_control`). Any thread.
 """
 
 import errno
@@ -35,17 +35,14 @@ log = logging.getLogger("diesel.csi")
 TARGET_MODE = 0o750
 
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
-"""The kernel's limits of a name, and of a path."""
 
 CONTROL_DEADLINE_S = 5.0
-"""The time for a mount to answer, when its control socket is to be shown."""
+"""Time for a mount's answer."""
 
 _NOT_COUNTED = 1 << 62
 
 
 class TargetState(Enum):
-    """The kind of thing that is mounted at a target."""
-
     FREE = "nothing"
     OURS = "a bind of one of this plugin's mounts"
     STALE = "a bind of a mount of a dataset that has been replaced, or has ended"
@@ -54,17 +51,14 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MountTable:
-    """The mounts of this node at one moment, as far as they concern volumes."""
-
     roots: Mapping[str, DatasetMount]
-    """The mounts of the state folder, by name."""
+    """Mounts of the state folder, by name."""
     binds: Mapping[str, tuple[str, ...]]
-    """The paths at which each of these is bound."""
+    """Paths of binds, by name."""
     entries: tuple[MountEntry, ...]
 
     @classmethod
     def read(cls, state: StateFolder) -> "MountTable":
-        """The table of now."""
         entries = tuple(mounts())
         found = dataset_mounts(entries)
         roots: dict[str, DatasetMount] = {}
@@ -80,7 +74,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """The state of a target, and the name of the mount if it is one of ours."""
+        """The state, and the name if it is a mount of ours."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -92,8 +86,8 @@ class MountTable:
 
 
 def checked_target(path: str, state: StateFolder) -> str:
-    """A target path, with the links on the way to it followed. Raises UsageError for one that is
-    not absolute, has `..`, is too long for the kernel, or would hide the plugin's own folder."""
+    """A target path, with the links to it followed. Raises UsageError if it is not absolute, has
+    `..`, is too long for the kernel, or would hide the plugin's own folder."""
     encoded = os.fsencode(path)
     names = encoded.split(b"/")
     if names[0] or not encoded.strip(b"/") or b"\0" in encoded or {b"", b".", b".."} & {*names[1:]}:
@@ -113,7 +107,7 @@ def checked_target(path: str, state: StateFolder) -> str:
 
 
 def lives(root: str) -> bool:
-    """Whether a daemon serves the mount at a path. One that does not answer in 10 s does not."""
+    """Whether a daemon serves the mount, and answers in 10 s."""
     try:
         return is_alive(root)
     except DieselError:
@@ -121,8 +115,7 @@ def lives(root: str) -> bool:
 
 
 def check_place(target: str) -> None:
-    """Check that nothing lies at a target but an empty folder, and that it can be made if it is
-    missing. Raises BusyError."""
+    """Raises BusyError if a target is no empty folder, or is missing and cannot be made."""
     if not os.path.isdir(os.path.dirname(target)):
         raise BusyError(
             f"the folder above {target} is missing",
@@ -143,8 +136,8 @@ def check_place(target: str) -> None:
 
 
 def bind(root: str, target: str) -> None:
-    """Show a mount at a target too, with `.diesel`; the folder is made. Raises BusyError if
-    something else is there, and DieselError."""
+    """Make the target, and show a mount there too, with `.diesel`. Raises BusyError if something
+    else is there, and DieselError."""
     check_place(target)
     try:
         with suppress(FileExistsError):
@@ -162,11 +155,11 @@ def bind(root: str, target: str) -> None:
 
 
 def show_control(run: Path, target: str) -> None:
-    """Show the control socket of a mount, which lies below its folder `run`, at a target.
+    """Show a mount's control socket, which lies below its folder `run`, at a target.
 
-    The link `.diesel/control` leads to a path of the node, which a container does not have, so the
-    socket itself is bound over the link. If that fails, programs in the pod announce no plans;
-    all else works, so it is only logged.
+    A container does not have the node's path to which the link `.diesel/control` leads, so the
+    socket itself is bound over the link. If that fails, it is only logged: programs in the pod
+    announce no plans, and all else works.
     """
     link = os.path.join(target, HIDDEN_FOLDER, "control")
     given_up = threading.Event()
@@ -174,7 +167,8 @@ def show_control(run: Path, target: str) -> None:
     def bind_socket() -> None:
         try:
             [socket] = control_sockets(run / "diesel")
-            place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # asks the mount
+            # A request to the mount
+            place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if not given_up.is_set():
                     tree = syscalls.clone_mount(socket)
@@ -196,8 +190,8 @@ def show_control(run: Path, target: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Take away the mounts of datasets at a target, dead ones too. Raises BusyError if another
-    file system is mounted there."""
+    """Take away the mounts of datasets at a target, dead ones too. Raises BusyError for another
+    file system."""
     while True:
         entries = list(mounts())
         top = topmost_at(target, entries)
@@ -216,8 +210,8 @@ def detach(target: str) -> None:
 
 
 def remove_target(target: str) -> None:
-    """Remove the empty folder of a target, if it is there. Raises BusyError for anything else: this
-    plugin has not put it there."""
+    """Remove a target's empty folder, if there is one. Raises BusyError for anything else, which is
+    not the plugin's."""
     try:
         if os.path.lexists(target):
             os.rmdir(target)
@@ -232,14 +226,14 @@ def remove_target(target: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSystemUsage:
-    """The size of a file system, in bytes, and its entries (0: it does not say)."""
+    """`entries` is 0 if the file system does not report it."""
 
     total_bytes: int
     entries: int
 
 
 def usage_of(target: str) -> FileSystemUsage:
-    """The size of a living mount. Raises OSError."""
+    """The mount must be alive. Raises OSError."""
     found = os.statvfs(Path(target))
-    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not say
+    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report it
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

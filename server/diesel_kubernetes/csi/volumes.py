@@ -1,9 +1,9 @@
 """Reads the attributes of a volume, and computes the key by which equal volumes share a mount.
 Pure.
 
-A volume's attributes and secrets come from tenants. Each is checked against a pattern, and becomes
-one argument `--name=value` of `dlcmd mount`, or a variable of its environment: no value can become
-an option, and none reaches a shell. `VOLUMES.md` lists all of them.
+Attributes and secrets come from tenants. Each is checked against a pattern, and becomes one
+argument `--name=value` of `dlcmd mount`, or a variable of its environment: no value can become an
+option, and none reaches a shell. `VOLUMES.md` lists all of them.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
 from ..reports import is_namespace
 
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
-"""Mount options that hold for every volume anyway."""
+"""They hold for every volume anyway."""
 
 PART_CHARS = 16
 KEY_CHARS = 2 * PART_CHARS
-"""A key has two parts: a hash of the attributes, and a hash of the secrets."""
+"""A key is a hash of the attributes, then one of the secrets."""
 SECRET_BYTES_MAX = 16 << 10
 SHOWN_SECRET_CHARS = 6
-"""Shorter secrets are not looked for in messages: a user called `pets` would hide the dataset."""
+"""Shorter secrets stay in messages: a user called `pets` would hide the dataset."""
 
 _META_SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -59,52 +59,45 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """The limits that the administrator of the nodes sets for volumes."""
+    """The administrator sets them."""
 
     url: str = ""
     """The repository of volumes that name none."""
     file_roots: tuple[str, ...] = ()
     """Folders below which a volume may name a repository by `file://`."""
     cache_root: str = ""
-    """The folder below which volumes may have cache folders; empty: none may."""
+    """Volumes may have cache folders below it; empty: none may."""
     memory_bytes_max: int = 4 << 30
     cache_bytes_max: int = 0
-    """The most that a volume's cache folder may hold; 0: no limit."""
+    """Limits a volume's cache folder; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A volume: its dataset, and how it is mounted."""
-
     dataset: str
     version: int
-    """0: the version that is current when the volume is published."""
+    """0: the current version at the time of publishing."""
     follow: bool
     options: tuple[str, ...]
-    """Arguments of `dlcmd mount`."""
     environment: Mapping[str, str]
-    """Variables for the environment of the mount, without secrets: the repository, the user."""
+    """The repository and the user, but no secrets."""
     namespace: str
     memory_bytes: int
     cache_dir: str = ""
     file_folder: str = ""
     """The folder of a repository on the node's own disk."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Secret variables for the environment of the mount."""
 
     @property
     def named(self) -> str:
-        """The dataset, as an argument of `dlcmd mount`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
     @property
     def may_go_stale(self) -> bool:
-        """Whether a mount of it may show another version than one that is made later."""
         return not self.version and not self.follow
 
     def key(self, node_key: bytes) -> str:
-        """The mount key: equal volumes have the same, and nobody without `node_key` can compute
-        it."""
+        """Equal volumes have the same key, and nobody without `node_key` can compute it."""
         named = [
             self.namespace, self.named, self.follow, self.options,
             sorted(self.environment.items()),
@@ -114,7 +107,6 @@ class Volume:
         return "".join(each.hexdigest()[:PART_CHARS] for each in digests)
 
     def without_secrets(self, text: str) -> str:
-        """A text in which each of the secrets is replaced, so that no error shows one."""
         for value in sorted(self.secrets.values(), key=len, reverse=True):
             for each in (value, *value.split()):
                 if len(each) >= SHOWN_SECRET_CHARS:
@@ -123,15 +115,14 @@ class Volume:
 
 
 def name_the_same(key: str, other: str) -> bool:
-    """Whether the volumes of two keys name the same, whatever their secrets."""
+    """Secrets do not count."""
     return key[:PART_CHARS] == other[:PART_CHARS]
 
 
 def parse_volume(
     attributes: Mapping[str, str], secrets: Mapping[str, str], limits: VolumeLimits
 ) -> Volume:
-    """The volume with these attributes and secrets. Raises UsageError; its message names the
-    attribute, and repeats no secret."""
+    """Raises UsageError; its message names the attribute, and repeats no secret."""
     given = {name: text for name, text in attributes.items() if not name.startswith(POD_INFO)}
     for name in sorted(given.keys() - set(ATTRIBUTES)):
         raise UsageError(
@@ -183,7 +174,7 @@ def parse_volume(
 def _options(
     given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
-    """The arguments of `dlcmd mount` but those of the cache, and the memory of the mount."""
+    """The arguments but those of the cache, and the mount's memory."""
     options = []
 
     def add(name: str, option: str, check: Callable[[str], str]) -> None:
@@ -246,7 +237,7 @@ def _bad(given: Mapping[str, str], name: str, meant: str) -> UsageError:
 
 
 def _size(given: Mapping[str, str], name: str, most: int) -> int:
-    """A size in bytes; 0 if none is given."""
+    """Bytes; 0 if none is given."""
     if name not in given:
         return 0
     try:
@@ -259,7 +250,7 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
 
 
 def _rank(text: str, pod: str) -> str:
-    """The number of the node in its task, which may come from the pod's name."""
+    """It may come from the pod's name."""
     match = _POD_RANK.fullmatch(text)
     if match is None:
         return _matching({"rank": text}, "rank", _NUMBER)
@@ -309,7 +300,7 @@ def _endpoint(text: str) -> str:
 
 
 def _checked_url(url: str, limits: VolumeLimits) -> str:
-    """The folder of a repository on the node's disk; empty for others. Raises UsageError."""
+    """The repository's folder on the node's disk, or "". Raises UsageError."""
     if not url:
         raise UsageError(
             "the volume names no repository, and this node has no default",
@@ -342,7 +333,6 @@ def _checked_url(url: str, limits: VolumeLimits) -> str:
 
 
 def _parsed_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of these secrets."""
     found = {}
     for name, value in secrets.items():
         if name not in SECRETS:
@@ -358,7 +348,6 @@ def _parsed_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_mount_flags(flags: "list[str]") -> None:
-    """Raises UsageError for mount options that do not hold for every volume."""
     for flag in flags:
         if flag not in MOUNT_FLAGS:
             raise UsageError(

@@ -2,9 +2,9 @@
 
 `OPERATOR.md` is the authority: each field, each object that is made, the state after a crash.
 
-Start reading at `datasets.py`. It decides the next step for a Dataset, `training.py` for a
-TrainingJob; both are pure. `controller.py` reads an object, has them decide, and does the step. It
-holds no state, so it may be killed at any time.
+Start at `datasets.py`, which decides the next step for a Dataset, as `training.py` does for a
+TrainingJob. `controller.py` reads an object, lets them decide, and does the step. It holds no
+state, so it may be killed at any time.
 
 | part | files |
 | --- | --- |

@@ -1,8 +1,8 @@
 """Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
-They are plain because a pod template may have fields that no library knows yet; the controller
-decodes them (`decoding.py`). Only this module and the watches of kopf speak to the API server.
-Errors are those of lightkube (`ApiError`, which has the status) and of httpx2.
+A pod template may have fields that no library knows yet; the controller decodes them
+(`decoding.py`). Only this module and kopf's watches speak to the API server. Errors are those of
+lightkube (`ApiError`, which has the status) and of httpx2.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -24,65 +24,46 @@ from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
-"""How many objects of a list are requested at once."""
+"""Objects of a list that are requested at once."""
 
 
 class Pods(GenericNamespacedResource):
-    """Pods."""
-
     _api_info = create_api_info("", "v1", "Pod", "pods")
 
 
 class ConfigMaps(GenericNamespacedResource):
-    """ConfigMaps."""
-
     _api_info = create_api_info("", "v1", "ConfigMap", "configmaps")
 
 
 class Secrets(GenericNamespacedResource):
-    """Secrets."""
-
     _api_info = create_api_info("", "v1", "Secret", "secrets")
 
 
 class Services(GenericNamespacedResource):
-    """Services."""
-
     _api_info = create_api_info("", "v1", "Service", "services")
 
 
 class Events(GenericNamespacedResource):
-    """Events."""
-
     _api_info = create_api_info("", "v1", "Event", "events")
 
 
 class Jobs(GenericNamespacedResource):
-    """Jobs."""
-
     _api_info = create_api_info("batch", "v1", "Job", "jobs")
 
 
 class Datasets(GenericNamespacedResource):
-    """Datasets."""
-
     _api_info = create_api_info(GROUP, VERSION, "Dataset", "datasets")
 
 
 class TrainingJobs(GenericNamespacedResource):
-    """TrainingJobs."""
-
     _api_info = create_api_info(GROUP, VERSION, "TrainingJob", "trainingjobs")
 
 
 class Nodes(GenericGlobalResource):
-    """Nodes."""
-
     _api_info = create_api_info("", "v1", "Node", "nodes")
 
 
 def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
-    """The subresource by which the status of a kind is written."""
     info = kind._api_info
     return type(
         f"{kind.__name__}Status",
@@ -107,7 +88,7 @@ Owner = type[Datasets] | type[TrainingJobs]
 
 
 class Cluster:
-    """The API server. Any number of tasks may use it at once."""
+    """Any number of tasks."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -115,7 +96,6 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
-        """An object; None if there is none."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -129,7 +109,7 @@ class Cluster:
         namespace: str,
         labels: Mapping[str, str | None] | None = None,
     ) -> list[Json]:
-        """The objects of a namespace (`*`: of all) with these labels (None: with any value)."""
+        """Objects of a namespace (`*`: of all) with these labels (None: any value)."""
         selector: LabelSelector | None = {**labels} if labels else None
         found = self._client.list(
             kind,
@@ -140,11 +120,10 @@ class Cluster:
         return [dict(each) async for each in found]
 
     async def nodes(self) -> list[Json]:
-        """All nodes."""
         return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
 
     async def create(self, made: Json) -> bool:
-        """Make an object. Returns False if one of this name is there already."""
+        """Returns False if there is one of this name already."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
             await self._client.create(one)  # its metadata have the namespace
@@ -157,7 +136,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Delete an object, if it is there, and the objects that it owns."""
+        """The objects that it owns are deleted, too."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
@@ -167,16 +146,13 @@ class Cluster:
                 raise
 
     async def write_status(self, kind: Owner, seen: Json, status: Json) -> None:
-        """Replace the status of an object; ApiError with 409 if somebody has changed the object."""
+        """Raises ApiError with 409 if somebody has changed the object since `seen` was read."""
         made = _STATUS[kind].from_dict({**seen, "status": status})
         metadata = decode(Metadata, seen.get("metadata"))
         await self._client.replace(made, metadata.name, namespace=metadata.namespace)
 
     async def set_finalizers(self, kind: Owner, seen: Json, finalizers: list[str]) -> Json | None:
-        """Replace the finalizers of an object, and return the changed object; None if it is gone.
-
-        Raises ApiError with 409 if somebody has changed the object since `seen` was read.
-        """
+        """Returns the changed object; None if it is gone. Raises as `write_status`."""
         metadata = decode(Metadata, seen.get("metadata"))
         patch: Json = {
             "metadata": {
@@ -201,6 +177,6 @@ class Cluster:
 
 @asynccontextmanager
 async def opened_cluster() -> AsyncIterator[Cluster]:
-    """The cluster in which the program runs, or that of `KUBECONFIG`."""
+    """That of this program, or of `KUBECONFIG`."""
     async with AsyncClient(field_manager="diesel-operator") as client:
         yield Cluster(client)

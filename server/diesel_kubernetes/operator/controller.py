@@ -1,24 +1,23 @@
 """The reconciler: it reads an object, has the next step decided, and does that step.
 
 `datasets.py` and `training.py` decide, `cluster.py` reads and writes. A step is safe to do twice,
-and the controller keeps no state of objects, so it may be killed between any two writes.
+and the controller keeps no state of objects, so it may be killed between any two writes. All tasks
+run in one asyncio loop:
 
-The tasks, all in one asyncio loop and its thread:
-
-- Workers of the queue (`queue.py`) call `handle(key)`, many at once. The queue never gives one key
-  to two of them, so no two steps of one object interleave. Steps of different objects do, at each
-  call of the cluster.
-- One task calls `refresh_holdings` at intervals. It reads the reports of all nodes at once and
-  replaces `_reports` and `_holdings` without a wait in between. A step that began before keeps the
-  old index until its end. The task then wakes the Datasets with changed shares.
+- Workers of the queue (`queue.py`) call `handle(key)`. The queue never gives one key to two of
+  them, so no two steps of one object interleave. Steps of different objects do, at each call of the
+  cluster.
+- One task calls `refresh_holdings` at intervals. It reads all nodes' reports and replaces
+  `_reports` and `_holdings` without a wait in between; a step that began before keeps the old
+  index. Then it wakes the Datasets with changed shares.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
-What may go wrong between a read and a write: somebody else, a user or a second operator, changes
-the object. The API server refuses the write then (409), and `handle` asks for another turn.
+If somebody else, a user or a second operator, changes an object between a read and a write, the API
+server refuses the write (409), and `handle` takes another turn.
 
-Kept between turns are only hints, which may be out of date: names of pods (`KnownPods`), the
-reports, and the nodes of each Dataset (`_known_datasets`). They save lists; a wrong one costs a
-list or a turn, and never decides anything.
+Only hints are kept between turns, and may be out of date: names of pods (`KnownPods`), the reports,
+and the nodes of each Dataset (`_known_datasets`). They save lists; a wrong one costs a list or a
+turn, and never decides anything.
 """
 
 import asyncio
@@ -73,34 +72,31 @@ log = logging.getLogger("diesel.operator")
 DATASETS, TRAINING_JOBS = "datasets", "trainingjobs"
 
 PROGRESS_S = 2.0
-"""How long a preparation has to report its progress."""
 PROGRESS_BYTES_MAX = 4096
 
 CONFLICT_S = 0.1
 
 YOUNG_S = 5.0
-"""A Job younger than this is not asked for its progress."""
+"""A younger Job gets no request for its progress."""
 
 
 class Hindered(Exception):
-    """An object that a TrainingJob needs cannot be made now; it is tried again."""
+    """An object of a TrainingJob cannot be made now; it is tried again."""
 
     def __init__(self, reason: str, why: str) -> None:
-        """`reason` is that of the condition `ObjectsMade`."""
         super().__init__(why)
         self.reason = reason
 
 
 class KnownPods:
-    """Names of pods, as the watch has shown them. The watch may be behind, and empty at first, so
-    the names are only hints about which pods to read."""
+    """Names of pods from the watch, which may be behind, and empty at first: only hints about which
+    pods to read."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
         self._by_dataset: dict[tuple[str, str], set[str]] = {}
 
     def note(self, pod: Metadata, *, is_gone: bool) -> None:
-        """The watch has shown a pod, or its end."""
         namespace, name, labels = pod.namespace, pod.name, pod.labels
         if job := labels.get("job-name"):
             _keep(self._by_job, (namespace, job), name, is_gone=is_gone)
@@ -110,11 +106,9 @@ class KnownPods:
                 _keep(self._by_dataset, key, name, is_gone=is_gone)
 
     def pods(self, namespace: str, job: str) -> set[str]:
-        """The pods of a Job."""
         return self._by_job.get((namespace, job), set())
 
     def readers(self, namespace: str, dataset: str) -> set[str]:
-        """The pods that read a Dataset."""
         return self._by_dataset.get((namespace, dataset), set())
 
 
@@ -131,7 +125,7 @@ def _keep(
 
 
 class Reconciler:
-    """Does the next step for objects. Many tasks may call `handle` at once, with different keys."""
+    """`handle` may run for many different keys at once."""
 
     def __init__(
         self,
@@ -143,14 +137,14 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nodes write their reports in `driver_namespace`; empty: none does."""
+        """Nodes report in `driver_namespace`; empty: none does."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
         self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
-        """Called with the keys of objects that another object's change concerns."""
+        """Gets the keys of objects that need a turn."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
         self._holdings = ReportedHoldings()
@@ -160,35 +154,34 @@ class Reconciler:
         self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """Keep the name of a pod that the watch has shown, to read the pod without a list."""
+        """The pod can then be read without a list."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
-        """Close connections."""
         if self._http is not None:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Do the next step for an object. Returns after how many seconds to look again."""
+        """Do an object's next step. Returns the seconds until another turn."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
         except ApiError as error:
-            if error.status.code == HTTPStatus.CONFLICT:  # it was changed meanwhile
+            if error.status.code == HTTPStatus.CONFLICT:
                 return CONFLICT_S
             raise
 
     # What nodes hold
 
     async def refresh_holdings(self) -> None:
-        """Read the reports of all nodes, and wake the Datasets that they concern. If they cannot be
-        read, the reports before are used until they are too old."""
+        """Read the reports of all nodes, and wake their Datasets. If that fails, the earlier
+        reports are used until they are too old."""
         if not self._driver_namespace:
             return
         try:
             found = await self._cluster.find(ConfigMaps, self._driver_namespace, {LABEL_NODE: None})
         except (ApiError, httpx2.HTTPError) as error:
-            if not self._is_blind:  # it is logged once
+            if not self._is_blind:
                 log.warning("shares of nodes are estimates: cannot read their reports: %s", error)
             self._is_blind = True
         else:
@@ -201,7 +194,7 @@ class Reconciler:
                 self.wake(key)
 
     def _parsed(self, found: list[Json]) -> list[NodeReport]:
-        """The reports in ConfigMaps. A malformed one is left out, and logged once."""
+        """A malformed report is left out, and logged once."""
         reports, wrong = [], set()
         for raw in found:
             try:
@@ -215,7 +208,6 @@ class Reconciler:
         return reports
 
     def _note_dataset(self, key: Key, seen: DatasetObject | None) -> None:
-        """Keep the key and the nodes by which reports concern a Dataset."""
         held = held_key(key.namespace, seen.status.identity) if seen else None
         if seen is None or held is None:
             self._known_datasets.pop(key, None)
@@ -261,15 +253,11 @@ class Reconciler:
         return decision.again_s
 
     async def _situation(self, seen: DatasetObject) -> datasets.DatasetSituation:
-        """A Dataset with its objects in the cluster.
-
-        The API server looks through all objects of a namespace for each list, so the controller
-        lists nothing that it can get by name: the time for many Datasets would grow with their
-        square.
-        """
+        """A list makes the API server look through all objects of a namespace, so the controller
+        lists nothing that it can get by name: time would grow with the square of the Datasets."""
         own = await self._jobs(seen)
         pods: list[Pod] = []
-        for job in filter(self._may_tell, own):
+        for job in filter(self._may_report, own):
             pods += await self._pods_of(seen.namespace, job.metadata.name)
         readers: list[Json] = []
         is_read = self._known.readers(seen.namespace, seen.name) or seen.status.nodes
@@ -296,7 +284,6 @@ class Reconciler:
         return [decode(Pod, each) for each in known if each is not None]
 
     async def _jobs(self, seen: DatasetObject) -> list[Job]:
-        """The Jobs of a Dataset that matter for its next step."""
         observed = seen.status.observed_generation
         if seen.is_deleted or observed not in (0, seen.generation):
             found = await self._cluster.find(Jobs, seen.namespace, {LABEL_DATASET: seen.name})
@@ -304,22 +291,21 @@ class Reconciler:
             return [each for each in jobs if _is_own_job(each, seen)]
         if observed and seen.status.phase in datasets.SETTLED:
             return []
-        # The last attempt, and the one that an operator may have made before it was killed
+        # The last attempt, and one that an operator may have made before it was killed
         attempt = max(1, seen.status.attempt or 0)
         names = [job_name(seen, PREPARE, each) for each in (attempt, attempt + 1)]
         made = [await self._cluster.get(Jobs, seen.namespace, name) for name in names]
         jobs = [decode(Job, each) for each in made if each is not None]
         return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
-    def _may_tell(self, job: Job) -> bool:
-        """Whether the pods of a Job may have something to report: it has ended, or is not young."""
+    def _may_report(self, job: Job) -> bool:
+        """It has ended, or is not young."""
         if job.status.conditions:
             return True
         since_s = seconds_of(job.status.start_time)
         return bool(since_s) and self._clock() - since_s >= min(self._interval_s, YOUNG_S)
 
     async def _progress(self, jobs: tuple[datasets.JobView, ...]) -> Progress | None:
-        """The progress that the running preparation reports; None if it does not answer."""
         running = next((each for each in jobs if each.runs and each.address), None)
         if running is None:
             return None
@@ -390,7 +376,6 @@ class Reconciler:
         return training.survey(nodes, pods, found, own)
 
     async def _make(self, seen: TrainingObject, decision: training.TrainingDecision) -> None:
-        """Make the objects of a decision. Raises Hindered if the cluster does not let us."""
         for volume in decision.key_secrets:
             with _forbidden("SecretDenied"):
                 await self._make_key(seen, volume)
@@ -408,7 +393,7 @@ class Reconciler:
             raise Hindered("NameTaken", f"the {wanted.kind} {name} is not of this TrainingJob")
 
     async def _make_key(self, seen: TrainingObject, volume: PlannedVolume) -> None:
-        """Make the Secret of a volume once. A key that is there is never replaced."""
+        """An existing key is never replaced."""
         source = await self._cluster.get(Secrets, seen.namespace, volume.key_from)
         data = decode(Secret, source).data
         made = key_secret(seen, volume.secret_name, data, secrets.token_hex(32))
@@ -417,7 +402,6 @@ class Reconciler:
     async def _write_condition(
         self, situation: training.TrainingSituation, reason: str, why: str
     ) -> None:
-        """Write the condition that says what could not be made."""
         status = training.hindered(situation, reason, why)
         if status != situation.seen.status:
             await self._cluster.write_status(TrainingJobs, situation.seen.raw, encode(status))
@@ -425,7 +409,7 @@ class Reconciler:
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
-    """Turn a refusal of the cluster into Hindered."""
+    """A refusal of the cluster becomes Hindered."""
     try:
         yield
     except ApiError as error:
@@ -435,13 +419,13 @@ def _forbidden(reason: str) -> Iterator[None]:
 
 
 def _is_own_job(job: Job, seen: Object) -> bool:
-    """Whether a Job is of a Dataset. A reclaim Job has no owner, only labels."""
+    """A reclaim Job has no owner, only labels."""
     is_reclaim = job.metadata.labels.get(LABEL_PURPOSE) == RECLAIM
     return is_reclaim or job.metadata.is_owned_by(seen.uid)
 
 
 def _checked(found: Progress) -> Progress | None:
-    """The progress that a pod reports, without figures that cannot be; None if none is left."""
+    """The progress without impossible figures; None if nothing is left."""
     percent = found.percent
     made = Progress(
         entries=max(0, found.entries) if found.entries else None,
@@ -452,7 +436,7 @@ def _checked(found: Progress) -> Progress | None:
 
 
 def keys_of(raw: Json, plural: str) -> list[Key]:
-    """The objects that are to be looked at when this one has changed."""
+    """Those that get a turn when this one has changed."""
     metadata = decode(Metadata, raw.get("metadata"))
     namespace, labels = metadata.namespace, metadata.labels
     if plural in (DATASETS, TRAINING_JOBS):

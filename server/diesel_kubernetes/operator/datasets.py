@@ -1,7 +1,7 @@
 """Decides the next step for a Dataset. Pure.
 
-`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and the pods that read it,
-and never at earlier decisions. So it does not matter at which step an earlier operator was killed.
+`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and its readers, never at
+earlier decisions: so an earlier operator may have been killed at any step.
 """
 
 import json
@@ -57,13 +57,13 @@ from .specs import DatasetSpec, Defaults, parse_dataset
 
 BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
-"""How soon to look again at something that is about to end, in case its event is lost."""
+"""The pause before another look at something that is about to end: its event may be lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
-"""Phases in which nothing is left to do until the spec changes."""
+"""Nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
-"""How many nodes a status names at most."""
+"""Limits the nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -72,15 +72,15 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreError, "StoreUnreachable"), (MetadataError, "MetadataUnreachable"),
     (FormatError, "Corrupt"), (NoSpaceError, "NoSpace"),
 )  # fmt: skip
-_SAID_CHARS_MAX = 300
+_TEXT_CHARS_MAX = 300
 
 _LASTING = frozenset({"Denied"})
-"""Reasons that last, though the class of the error says that it may be tried again."""
+"""They last, though the error's class allows another try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A dataset, as `dlcmd stat` describes it."""
+    """What `dlcmd stat` prints."""
 
     entries: int = 0
     files: int = 0
@@ -95,28 +95,24 @@ class JobReport:
 
     dataset: Description | None = None
     error: str = ""
-    """The class of the error by which `dlcmd` ended."""
     message: str = ""
     advice: str = ""
     done: bool = False
-    """Whether it succeeded with nothing to describe."""
-    said: str = ""
+    text: str = ""
     """The end of a message that is no report."""
 
 
 def parse_report(message: str) -> JobReport:
-    """The report in a termination message. Pods write it, so it may be anything."""
+    """Pods write it, so it may be anything."""
     try:
         found = json.loads(message)
     except ValueError:
-        return JobReport(said=message[-_SAID_CHARS_MAX:])
+        return JobReport(text=message[-_TEXT_CHARS_MAX:])
     return decode(JobReport, found)
 
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A Job of a Dataset, with the report of its pod."""
-
     name: str
     purpose: str
     generation: int
@@ -125,22 +121,18 @@ class JobView:
     succeeded: bool
     failed: bool
     reason: str
-    """That of the condition by which it failed."""
     finished_s: float
     report: JobReport
     address: str
-    """The address of the running pod; empty: it does not run."""
+    """Empty: the pod does not run."""
     waits: str = ""
-    """Why its pod does not run yet, if that is known."""
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
         return not (self.succeeded or self.failed)
 
 
 def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
-    """A Job and its pods in one value."""
     labels = job.metadata.labels
     ended = {each.type: each for each in job.status.conditions if each.holds}
     report = JobReport()
@@ -173,7 +165,7 @@ def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
 
 
 def _why_it_waits(pod: Pod) -> str:
-    """Why a pod does not run: it cannot be scheduled, or an image or a Secret is missing."""
+    """It cannot be scheduled, or an image or a Secret is missing."""
     for each in pod.status.conditions:
         if each.type == "PodScheduled" and each.status == "False":
             return each.message
@@ -187,18 +179,14 @@ def _number(label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How a Job ended."""
-
     reason: str
     message: str = ""
     may_pass: bool = False
-    """Whether it may succeed later although nobody changes anything."""
+    """Whether it may succeed later without a change."""
     described: Description | None = None
-    """The dataset, if it is there."""
 
 
 def outcome_of(job: JobView) -> JobOutcome:
-    """How a Job ended that has ended."""
     report = job.report
     if report.dataset not in (None, Description()):
         return JobOutcome("Prepared", described=report.dataset)
@@ -211,20 +199,20 @@ def outcome_of(job: JobView) -> JobOutcome:
         return JobOutcome("DeadlineExceeded", f"the Job {job.name} took too long")
     if report.done:
         return JobOutcome("Done")
-    said = report.said.strip()
-    message = f"the pod of the Job {job.name} ended without a report{said and f': {said}'}"
+    text = report.text.strip()
+    message = f"the pod of the Job {job.name} ended without a report{text and f': {text}'}"
     return JobOutcome("Interrupted", message, may_pass=True)
 
 
 def backoff_s(attempt: int) -> float:
-    """How long after the end of an attempt the next one is made."""
+    """The pause from the end of an attempt to the next one."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetDecision:
-    """The next step for a Dataset. The controller does it in this order: it adds the finalizer,
-    makes objects, makes events, writes the status, deletes Jobs, removes the finalizer."""
+    """The controller adds the finalizer, makes objects, makes events, writes the status, deletes
+    Jobs and removes the finalizer, in this order."""
 
     status: DatasetStatus
     add_finalizer: bool = False
@@ -233,27 +221,23 @@ class DatasetDecision:
     delete_jobs: tuple[str, ...] = ()
     remove_finalizer: bool = False
     again_s: float | None = None
-    """In how many seconds to look again, if nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSituation:
-    """A Dataset, and its objects in the cluster."""
-
     seen: DatasetObject
     jobs: tuple[JobView, ...]
     pods: tuple[Pod, ...]
-    """The pods of its namespace that read it, ended ones too."""
+    """Its readers, also ended ones."""
     progress: Progress | None
-    """The progress that the running preparation reports; None: it did not answer."""
+    """None: the preparation did not answer."""
     now_s: float
     interval_s: float
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
-    """What nodes report that they hold."""
 
 
 def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """The next step for a Dataset."""
     seen = situation.seen
     if seen.is_deleted:
         return _with_event(situation, _deleting(situation, defaults))
@@ -286,10 +270,10 @@ def _preparing(
     is_observed = status.observed_generation == seen.generation
     if is_observed and status.phase in SETTLED:
         return DatasetDecision(status, delete_jobs=delete)
-    if old:  # all of them must be gone: two would put at once
+    if old:  # all must be gone: two would put at once
         message = "the preparation of the former specification is ended"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
-        # The new generation counts as observed when no old Job is left to be looked for
+        # The new generation counts as observed when no old Job is left
         made = replace(made, attempt=0, observed_generation=status.observed_generation)
         return DatasetDecision(made, delete_jobs=delete, again_s=LOOK_S)
     if not preparations:
@@ -322,7 +306,6 @@ def _attempt(
 def _after_attempt(
     situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults, latest: JobView
 ) -> DatasetDecision:
-    """The next step after a Job has ended: the Dataset is ready, has failed, or is tried again."""
     ended = outcome_of(latest)
     if found := ended.described:
         message = f"version {found.version} has {found.files} files"
@@ -354,8 +337,7 @@ def _after_attempt(
 
 
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """The next step for a Dataset that was deleted. Without our finalizer, the cluster does all of
-    it."""
+    """The cluster does all of it if our finalizer is missing."""
     seen = situation.seen
     if RECLAIM_FINALIZER not in seen.metadata.finalizers:
         return DatasetDecision(seen.status)
@@ -363,7 +345,7 @@ def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecisio
     let_go = DatasetDecision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
     try:
         spec = parse_dataset(seen, defaults)
-    except DieselError:  # it was never prepared as it stands there now
+    except DieselError:  # never prepared in this form
         return let_go
     if not spec.reclaims:
         return let_go
@@ -408,7 +390,6 @@ def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
 def _in_phase(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
-    """The status with a phase and the reason of its condition."""
     seen = situation.seen
     made = replace(seen.status, phase=phase.value, observed_generation=seen.generation)
     found = ConditionContent("Ready", reason, message, holds=phase is DatasetPhase.READY)
@@ -418,12 +399,10 @@ def _in_phase(
 def _finished(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
-    """The status after the end of the preparation, good or bad."""
     return replace(_in_phase(situation, phase, reason, message), progress=None)
 
 
 def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> DatasetDecision:
-    """The decision, with an event if phase or reason change."""
     before, after = situation.seen.status, decision.status
     old, new = before.condition("Ready"), after.condition("Ready")
     if before.phase == after.phase and old.reason == new.reason:
@@ -442,8 +421,8 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
 
 
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
-    """The status with the nodes that have blocks of the dataset (`OPERATOR.md`): with their
-    measured shares, or estimated ones if a node was not measured."""
+    """Add the nodes that have blocks (`OPERATOR.md`), with measured shares or, without a
+    measurement, estimated ones."""
     made = _expected_nodes(status, situation)
     if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):
@@ -468,7 +447,7 @@ def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetSt
 
 
 def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
-    """The nodes that should have blocks, by name, judged by where pods run and have run."""
+    """They are judged by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -499,19 +478,18 @@ def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[
 
 
 def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
-    """The attributes of the volume of a Dataset in a pod."""
     found = (each for each in pod.spec.volumes if each.name == volume_name(dataset))
     return next((each.csi.volume_attributes for each in found), {})
 
 
 def holding_of(status: DatasetStatus) -> Holding:
-    """The dataset of a status, and the shares of nodes in memory or on a disk."""
+    """The nodes' shares in memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """The dataset of a status, and the shares that nodes keep on their disks."""
+    """The shares that stay on disks."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

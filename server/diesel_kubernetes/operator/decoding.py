@@ -1,12 +1,8 @@
 """Turns JSON of the Kubernetes API into dataclasses, and dataclasses into JSON. Pure.
 
-A dataclass here mirrors an object of the API: its field `node_name` is the JSON field `nodeName`.
-All fields have defaults. `decode` uses the default if a field is missing or has another type: the
-schemas of the resources say which types there are, and an object that somebody wrote without them
-must not stop the operator. `encode` leaves out None and empty strings.
-
-Each object is decoded once, by its reader. Only parts that the operator must pass on unchanged,
-such as the pod template of a user, stay `Json`.
+The field `node_name` of a dataclass is the JSON field `nodeName`. All fields have defaults, which
+`decode` uses if a field is missing or has another type: an object that somebody wrote without the
+schemas must not stop the operator. `encode` leaves out None and empty strings.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,24 +13,21 @@ from types import UnionType
 from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
 Json = dict[str, object]
-"""An object of the API, or a part of one."""
 
 _ACRONYMS = {"ip": "IP"}
-"""Words that the API writes in capitals, as in `podIP`."""
+"""The API writes them in capitals, as in `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
-"""Reads a value; None if it has another type."""
 
 
 def decode(kind: type[T], raw: object) -> T:
-    """The dataclass `kind` with the fields that `raw` has."""
     given = raw if isinstance(raw, Mapping) else {}
     made = kind()
     for name, key, read in _readers(kind):  # type: ignore[arg-type]  # a class is hashable
         found = read(given[key]) if key in given else None
         if found is not None:
-            object.__setattr__(made, name, found)  # it is frozen, and nobody else has it yet
+            object.__setattr__(made, name, found)  # frozen, but nobody else has it yet
     return made
 
 
@@ -64,7 +57,7 @@ def _reader(hint: object) -> _Reader:
         return _list_reader(_reader(arguments[0]))
     if origin is dict:
         return _json
-    if origin is not None:  # Mapping[str, str]
+    if origin is not None:
         return _texts
     return lambda value: _of(cast("type", hint), value)
 
@@ -96,7 +89,6 @@ def _texts(value: object) -> dict[str, str] | None:
 
 
 def encode(value: object) -> Json:
-    """The JSON object of a dataclass."""
     made: Json = {}
     for each in fields(value):  # type: ignore[arg-type]  # callers give dataclasses
         found = _encoded(getattr(value, each.name))
@@ -114,10 +106,9 @@ def _encoded(value: object) -> object:
 
 
 def seconds_of(time: str) -> float:
-    """A time of the API (2026-01-31T12:00:00Z) in seconds since 1970; 0.0 for an empty one."""
+    """Seconds since 1970 for a time of the API (2026-01-31T12:00:00Z); 0.0 for ""."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
 def time_of(seconds: float) -> str:
-    """A time as the API writes it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,8 +1,8 @@
 """Connects the controller with the watches of kopf, and runs both.
 
-kopf watches, lists again after a lost connection, and answers the liveness probe. Its handlers of
-events only put keys into the queue; nothing of kopf is kept in objects (no annotation, no
-finalizer of its own), so the state is in the cluster alone.
+kopf watches, lists again after a lost connection, and answers the liveness probe. Its handlers only
+put keys into the queue; kopf keeps nothing in objects (no annotation, no finalizer), so the
+operator's state is in the cluster alone.
 """
 
 import asyncio
@@ -24,26 +24,24 @@ from .specs import Defaults
 log = logging.getLogger("diesel.operator")
 
 KOPF_WORKERS_MAX = 50
-"""How many objects' events kopf passes on at once."""
 
 KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""The reports of nodes are read once in this number of intervals: a node writes at most every 30
-s."""
+"""Intervals from one reading of the reports to the next: a node writes at most every 30 s."""
 
 
 def _settings() -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
-    made.posting.enabled = False  # the controller makes events of its own
+    made.posting.enabled = False
     made.scanning.disabled = True  # so it needs no right to list namespaces and definitions
     made.queueing.worker_limit = KOPF_WORKERS_MAX
     made.queueing.idle_timeout = KOPF_IDLE_S
     made.watching.chunk_size = LIST_CHUNK
     made.watching.connect_timeout = 10.0
     made.networking.request_timeout = 30.0
-    for plural in ("jobs", "pods"):  # others are not even sent to us
+    for plural in ("jobs", "pods"):
         made.watching.label_selectors[plural] = f"{LABEL_MANAGED}={MANAGED}"
     return made
 
@@ -84,7 +82,6 @@ def _registry(queue: WorkQueue, controller: Reconciler) -> kopf.OperatorRegistry
 
 
 async def _refresh_always(controller: Reconciler, interval_s: float) -> None:
-    """Read what nodes report, until cancelled."""
     while True:
         await asyncio.sleep(HOLDINGS_INTERVALS * interval_s)
         await controller.refresh_holdings()
@@ -99,13 +96,13 @@ async def serve(
     liveness: str,
     driver_namespace: str,
 ) -> None:
-    """Serve namespaces (all of them without a name) until a signal ends kopf."""
+    """Serve namespaces (all if none is named) until a signal ends kopf."""
     async with opened_cluster() as cluster:
         controller = Reconciler(
             cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace
         )
         queue = WorkQueue(controller.handle, workers)
-        await controller.refresh_holdings()  # else the first turns would take estimates
+        await controller.refresh_holdings()  # otherwise the first turns would take estimates
         controller.wake = queue.add
         working = asyncio.create_task(queue.run(), name="the queue of the operator")
         refreshing = asyncio.create_task(
@@ -124,7 +121,7 @@ async def serve(
         )
         tasks = working, watching, refreshing
         try:
-            # Neither ends alone: an operator that does not see or does not act is no operator
+            # Neither ends alone: an operator must both see and act
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:

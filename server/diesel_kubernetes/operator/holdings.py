@@ -1,8 +1,4 @@
-"""An index of the reports of all nodes: which shares of datasets they hold. Pure.
-
-`../reports.py` parses the reports, `controller.py` reads them, and `datasets.py` puts the shares
-into the status.
-"""
+"""An index of the reports of all nodes: which shares of datasets they hold. Pure."""
 
 from collections.abc import Iterable
 from uuid import UUID
@@ -11,10 +7,8 @@ from ..reports import Held, HeldDataset, NodeReport
 
 
 class ReportedHoldings:
-    """The fresh reports of all nodes, at one moment."""
-
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
-        """Reports that are too old at `now_s` are left out."""
+        """Leaves out reports that are too old at `now_s`."""
         fresh = {each.node: each for each in reports if each.is_fresh(now_s)}
         self._complete = {node for node, each in fresh.items() if each.is_complete}
         self._held: dict[Held, dict[str, list[HeldDataset]]] = {}
@@ -23,27 +17,25 @@ class ReportedHoldings:
                 self._held.setdefault(each.key, {}).setdefault(node, []).append(each)
 
     def nodes(self, key: Held) -> set[str]:
-        """The nodes that report a share of a dataset."""
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """The share of a version of a dataset on a node, which may be 0; None if it was not
-        measured."""
+        """0 is a share, too; None if it was not measured."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
     def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
-        """The datasets for which a node reports something else now, and the nodes with
-        reports that have become complete or incomplete."""
+        """Datasets with changed reports, and nodes whose reports have become complete or
+        incomplete."""
         keys = self._held.keys() | before._held.keys()
         datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
         return datasets, self._complete ^ before._complete
 
 
 def held_key(namespace: str, identity: str) -> Held | None:
-    """The key of a dataset in reports; None if its status has no identity."""
+    """None if the status has no identity."""
     try:
         return namespace, UUID(identity)
     except ValueError:

@@ -12,13 +12,12 @@ from diesel_fs.errors import DieselError, UsageError
 from .specs import Defaults
 
 PREFIX = "DIESEL_OPERATOR"
-"""The prefix of options in the environment."""
 
 IMAGE = "diesel-fs"
-"""The image that is built by the command in `deploy/Dockerfile`."""
+"""The command in `deploy/Dockerfile` builds it."""
 
 CONTAINER = "operator"
-"""The name of this program's container, in the pod that `--pod` names."""
+"""This program's container in the pod that `--pod` names."""
 
 
 @click.command(
@@ -64,8 +63,8 @@ CONTAINER = "operator"
     metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="How often the progress of a preparation is asked for. Reports of nodes are read once in"
-    " three of these.",
+    help="The pause between two requests for a preparation's progress. Reports of nodes are read"
+    " once in three of these.",
 )
 @click.option(
     "--driver-namespace",
@@ -87,7 +86,7 @@ CONTAINER = "operator"
     "--liveness",
     metavar="URL",
     default="",
-    help="Where this program says that it lives, as http://0.0.0.0:8080/healthz.",
+    help="Where this program answers that it is alive, as http://0.0.0.0:8080/healthz.",
 )
 def program(
     namespace: tuple[str, ...], image: str, pod: str, url: str, file_root: tuple[str, ...],
@@ -95,13 +94,13 @@ def program(
 ) -> None:  # fmt: skip
     """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
 
-    A Dataset says what a dataset is made from: a bucket, archives, or one that is there. A Job
-    makes it, and its status says when it is ready. A TrainingJob is a Pod template and the Datasets
-    that it reads; its pods start when these are ready, on the nodes that suit them best. Every
-    option may also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
+    A Dataset names the source of a dataset: a bucket, archives, or an existing one. A Job makes it,
+    and its status shows when it is ready. A TrainingJob is a Pod template and the Datasets that it
+    reads; its pods start when these are ready, on the nodes that suit them best. Every option may
+    also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
 
-    The cluster is the one in which this program runs, or that of KUBECONFIG. All state is in the
-    cluster: the program may be killed at any time.
+    The cluster is the program's own, or that of KUBECONFIG. All state is in the cluster: the
+    program may be killed at any time.
 
     \b
     Examples:
@@ -115,7 +114,7 @@ def program(
     )
     for noisy in ("httpx2", "httpx", "kopf.objects"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # kopf takes 0.5 s to import, which --help need not wait for
+    # kopf takes 0.5 s to import, for which --help need not wait
     from .handlers import serve  # noqa: PLC0415
 
     if not image and pod:
@@ -141,7 +140,6 @@ def program(
 
 
 def main() -> None:
-    """Run the command, and end the process with its exit code."""
     try:
         program.main(standalone_mode=False)
     except click.exceptions.Exit as ended:

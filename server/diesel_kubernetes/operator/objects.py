@@ -1,7 +1,7 @@
 """Makes the objects that the operator creates: Jobs, pods, Services and events. Pure.
 
-Names are computed from the owner's UID, so an object that is made twice is the same one. Nothing
-here reaches a shell: what users name becomes single arguments of a program.
+Names come from the owner's UID, so an object that is made twice is the same one. Nothing here
+reaches a shell: users' values become single arguments of a program.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ LABEL_GENERATION = f"{LABEL}/generation"
 LABEL_ATTEMPT = f"{LABEL}/attempt"
 LABEL_RANK = f"{LABEL}/rank"
 USES = f"dataset.{LABEL}/"
-"""The prefix of a label on pods that read a Dataset; the Dataset's name follows."""
+"""It precedes a Dataset's name on pods that read it."""
 
 PREPARE, RECLAIM = "prepare", "reclaim"
 
@@ -38,7 +38,7 @@ RESULT_FILE = "/dev/termination-log"
 PROGRAM = ("python", "-m", "diesel_kubernetes.operator.prepare")
 
 PREFERRED_NODES_MAX = 50
-"""How many nodes of the order an affinity names; the scheduler reads all for each pod."""
+"""The scheduler reads all nodes of an affinity for each pod."""
 
 _HOSTNAME = "kubernetes.io/hostname"
 _WEIGHT_MAX = 100
@@ -46,20 +46,17 @@ _HASH_CHARS = 8
 
 
 def digest(*parts: object) -> str:
-    """A short hash of values, for names."""
     joined = "\0".join(map(str, parts))
     return hashlib.sha256(joined.encode()).hexdigest()[:_HASH_CHARS]
 
 
 def job_name(seen: Object, purpose: str, attempt: int) -> str:
-    """The name of a Job of a Dataset."""
     return f"{seen.name}-{purpose}-{digest(seen.uid, purpose, seen.generation, attempt)}"
 
 
 def preparation_job(
     seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults
 ) -> Json:
-    """The Job that makes a dataset, or looks at an existing one."""
     words = [f"--describe={spec.named}"]
     if spec.keep >= 0:
         words.append(f"--keep={spec.keep}")
@@ -73,8 +70,8 @@ def preparation_job(
 
 
 def reclaim_job(seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Json:
-    """The Job that deletes a dataset. It has no owner: its owner is being deleted, and the garbage
-    collector would delete the Job first."""
+    """It has no owner: that is being deleted, and the garbage collector would delete the
+    Job first."""
     words = ["--", "delete-dataset", spec.dataset, "--yes"]
     return _job(seen, RECLAIM, attempt, _job_pod(spec, RECLAIM, defaults, words), {}, {})
 
@@ -105,11 +102,10 @@ def _job(seen: Object, purpose: str, attempt: int, pod: Json, metadata: Json, li
 
 
 def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequence[str]) -> Json:
-    """The specification of the pod that runs `dlcmd` with some arguments."""
     volumes: list[object] = [{"name": "scratch", "emptyDir": {}}]
     mounts: list[object] = [{"name": "scratch", "mountPath": SCRATCH}]
     if folder := spec.repository.file_folder:
-        # `Directory`: a folder that is not mounted must not be made on the node's own disk
+        # `Directory`: an unmounted folder must not be made on the node's own disk
         volumes.append({"name": "repository", "hostPath": {"path": folder, "type": "Directory"}})
         mounts.append({"name": "repository", "mountPath": folder})
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
@@ -149,7 +145,6 @@ def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequenc
 
 
 def _variables(repository: RepositoryPlace) -> list[Json]:
-    """The environment of `dlcmd`: the repository, and the keys of the Secret."""
     found: list[Json] = [
         {"name": name, "value": value.replace("$", "$$")}
         for name, value in repository.variables.items()
@@ -164,32 +159,27 @@ def _variables(repository: RepositoryPlace) -> list[Json]:
 
 
 def task_name(seen: Object) -> str:
-    """The name of the task that the pods of a TrainingJob form."""
     return f"{seen.name}-{seen.uid[:8]}"
 
 
 def service_name(seen: Object) -> str:
-    """The name of the Service by which rank 0 is found."""
     return f"{seen.name}-ranks"
 
 
 def key_secret_name(seen: Object, number: int) -> str:
-    """The name of the Secret with the task's key."""
     return f"{seen.name}-task-{number}"
 
 
 def volume_name(dataset: str) -> str:
-    """The name of the volume of a Dataset in a pod."""
     return f"diesel-{digest(dataset)}"
 
 
 def pod_name(seen: Object, rank: int) -> str:
-    """The name of a pod of a TrainingJob."""
     return f"{seen.name}-{rank}"
 
 
 def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Json:
-    """A Secret for volumes: the keys of the Dataset's Secret (in base64), and the task's key."""
+    """The keys of the Dataset's Secret (in base64), and the task's key."""
     known = {each: value for each, value in data.items() if each in SECRETS}
     return {
         "apiVersion": "v1",
@@ -201,7 +191,7 @@ def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Js
 
 
 def ranks_service(seen: Object) -> Json:
-    """The Service without an address, by which the pods find rank 0."""
+    """The pods find rank 0 by this Service, which has no address."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -226,23 +216,21 @@ def _owned(seen: Object, name: str, labels: Mapping[str, str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """The values that all pods of a TrainingJob share, as decided at its admission."""
+    """What all pods of a TrainingJob share."""
 
     seen: TrainingObject
     spec: TrainingSpec
     volumes: Sequence[PlannedVolume]
     order: Sequence[str]
-    """Hostnames, the best first."""
+    """The best first."""
     selector: Mapping[str, str]
-    """The node selectors of the datasets."""
+    """The datasets' node selectors."""
     attempt: int
 
 
 def training_pod(plan: PodPlan, rank: int) -> Json:
-    """The pod of a rank. Fields of the template that this release does not know stay as they are.
-
-    Raises UsageError if the template contradicts the needs of the datasets.
-    """
+    """Fields of the template that this release does not know stay as they are. Raises UsageError if
+    the template contradicts the needs of the datasets."""
     seen, spec = plan.seen, plan.spec
     template = deepcopy(spec.template)
     given = _object(template.get("metadata"))
@@ -283,7 +271,7 @@ def training_pod(plan: PodPlan, rank: int) -> Json:
 
 
 def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
-    """One selector for several. Raises UsageError if they contradict each other."""
+    """Raises UsageError if they contradict each other."""
     found: dict[str, str] = {}
     for each in selectors:
         for name, value in each.items():
@@ -293,11 +281,9 @@ def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity(given: Json, plan: PodPlan) -> Json:
-    """The template's affinity, with the order of nodes as preferences, and one pod a node."""
     chosen = plan.order[:PREFERRED_NODES_MAX]
     preferred: list[object] = [
         {
-            # From 100 down, evenly
             "weight": max(1, _WEIGHT_MAX * (len(chosen) - place) // len(chosen)),
             "preference": {
                 "matchExpressions": [{"key": _HOSTNAME, "operator": "In", "values": [hostname]}]
@@ -329,7 +315,6 @@ def _added(given: Json, kind: str, terms: str, more: list[object]) -> Json:
 
 
 def _object(value: object) -> Json:
-    """A part of the template; empty if it has none."""
     return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
 
 
@@ -369,16 +354,14 @@ def _container(container: Json, plan: PodPlan, mounts: Sequence[object], rank: i
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The content of an event."""
-
     is_bad: bool
     reason: str
     message: str
 
 
 def event(seen: Object, news: News, now_s: float) -> Json:
-    """An event of an object. The same news of one generation has one name, so a second operator
-    does not repeat the first."""
+    """The same news of one generation has one name, so a second operator does not repeat
+    the first."""
     kind = "Warning" if news.is_bad else "Normal"
     hashed = digest(seen.uid, seen.generation, kind, news.reason, news.message)
     return {

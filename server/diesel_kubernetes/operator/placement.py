@@ -1,8 +1,8 @@
 """On which nodes a training job should run, and whether its datasets fit. Pure.
 
-The score of nodes is that of DLCache (section III-B), admission its algorithm 1. Exact fractions
-are used, so equal nodes have equal scores. `OPERATOR.md` defines free storage, and the
-sources of the numbers of blocks.
+The score of nodes is that of DLCache (section III-B), admission its algorithm 1. Fractions are
+exact, so equal nodes have equal scores. `OPERATOR.md` defines free storage, and the sources of the
+numbers of blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,38 +10,33 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 BLOCK_BYTES = 4 << 20
-"""The size of one block: a chunk of the default size."""
 
 Amounts = Mapping[str, Fraction]
-"""Resources by name, as `cpu` and `nvidia.com/gpu`, in their units."""
+"""Resources, as `cpu` and `nvidia.com/gpu`, in their units."""
 
 STORAGE = "ephemeral-storage"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """A node on which pods can be scheduled."""
-
     name: str
     hostname: str
-    """The value of its label `kubernetes.io/hostname`."""
+    """The label `kubernetes.io/hostname`."""
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
-    """The sums of the requests of its pods."""
     cached_bytes: int = 0
-    """The bytes of datasets on its disk."""
+    """Datasets on its disk."""
     preemptible_bytes: int = 0
-    """The part of it that belongs to datasets that no pod reads."""
+    """Datasets that no pod reads."""
 
     @property
     def free_bytes(self) -> int:
-        """Storage that nothing uses or has asked for."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 
     def has_room(self, requests: Amounts) -> bool:
-        """The paper's I(i, j): whether it has the resources that a pod requests."""
+        """The paper's I(i, j)."""
         return all(
             amount <= self.allocatable.get(name, Fraction()) - self.requested.get(name, Fraction())
             for name, amount in requests.items()
@@ -49,17 +44,14 @@ class NodeState:
         )
 
     def matches(self, selector: Mapping[str, str]) -> bool:
-        """Whether it has all labels of a selector."""
         return all(self.labels.get(name) == value for name, value in selector.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A dataset, and which part of it is on which node."""
-
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """From 0 to 1, by the node's name."""
+    """Numbers from 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
@@ -74,8 +66,6 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A node, and its score."""
-
     node: NodeState
     score: Fraction
 
@@ -92,10 +82,7 @@ def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fract
 def in_order(
     nodes: Sequence[NodeState], holdings: Sequence[Holding], requests: Amounts
 ) -> list[Scored]:
-    """The nodes by decreasing score, those with equal scores by name.
-
-    The blocks of several datasets are counted together.
-    """
+    """Nodes by decreasing score, then by name. The blocks of several datasets count together."""
     free_bytes = sum(each.free_bytes for each in nodes)
     d = sum(each.blocks for each in holdings) or 1
     cached = sum((each.cached_share * each.blocks for each in holdings), Fraction())
@@ -111,8 +98,6 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether the datasets of a job fit, and the sums from which that follows."""
-
     needed_bytes: int
     free_bytes: int
     preemptible_bytes: int
@@ -124,10 +109,7 @@ class Admission:
 
 
 def admission(nodes: Sequence[NodeState], holdings: Sequence[Holding]) -> Admission:
-    """The bytes that a job's datasets still need, and the bytes that nodes offer.
-
-    Their own blocks do not count as preemptible: they are to stay.
-    """
+    """The datasets' own blocks do not count as preemptible: they are to stay."""
     needed = sum(
         int(each.content_bytes * (1 - each.cached_share)) for each in holdings if each.content_bytes
     )

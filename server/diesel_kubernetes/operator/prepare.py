@@ -3,10 +3,10 @@
     python -m diesel_kubernetes.operator.prepare --result FILE --listen HOST:PORT \\
         --describe NAME -- put s3://bucket/images NAME
 
-It runs `dlcmd --json` with the arguments after `--`, then `purge --keep` if asked, and `stat`. The
-report is one object of JSON: `{"dataset": {...}}` as `dlcmd stat` describes it, `{"done": true}`
-if nothing is to be described, or the error as `dlcmd` prints it. The exit code is that of
-`dlcmd`. While it runs, `GET /progress` answers with the last progress that `put` printed.
+It runs `dlcmd --json` with the arguments after `--`, then with `--keep` a purge, then `stat`. The
+report is one JSON object: `{"dataset": {...}}` as from `dlcmd stat`, `{"done": true}` if there is
+nothing to describe, or `dlcmd`'s error. The exit code is that of `dlcmd`. Meanwhile `GET /progress`
+answers with the last progress of `put`.
 """
 
 import json
@@ -25,7 +25,7 @@ import click
 from .decoding import Json
 
 RESULT_BYTES_MAX = 4096
-"""Kubernetes takes no longer message."""
+"""Kubernetes's limit of a termination message."""
 
 _MESSAGE_CHARS_MAX = 800
 _LINES_KEPT = 20
@@ -33,8 +33,6 @@ _REPORTED = ("dataset", "entries", "files", "bytes", "chunks", "version", "ident
 
 
 class Failed(Exception):
-    """A run of `dlcmd` that failed: its exit code and its report."""
-
     def __init__(self, code: int, report: Json) -> None:
         super().__init__(f"exit code {code}")
         self.code = code
@@ -42,15 +40,13 @@ class Failed(Exception):
 
 
 class Runner:
-    """Runs `dlcmd`, one run after the other. `end` may be called in a signal handler."""
-
     def __init__(self) -> None:
         self.progress: Json = {}
         self._process: subprocess.Popen[str] | None = None
         self._is_ended = False
 
     def run(self, arguments: Sequence[str]) -> Json:
-        """Run `dlcmd --json`; the last object that it prints. Raises Failed."""
+        """Returns the last object that `dlcmd --json` prints. Raises Failed."""
         if self._is_ended:
             raise Failed(128 + signal.SIGTERM, {})
         with subprocess.Popen(
@@ -83,7 +79,7 @@ class Runner:
         return last
 
     def end(self) -> None:
-        """Have the run end early, as SIGTERM does, and begin no other."""
+        """End the run, as SIGTERM does, and begin no other. A signal handler may call it."""
         self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -98,7 +94,6 @@ def _keep_last(stream: "object", lines: list[str]) -> None:
 
 
 def _parsed(line: str) -> Json:
-    """The object in a line that `dlcmd --json` prints; empty if the line is something else."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -107,7 +102,6 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
-    """The answer about the progress, from a line of progress of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -117,7 +111,6 @@ def progress_of(found: Json) -> Json:
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:
-    """The report of a run that failed, from the last lines of its stderr."""
     for line in reversed(lines):
         found = _parsed(line)
         if "error" in found and "message" in found:
@@ -130,14 +123,14 @@ def error_report(lines: Sequence[str], code: int) -> Json:
                 "exit_code": code,
             }
     if code < 0 or code in (130, 143):
-        return {}  # it was interrupted, which is no error of its own
+        return {}  # an interruption is no error of its own
     shown = "".join(lines)[-_MESSAGE_CHARS_MAX:].strip()
     message = f"dlcmd ended with exit code {code}: {shown}"
     return {"error": "DieselError", "message": message, "advice": "", "exit_code": code}
 
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
-    """Do all of it; the report. Raises Failed."""
+    """Raises Failed."""
     if arguments:
         runner.run(arguments)
     if keep is not None:
@@ -149,7 +142,7 @@ def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int |
 
 
 def _serve(runner: Runner, listen: str) -> None:
-    """Answer questions about the progress, in a thread of its own."""
+    """Answer requests for the progress, in a thread of its own."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -167,7 +160,7 @@ def _serve(runner: Runner, listen: str) -> None:
     try:
         server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
     except (OSError, ValueError) as error:
-        click.echo(f"no progress can be told at {listen}: {error}", err=True)
+        click.echo(f"cannot answer requests for progress at {listen}: {error}", err=True)
         return
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -175,7 +168,9 @@ def _serve(runner: Runner, listen: str) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--result", type=click.Path(path_type=Path), required=True, metavar="FILE",
               help="Where the report is written.")  # fmt: skip
-@click.option("--listen", default="", metavar="HOST:PORT", help="Where progress is told.")
+@click.option(
+    "--listen", default="", metavar="HOST:PORT", help="Where requests for progress are answered."
+)
 @click.option("--describe", default="", metavar="DATASET[@VERSION]",
               help="The dataset that the report describes.")  # fmt: skip
 @click.option("--keep", type=click.IntRange(0), help="How many versions a purge keeps.")
@@ -183,7 +178,7 @@ def _serve(runner: Runner, listen: str) -> None:
 def program(
     result: Path, listen: str, describe: str, keep: int | None, arguments: tuple[str, ...]
 ) -> None:
-    """Run dlcmd with ARGUMENTS, and report what became of it. Runs in pods of the operator.
+    """Run dlcmd with ARGUMENTS, and report its outcome. Runs in pods of the operator.
 
     \b
     Example:

@@ -1,26 +1,24 @@
 """The work queue: it decides which object has its turn, and when.
 
-Events of the cluster add keys. A key that is added several times before its turn has one turn. A
-key with a failed turn has another one after a pause, which doubles up to a limit. Nothing is
+Events of the cluster add keys. A key that is added several times before its turn has one turn.
+After a failed turn a key has another one after a pause, which doubles up to a limit. Nothing is
 stored: a new process begins with the list of all objects.
 
-The tasks, all in one asyncio loop and its thread:
-
-- `add`, `add_later` and `forget` never wait. The watches and the controller call them.
-- `run` owns `workers` tasks, each of which takes a ready key and awaits `handle(key)`, and one task
-  that watches the clock and adds the keys that are due.
+All tasks run in one asyncio loop. The watches and the controller call `add`, `add_later` and
+`forget`, which never wait. `run` owns `workers` tasks, each of which takes a ready key and awaits
+`handle(key)`, and one task that adds the keys that are due.
 
 A key is in at most one of three places: waiting (`_waiting`, and once in `_ready`), in the hands of
 one worker (`_busy`), or in neither, maybe with a time in `_due`. If a key is added while a worker
-has it, it is only marked (`_again`); the worker adds it at the end of the turn. So no change is
+has it, it is only marked (`_again`), and the worker adds it at the end of the turn. So no change is
 lost, and no two workers have one key.
 
 Between two waits everything is atomic: a worker takes a key and marks it busy without a wait, and
-ends the turn without one. During `await handle(key)` anything may be added. A time in `_due` that
-was replaced or removed stays in the heap `_timers`; the clock's task skips it when it comes up.
+ends the turn without one. A time in `_due` that was replaced or removed stays in the heap
+`_timers`; the clock's task skips it.
 
-An exception of `handle` ends only that turn. A cancelled `run` ends all workers, in the middle of
-their turns; a turn is safe to do twice (`controller.py`).
+An exception of `handle` ends only that turn. A cancelled `run` ends all workers in the middle of
+their turns, which are safe to do twice (`controller.py`).
 """
 
 import asyncio
@@ -36,36 +34,30 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 60.0
 
 
 class Key(NamedTuple):
-    """An object: the plural of its kind, its namespace and name."""
-
     plural: str
     namespace: str
     name: str
 
 
 class WorkQueue:
-    """Calls `handle(key)` for keys that were added. `handle` returns after how many seconds the key
-    is to have another turn; None: not before the next event."""
+    """Calls `handle(key)` for added keys. It returns the seconds until the key's next turn; None:
+    not before the next event."""
 
     def __init__(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
         self._handle = handle
         self._workers = workers
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
-        """Keys in `_ready`."""
         self._busy: set[Key] = set()
         self._again: set[Key] = set()
-        """Keys that were added while a worker had them."""
         self._due: dict[Key, float] = {}
         self._timers: list[tuple[float, int, Key]] = []
         self._counter = itertools.count()
         self._failures: dict[Key, int] = {}
         self._timer_changed = asyncio.Event()
         self.handled = 0
-        """The number of turns that have ended."""
 
     def add(self, key: Key) -> None:
-        """Give a key a turn soon."""
         self._due.pop(key, None)
         if key in self._busy:
             self._again.add(key)
@@ -74,7 +66,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Give a key a turn after `after_s`, or earlier if it is added before."""
+        """Earlier if the key is added before."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -83,12 +75,10 @@ class WorkQueue:
         self._timer_changed.set()
 
     def forget(self, key: Key) -> None:
-        """Drop the timer and the failures of an object that is gone."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
 
     async def run(self) -> None:
-        """Work until the task is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_clock())
             for _ in range(self._workers):
@@ -102,7 +92,7 @@ class WorkQueue:
             try:
                 after_s = await self._handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:  # whatever it is, the other keys have their turns
+            except Exception as error:  # the other keys have their turns
                 count = self._failures[key] = self._failures.get(key, 0) + 1
                 after_s = min(PAUSE_S * 2 ** min(count - 1, 16), PAUSE_MAX_S)
                 log.warning(

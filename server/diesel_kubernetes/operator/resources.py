@@ -1,7 +1,7 @@
 """The resources of the operator, Dataset and TrainingJob, with their statuses and conditions. Pure.
 
-Every class mirrors a part of the schemas (`deploy/kubernetes/base/definitions`); `OPERATOR.md` says
-what each field means. A `Given...` is a specification as its user wrote it: the API server has
+Every class mirrors a part of the schemas (`deploy/kubernetes/base/definitions`); `OPERATOR.md`
+explains the fields. A `Given...` is a specification as its user wrote it: the API server has
 checked its types and patterns, and `specs.py` checks the rest.
 """
 
@@ -22,7 +22,7 @@ RECLAIM_FINALIZER = "operator.diesel-fs.dev/reclaim"
 
 
 class DatasetPhase(StrEnum):
-    """The phases of a Dataset; `OPERATOR.md` has the transitions."""
+    """See `OPERATOR.md`."""
 
     PREPARING = "Preparing"
     READY = "Ready"
@@ -31,8 +31,6 @@ class DatasetPhase(StrEnum):
 
 
 class TrainingPhase(StrEnum):
-    """The phases of a TrainingJob."""
-
     PENDING = "Pending"
     STARTING = "Starting"
     RUNNING = "Running"
@@ -43,41 +41,39 @@ class TrainingPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The fields of every status that the operator writes. Values are replaced, never changed."""
+    """Values are replaced, never changed."""
 
     phase: str = ""
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
 
     def condition(self, kind: str) -> Condition:
-        """One of its conditions; an empty one if it is not there."""
+        """An empty one if it is missing."""
         return next((each for each in self.conditions if each.type == kind), Condition())
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node that has blocks of a dataset (`OPERATOR.md`)."""
+    """See `OPERATOR.md`."""
 
     name: str = ""
     state: str = ""
     share: int = 0
-    """In percent of the dataset."""
+    """A percentage."""
     keeps: bool = False
-    """Whether something stays on its disk when no pod reads the dataset."""
+    """Whether something stays on disk when no pod reads the dataset."""
     disk_share: int | None = None
-    """In percent of the dataset; None if it was not measured."""
+    """A percentage; None if not measured."""
     measured: bool = False
 
     @property
     def share_on_disk(self) -> int:
-        """Its measured share on the disk, or else its whole share."""
+        """The whole share if that on the disk was not measured."""
         return self.share if self.disk_share is None else self.disk_share
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a preparation is."""
-
     entries: int | None = None
     bytes: int | None = None
     percent: int | None = None
@@ -85,8 +81,6 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class DatasetStatus(Status):
-    """The status of a Dataset."""
-
     attempt: int | None = None
     """The number of the last preparation, from 1."""
     entries: int | None = None
@@ -100,8 +94,6 @@ class DatasetStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class ChosenNode:
-    """A node, and its place in the order by score."""
-
     name: str = ""
     hostname: str = ""
     score: str = ""
@@ -109,22 +101,18 @@ class ChosenNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVolume:
-    """A volume that the pods of a TrainingJob mount; pinned in its status at admission."""
+    """Pinned at admission."""
 
     name: str = ""
-    """That of the Dataset."""
     mount_path: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     secret_name: str = ""
-    """The Secret that the volume names; empty: none."""
     key_from: str = ""
-    """The Secret that `secret_name` copies, with a task key added; empty: it is no copy."""
+    """The Secret that `secret_name` copies, adding a task key; empty: it is no copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStatus(Status):
-    """The status of a TrainingJob."""
-
     nodes: tuple[ChosenNode, ...] | None = None
     node_selector: Mapping[str, str] | None = None
     volumes: tuple[PlannedVolume, ...] = ()
@@ -136,41 +124,34 @@ class TrainingStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object of ours: the fields that both kinds have."""
-
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
-    """The object as it was read: the API wants all of it back when a status is written."""
+    """The API wants all of it back when a status is written."""
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.metadata.name
 
     @property
     def namespace(self) -> str:
-        """Its namespace."""
         return self.metadata.namespace
 
     @property
     def uid(self) -> str:
-        """The ID that no other object ever has."""
         return self.metadata.uid
 
     @property
     def generation(self) -> int:
-        """The number of its specification."""
         return self.metadata.generation
 
     @property
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted it; finalizers may still hold it."""
+        """Finalizers may still hold it."""
         return self.metadata.is_leaving
 
     @property
     def owner(self) -> Json:
-        """A reference to it, as the owner of another object."""
         return {
             "apiVersion": API_VERSION,
             "kind": self.kind,
@@ -183,22 +164,17 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class DatasetObject(Object):
-    """A Dataset."""
-
     given: "GivenDataset"
     status: DatasetStatus
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingObject(Object):
-    """A TrainingJob."""
-
     given: "GivenTraining"
     status: TrainingStatus
 
 
 def decode_dataset(raw: Json) -> DatasetObject:
-    """A Dataset of the API."""
     return DatasetObject(
         kind=DATASET,
         metadata=decode(Metadata, raw.get("metadata")),
@@ -209,7 +185,6 @@ def decode_dataset(raw: Json) -> DatasetObject:
 
 
 def decode_training(raw: Json) -> TrainingObject:
-    """A TrainingJob of the API."""
     return TrainingObject(
         kind=TRAINING_JOB,
         metadata=decode(Metadata, raw.get("metadata")),
@@ -224,8 +199,6 @@ def decode_training(raw: Json) -> TrainingObject:
 
 @dataclass(frozen=True, slots=True)
 class GivenBucket:
-    """`source.bucket`."""
-
     url: str = ""
     delete: bool = False
     include: tuple[str, ...] = ()
@@ -234,22 +207,18 @@ class GivenBucket:
 
 @dataclass(frozen=True, slots=True)
 class GivenArchives:
-    """`source.archives`."""
-
     urls: tuple[str, ...] = ()
     manifest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenExisting:
-    """`source.existing`."""
-
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSource:
-    """`source`: exactly one of the three is there."""
+    """One of the three is there."""
 
     bucket: GivenBucket | None = None
     archives: GivenArchives | None = None
@@ -258,16 +227,12 @@ class GivenSource:
 
 @dataclass(frozen=True, slots=True)
 class GivenPlacement:
-    """`placement`."""
-
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPreparation:
-    """`preparation`."""
-
     jobs: int = 2
     retries: int = 4
     deadline_seconds: int = 0
@@ -276,8 +241,6 @@ class GivenPreparation:
 
 @dataclass(frozen=True, slots=True)
 class GivenDataset:
-    """The `spec` of a Dataset as its user wrote it; `specs.py` checks it."""
-
     dataset: str = ""
     url: str = ""
     user: str = ""
@@ -297,8 +260,6 @@ class GivenDataset:
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
-    """A Dataset that a TrainingJob reads."""
-
     name: str = ""
     mount_path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -306,8 +267,6 @@ class DatasetUse:
 
 @dataclass(frozen=True, slots=True)
 class GivenTraining:
-    """The `spec` of a TrainingJob as its user wrote it; `specs.py` checks it."""
-
     replicas: int = 1
     datasets: tuple[DatasetUse, ...] = ()
     template: Json = field(default_factory=dict)
@@ -321,8 +280,6 @@ class GivenTraining:
 
 @dataclass(frozen=True, slots=True)
 class ConditionContent:
-    """The content of a condition: whether it holds, and why."""
-
     kind: str
     reason: str
     message: str = ""
@@ -333,7 +290,7 @@ S = TypeVar("S", bound=Status)
 
 
 def with_condition(status: S, found: ConditionContent, seen: Object, now_s: float) -> S:
-    """A status with a condition set. The condition's time changes only with its truth value."""
+    """The condition's time changes only with its truth value."""
     value = "True" if found.holds else "False"
     old = status.condition(found.kind)
     since = old.last_transition_time if old.status == value else ""

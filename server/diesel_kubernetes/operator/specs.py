@@ -1,7 +1,7 @@
 """Checks the specifications of Datasets and TrainingJobs. Pure.
 
-The API server has checked types and patterns by the schemas. The rules that a schema cannot express
-are checked here, with errors that name the field.
+The API server has checked the schemas. The rules that a schema cannot express are checked here,
+with errors that name the field.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from .resources import (
 OWN_ATTRIBUTES = frozenset(
     "dataset version url user region endpoint task rank world follow".split()
 )
-"""Attributes of volumes that the operator sets itself."""
+"""The operator sets them."""
 
 REPLICAS_MAX = 1000
 NAME_CHARS_MAX = 50
@@ -40,8 +40,6 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Values that the administrator sets for all objects."""
-
     image: str = "diesel-fs"
     url: str = ""
     file_roots: tuple[str, ...] = ()
@@ -49,58 +47,50 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlace:
-    """The repository of a dataset, and how `dlcmd` gets there."""
-
     url: str
     variables: Mapping[str, str]
     """The environment of `dlcmd`, without secrets."""
     attributes: Mapping[str, str]
-    """The attributes of a volume."""
     secret: str
-    """The name of the Secret; empty: none."""
+    """Empty: none."""
     file_folder: str = ""
 
     @property
     def can_share_caches(self) -> bool:
-        """Whether the nodes of a task can find each other: through a server, or a Redis."""
+        """Nodes of a task find each other through a server, or a Redis."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
 
     @property
     def needs_task_key(self) -> bool:
-        """Whether the task's secret must be given to its nodes: a server without TLS hands out
-        none (PEERS.md)."""
+        """A server without TLS hands out no secrets of tasks (PEERS.md)."""
         return parse_url(self.url).scheme == "diesel"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """The checked specification of a Dataset."""
-
     dataset: str
     repository: RepositoryPlace
     put: tuple[str, ...]
-    """Arguments of `dlcmd` that make the dataset; none: it exists."""
+    """None: the dataset exists."""
     version: int
-    """The version that an existing dataset is pinned to; 0: the current one."""
+    """0: the current one."""
     keep: int
-    """How many versions stay; -1: no purge."""
+    """Versions that stay; -1: no purge."""
     reclaims: bool
-    """Whether the data are deleted with the object."""
+    """Whether deleting the object deletes the data."""
     warms_up: bool
-    """Whether the volumes of TrainingJobs load everything from the start."""
     placement: GivenPlacement
     preparation: GivenPreparation
 
     @property
     def named(self) -> str:
-        """The dataset, with the version that is wanted."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
 
 def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
-    """The specification of a Dataset. Raises UsageError, which names the field."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     name = given.dataset or seen.name
     if not DATASET_NAME.fullmatch(name):
@@ -155,7 +145,7 @@ def _put_arguments(source: GivenSource, jobs: int, name: str) -> tuple[str, ...]
 
 
 def _check_address(field: str, url: str) -> None:
-    """Raise UsageError if `dlcmd put --unpack` could not fetch the URL, or must not."""
+    """Raise UsageError if `dlcmd put --unpack` could or must not fetch the URL."""
     if not url.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(url):
         raise UsageError(f"spec.source.archives.{field}: bad address {_shown(url)}")
 
@@ -165,7 +155,7 @@ def _host(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL without the parts that may be secret."""
+    """Hides the parts that may be secret."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
 
@@ -203,21 +193,18 @@ def _repository(given: GivenDataset, defaults: Defaults) -> RepositoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """The checked specification of a TrainingJob."""
-
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
-    """A pod template, which may have fields that this release does not know."""
+    """Some fields may be unknown to this release."""
     pod: PodSpec
-    """The fields of the template's pod that the operator reads."""
     one_per_node: bool
     checks_storage: bool
     restarts: int
 
 
 def parse_training(seen: TrainingObject) -> TrainingSpec:
-    """The specification of a TrainingJob. Raises UsageError, which names the field."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     if len(seen.name) > NAME_CHARS_MAX:
         raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")

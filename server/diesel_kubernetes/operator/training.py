@@ -1,8 +1,8 @@
 """Decides the next step for a TrainingJob. Pure.
 
 The workflow is algorithm 1 of DLCache: the job is admitted if its datasets fit, is placed by the
-score of nodes, and starts when its datasets are ready. The operator writes the decisions of the
-admission to the status before it makes anything, so a later operator makes the same pods.
+score of nodes, and starts when its datasets are ready. The operator writes the admission's
+decisions to the status before it makes anything, so a later operator makes the same pods.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -48,22 +48,20 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""The pause before another look at a job with a missing Dataset, in case the event is lost."""
+"""The event of a missing Dataset may be lost."""
 
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
-"""The condition that says what cannot be made for a job; a job without trouble has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingDecision:
-    """The next step for a TrainingJob. The controller makes Secrets with keys, the Service, pods
-    and events, in this order, then writes the status, then deletes."""
+    """The controller makes Secrets with keys, the Service, pods and events, writes the status, and
+    deletes, in this order."""
 
     status: TrainingStatus
     wants_survey: bool = False
-    """Whether the nodes must be surveyed before anything can be decided."""
     key_secrets: tuple[PlannedVolume, ...] = ()
     create: tuple[Json, ...] = ()
     events: tuple[Json, ...] = ()
@@ -71,24 +69,21 @@ class TrainingDecision:
     delete_secrets: tuple[str, ...] = ()
     delete_services: tuple[str, ...] = ()
     again_s: float | None = None
-    """In how many seconds to look again, if nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
-    """A TrainingJob, and its objects in the cluster."""
-
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
-    """The Datasets that it names, without missing ones."""
+    """Missing ones are left out."""
     pods: tuple[Pod, ...]
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
-    """None: they were not surveyed."""
+    """None: not surveyed."""
 
 
 def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision:
-    """The next step for a TrainingJob."""
     seen, status = situation.seen, situation.seen.status
     if seen.is_deleted:
         return TrainingDecision(status)
@@ -107,13 +102,12 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""The Datasets of a job, in the order of its specification."""
+"""The specification's order."""
 
 
 def _waiting(
     situation: TrainingSituation, spec: TrainingSpec, defaults: Defaults
 ) -> TrainingDecision:
-    """Before admission: all Datasets must be ready."""
     chosen: list[tuple[DatasetObject, DatasetSpec]] = []
     for use in spec.uses:
         dataset = situation.datasets.get(use.name)
@@ -202,7 +196,6 @@ def _planned_volumes(
 
 
 def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecision:
-    """After admission: all ranks have a pod, until they have ended."""
     seen, status = situation.seen, situation.seen.status
     restarts = status.restarts or 0
     current: dict[int, Pod] = {}
@@ -248,7 +241,7 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
 
 
 def _clean_up(situation: TrainingSituation) -> TrainingDecision:
-    """A job that has ended leaves its pods that have ended, and nothing else."""
+    """An ended job leaves its ended pods, and nothing else."""
     seen, status = situation.seen, situation.seen.status
     active = [
         each.name for each in situation.pods if not each.has_ended and not each.metadata.is_leaving
@@ -263,7 +256,6 @@ def _clean_up(situation: TrainingSituation) -> TrainingDecision:
 
 
 def _why_it_failed(pod: Pod) -> str:
-    """The reason why a pod failed, as the end of a sentence; empty if it is not known."""
     for each in pod.status.container_statuses:
         ended = each.state.terminated
         if ended.exit_code:
@@ -278,7 +270,6 @@ def _with(
     found: ConditionContent,
     phase: TrainingPhase | None = None,
 ) -> TrainingStatus:
-    """The status with a condition, and with a phase if one is given."""
     seen = situation.seen
     made = replace(
         status,
@@ -289,7 +280,6 @@ def _with(
 
 
 def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> TrainingDecision:
-    """The decision, with an event if the phase or the reason of a condition changes."""
     before, after = situation.seen.status, decision.status
     changed = [
         each for each in after.conditions if before.condition(each.type).reason != each.reason
@@ -308,12 +298,11 @@ def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> Tra
 
 
 def hindered(situation: TrainingSituation, reason: str, message: str) -> TrainingStatus:
-    """The status of a job for which the operator could not make something. It tries again."""
+    """The operator could not make something, and tries again."""
     return _with(situation, situation.seen.status, ConditionContent(MADE, reason, message))
 
 
 def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
-    """A status, now that all objects of the job have been made."""
     if status.condition(MADE).status != "False":
         return status
     return _with(
@@ -322,7 +311,7 @@ def unhindered(situation: TrainingSituation, status: TrainingStatus) -> Training
 
 
 def amounts(resources: Json) -> dict[str, Fraction]:
-    """Resources as the API writes them (`500m`, `16Gi`), in numbers; 0 for malformed ones."""
+    """Numbers for the API's quantities (`500m`, `16Gi`); 0 for malformed ones."""
     found = {}
     for name, value in resources.items():
         try:
@@ -334,8 +323,8 @@ def amounts(resources: Json) -> dict[str, Fraction]:
 
 
 def pod_requests(pod: PodSpec) -> dict[str, Fraction]:
-    """The resources that a pod requests: the sum of its containers, or its largest init container.
-    A limit counts if the container has no request."""
+    """The sum of the containers, or the largest init container. A limit counts if there is no
+    request."""
     found: dict[str, Fraction] = {}
     for each in pod.containers:
         for name, amount in _requests(each).items():
@@ -357,10 +346,8 @@ def survey(
     datasets: Sequence[DatasetObject],
     own: Collection[str],
 ) -> tuple[NodeState, ...]:
-    """The nodes on which pods can be scheduled, with the resources that are left on them.
-
-    `own` are the UIDs of the Datasets of the job in question: their blocks are to stay.
-    """
+    """The nodes that can get pods. `own` are the UIDs of the job's Datasets, whose blocks are to
+    stay."""
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:
         if pod.has_ended:

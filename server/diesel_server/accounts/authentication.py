@@ -1,21 +1,21 @@
 """Checks logins, and the accounts of open connections, against the table of accounts.
 
 A login is checked against a table that was read after the login had arrived. Later, each connection
-looks up its account in a copy of the table that is at most `REFRESH_S` old. So a removed user, or a
-changed key or role, is noticed after this time at the latest.
+looks up its account in a copy of the table that is at most `REFRESH_S` old, so a removed user, or a
+changed key or role, has an effect after this time at the latest.
 
 While the table cannot be read, users in the copy may log in and go on: for `ROLES_S` with their
-roles, then until `COPY_S` for reading only (`Account.ceiling`), then no longer. If the table has
-been lost (Redis came back without data), no user can log in. Open connections may read until
-`COPY_S`, since an empty table is no reason to end training jobs.
+roles, then until `COPY_S` for reading only (`Account.ceiling`). If the table has been lost (Redis
+came back without data), no user can log in. Open connections may read until `COPY_S`, since an
+empty table is no reason to end training jobs.
 
-An unknown user, a wrong key and an empty table give the same answer, after the same work, so that
-the answer reveals nothing; the real reason is a note on the error, for the log. Failed logins are
-limited by network and user, and by network alone. A user with the right key may log in all the
-same, or anybody in a network could lock out all others there.
+An unknown user, a wrong key and an empty table give the same answer after the same work, so it
+reveals nothing; a note on the error has the real reason, for the log. Failed logins are limited by
+network and user, and by network alone. A user with the right key may log in all the same, or
+anybody in a network could lock out all others there.
 
-Concurrency: the methods are called from many threads and may block, for a few times the deadline of
-the table. One thread at a time reads the table, for all that wait; `current` does not wait for it.
+Concurrency: many threads call the methods, which may block for a few deadlines of the table. One
+thread at a time reads the table, for all that wait; `current` does not wait for it.
 """
 
 import logging
@@ -36,14 +36,13 @@ log = logging.getLogger("diesel.server")
 
 REFRESH_S = 2.0
 ROLES_S = 30.0
-"""How long users keep their roles while the table cannot be read. It is as long as a commit waits
-for a Redis that restarts, so a put that was under way can finish."""
+"""Users keep their roles for this time while the table cannot be read: as long as a commit waits
+for a Redis that restarts, so a put under way can finish."""
 
 COPY_S = 3600.0
 
 RETRY_S = 10.0
-"""The pause between two attempts of `current` to read the table after a failure: each takes
-time."""
+"""Each attempt of `current` to read the table takes time."""
 
 ADVICE_S = 60.0
 
@@ -55,44 +54,42 @@ NO_ACCOUNTS = (
 
 USER_RATE = Rate(10, 6.0)  # 10 at once, then one in 6 s
 NETWORK_RATE = Rate(100, 0.6)
-"""Failed logins of one user, and of one network, which may have many users. Keys cannot be guessed:
-the limits only bound the work and the lines in the log."""
+"""Failed logins of one user, and of one network. Keys cannot be guessed: the limits only bound the
+work and the lines in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AccountsCopy:
-    """A copy of the table of accounts. It is immutable; a new one replaces it."""
+    """Immutable; a new copy replaces it."""
 
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
     token: bytes = NO_TOKEN  # changes with the table
-    problem: DieselError | None = None  # why the last read failed
+    problem: DieselError | None = None
     lost: bool = False
 
 
 class TableAuthenticator:
-    """Checks logins and accounts against a table of accounts, of which it keeps a copy."""
-
     def __init__(
         self, open_table: Callable[[], AccountTable], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_table` is called until it gives a table, which may be away when the server
-        starts."""
+        """`open_table` is called until it gives a table, which may be away at the server's
+        start."""
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
         self._decoy_key = keys.public_key(keys.new_seed())  # for unknown users; nobody has its key
-        self._reading_lock = threading.Lock()  # held while the table is read
+        self._reading_lock = threading.Lock()
         self._read_began_s = float("-inf")
         self._copy = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
-        self._failures_lock = threading.Lock()  # guards the limiters
+        self._failures_lock = threading.Lock()
         self._user_failures = RateLimiter(USER_RATE, clock)
         self._network_failures = RateLimiter(NETWORK_RATE, clock)
         self._advice_lines = RateLimiter(Rate(1, ADVICE_S), clock)
 
     @property
     def table(self) -> AccountTable:
-        """The table, for changes. Raises MetadataError if it cannot be opened."""
+        """Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")
@@ -101,12 +98,8 @@ class TableAuthenticator:
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account of the user that has signed `nonce` and `binding` (the digest of the
-        connection's TLS certificate, or nothing). The notes of an error are for the log alone.
-
-        Raises PermissionDenied; BusyError after too many failures; MetadataError if the accounts
-        cannot be looked up.
-        """
+        """The user has signed `nonce` and `binding` (the digest of the connection's TLS
+        certificate, or nothing). Raises BusyError after too many failures."""
         self._refresh(since_s=self._clock())
         network = network_of(address)
         key = (network, user[: USER_BYTES_MAX + 1])
@@ -114,7 +107,7 @@ class TableAuthenticator:
         accounts, ceiling = self._usable(known)
         account = accounts.get(user)
         public = account.public_key if account is not None else self._decoy_key
-        # The same work for any user; an impossible name is replaced by one that can be signed
+        # The same work for any user; an impossible name becomes one that can be signed
         name = user.encode("utf-8", "replace")[:USER_BYTES_MAX].decode("utf-8", "ignore")
         matches = keys.verify(public, signature, login_challenge(nonce, binding, name or "-"))
         if account is not None and matches:
@@ -139,11 +132,7 @@ class TableAuthenticator:
         raise refusal
 
     def current(self, account: Account) -> Account:
-        """The account of an open connection, as it is now.
-
-        Raises PermissionDenied if it was removed or has another key; MetadataError if the table
-        could not be read for `COPY_S`.
-        """
+        """Raises MetadataError if the table could not be read for `COPY_S`."""
         patience_s = REFRESH_S if self._copy.problem is None else RETRY_S
         self._refresh(since_s=self._clock() - patience_s, wait=False)
         accounts, ceiling = self._usable(self._copy, or_lost=True)
@@ -157,8 +146,7 @@ class TableAuthenticator:
         return found if found.ceiling is ceiling else replace(found, ceiling=ceiling)
 
     def _usable(self, known: _AccountsCopy, *, or_lost: bool = False) -> tuple[Accounts, Role]:
-        """The accounts that count now, and the highest role that their users have for the time
-        being."""
+        """The accounts that count now, and the highest role that their users have for now."""
         age_s = self._clock() - known.since_s
         if age_s > COPY_S or (known.lost and not or_lost):
             return {}, Role.NONE
@@ -169,17 +157,16 @@ class TableAuthenticator:
     # The copy
 
     def refresh(self) -> None:
-        """Read the table again. A failure is logged, not raised."""
+        """A failure is logged, not raised."""
         self._refresh(since_s=self._clock())
 
     def close(self) -> None:
-        """Close the table."""
         with self._reading_lock:
             if self._table is not None:
                 self._table.close()
 
     def _refresh(self, since_s: float, *, wait: bool = True) -> None:
-        """Read the table, unless another thread began to read it after `since_s`. Without `wait`,
+        """Read the table, unless another thread began to do so after `since_s`. Without `wait`,
         return at once if another thread is reading it."""
         if not self._reading_lock.acquire(blocking=wait):
             return
@@ -207,7 +194,7 @@ class TableAuthenticator:
             state = self._table.read()
             accounts, token = state.accounts, state.token
         is_empty = token == NO_TOKEN
-        if not is_empty or not (before.lost or before.accounts):  # else it had accounts before
+        if not is_empty or not (before.lost or before.accounts):  # otherwise it had accounts before
             self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:
             if not before.lost:

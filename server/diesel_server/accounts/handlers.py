@@ -1,7 +1,7 @@
 """The requests about accounts: `users`, `set_user`, `remove_user`, `import_users`, `grant`.
 
-`WIRE.md`, section 5, has their fields. `DirectAdministration` decides whether a user may do each,
-by the accounts at that moment.
+`WIRE.md`, section 5, has their fields. `DirectAdministration` checks the user's right by the
+accounts at that moment.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,16 @@ from .authentication import TableAuthenticator
 _THREADS = 48
 
 Work = Callable[[DirectAdministration, Fields, memoryview], bytes | None]
-"""Carries out a request, from its fields and its payload. Returns the payload of the reply; None
-for a change."""
+"""Returns the payload of the reply; None for a change."""
 
 
 def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
-    """The handler of each request about accounts."""
     threads = HandlerThreads(_THREADS)
 
     def in_thread(work: Work) -> Handler:
         def run(request: Request) -> Reply:
-            """Do the work in the name of the user. A change takes effect on this server at once,
-            and on others within `authentication.REFRESH_S`."""
+            """A change takes effect on this server at once, and on others within
+            `authentication.REFRESH_S`."""
             message = request.message
             own = {name: value for name, value in message.items() if name not in ("id", "do")}
             accounts = DirectAdministration(login.table, login.current(request.account))

@@ -1,8 +1,8 @@
 """A stream of bytes to and from one client, over a plain socket or over TLS.
 
 `connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines;
-`diesel_fs.net.channel` makes the system calls. This channel buffers received bytes, so that many
-small requests cost few system calls. At most one task receives and one sends at a time.
+`diesel_fs.net.channel` makes the system calls. It buffers received bytes, so that small requests
+cost few system calls. At most one task receives and one sends at a time.
 """
 
 import socket
@@ -34,8 +34,7 @@ class ClientGone(Exception):
 
 
 class ClientChannel:
-    """A stream of bytes in both directions. All methods raise ClientGone if the client has closed
-    it or the network broke it."""
+    """All methods raise ClientGone."""
 
     def __init__(self, connected: transport.Channel) -> None:
         self._transport = connected
@@ -45,13 +44,12 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """Wait until there are bytes to receive. A cancelled wait loses no bytes."""
+        """Returns when there are bytes to receive. A cancelled wait loses none."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
     async def receive_into(self, room: memoryview) -> None:
-        """Receive bytes until `room` is full."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -65,17 +63,15 @@ class ClientChannel:
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Whether the buffer has `size` bytes already: receiving them does not wait then."""
+        """Then receiving `size` bytes does not wait."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
-        """Receive `size` bytes into memory of their own."""
         taken = bytearray(size)
         await self.receive_into(memoryview(taken))
         return taken
 
     async def skip(self, size: int) -> None:
-        """Receive `size` bytes and drop them."""
         while size:
             await self.wait()
             count = min(size, self._end - self._start)
@@ -91,7 +87,6 @@ class ClientChannel:
         return count
 
     async def _receive(self, room: memoryview) -> int:
-        """Receive some bytes; other tasks run in any case."""
         if self._transport.buffers_internally:
             await trio.lowlevel.checkpoint()
         else:
@@ -99,12 +94,11 @@ class ClientChannel:
         return await self._transport.receive(room)
 
     async def send(self, parts: Sequence[Bytes]) -> None:
-        """Send parts, one after the other. If it is cancelled, the connection is of no more use."""
+        """A cancelled call leaves the connection of no more use."""
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        """Send as much of the parts as can be sent without waiting. Returns the rest, which the
-        caller passes to `send_left`."""
+        """Send without waiting. Returns the rest, for `send_left`."""
         views = byte_views(parts)
         self.sent_bytes += sum(map(len, views))
         if self._transport.buffers_internally:
@@ -113,7 +107,7 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """Send the rest. If it is cancelled, the connection is of no more use."""
+        """A cancelled call leaves the connection of no more use."""
         try:
             while views:
                 await self._transport.wait_writable()
@@ -122,7 +116,7 @@ class ClientChannel:
             raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
-        """Send what can be sent in one turn, and remove it from `views`."""
+        """Removes sent bytes from `views`."""
         if self._transport.buffers_internally:
             some = [view[:_TLS_PIECE_BYTES] for view in views[:1]]
         else:
@@ -135,13 +129,12 @@ class ClientChannel:
             raise ClientGone from error
 
     async def half_close(self) -> None:
-        """End the sending direction, and receive bytes of the client for a moment. If the socket
-        were closed with unread bytes, the kernel would reset the connection and the client might
-        lose the last answer."""
+        """End the sending direction, and receive for a moment: if a socket with unread bytes were
+        closed, the kernel would reset the connection, and the client might lose the last answer."""
         with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
             self._transport.end_sending()
             await self.skip(_LINGER_BYTES)
 
     def close(self) -> None:
-        """Close the connection at once. Repeatable."""
+        """Repeatable."""
         self._transport.close()

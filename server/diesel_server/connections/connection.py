@@ -1,13 +1,13 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
 This module decides the order of events on a connection, their deadlines, the answer to each error,
-and the lines in the log. `channel.py` moves the bytes and `diesel_fs.net.frames` encodes
-them; `listener.py` accepts connections; `requests/dispatcher.py` runs the handlers.
+and the lines in the log. `channel.py` moves bytes, `diesel_fs.net.frames` encodes them, and
+`requests/dispatcher.py` runs handlers.
 
-Concurrency: one task of the connection reads. Each request that is under way has a task of its own,
-which answers it; a lock lets one of these tasks write at a time. A request's memory is taken from
-the budget of the worker before its payload is received, and released when its answer has been sent.
-Every wait has a deadline, except the wait for the next request while others are under way.
+Concurrency: one task reads. Each request under way has a task of its own, which answers it; a lock
+lets one of these write at a time. A request's memory is taken from the worker's budget before its
+payload is received, and released after its answer. Every wait has a deadline, except the wait for
+the next request while others are under way.
 """
 
 import logging
@@ -44,8 +44,8 @@ from .refusal_log import RefusalLog, dataset_in
 log = logging.getLogger("diesel.server")
 
 ACCOUNT_REFRESH_S = 1.0
-"""The account of a connection is looked up again after this time, so that the removal of a user or
-a role has an effect soon."""
+"""A connection's account is looked up again after this time, so that a removed user or role has an
+effect soon."""
 
 SHUTTING_DOWN = "it is shutting down"
 _OVERLOADED = "the server is overloaded"
@@ -54,29 +54,24 @@ _LOGIN_THREADS = 16
 
 
 class Authenticator(Protocol):
-    """Checks logins and accounts (`authentication.py`). Both methods may block, for a limited
-    time."""
+    """Both methods may block for a limited time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account to whose key the signature belongs.
-
-        Raises PermissionDenied; MetadataError or BusyError if that cannot be decided now. The notes
-        of an error are for the log alone: the client does not see them.
-        """
+        """The account to whose key the signature belongs. Raises PermissionDenied; MetadataError or
+        BusyError if that cannot be decided now. The client does not see the notes of an error; they
+        are for the log."""
         ...
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied if the user was removed or has
+        """The present account. Raises PermissionDenied if the user was removed or has
         another key."""
         ...
 
 
 @dataclass(slots=True)
 class ConnectionContext:
-    """What all connections of a worker share."""
-
     store_id: UUID
     login: Authenticator
     dispatcher: Dispatcher
@@ -87,11 +82,11 @@ class ConnectionContext:
         default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
     )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    """Whether an account may send a payload of this many bytes with a request (its `do`)."""
+    """The number is the payload's bytes; the text is the request's `do`."""
     redactions: Mapping[str, str] = field(default_factory=dict)
-    """Texts that errors may contain and clients must not see (every way to write the address of a
-    store), the longest first, and the words that replace each. All that a connection sends goes
-    through `redacted`."""
+    """Texts in errors that clients must not see (every way to write the address of a store), the
+    longest first, with their replacements. Everything that a connection sends goes through
+    `redacted`."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
@@ -101,7 +96,7 @@ class ConnectionContext:
         self.refusals = RefusalLog(self.cells)
 
     def redacted(self, value: object) -> object:
-        """A message, or a value in one, with the replacements in all its texts."""
+        """A message, or a value in one, with all replacements."""
         match value:
             case str():
                 for place, words in self.redactions.items():
@@ -116,31 +111,30 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """The reason to reject a request. With `retry_after_s` nothing of it has been done, and
-    the client may send it again, here or to another server."""
+    """`retry_after_s` means that nothing of the request has been done, and the client may send it
+    again, here or to another server."""
 
-    reason: str  # one of `metrics.REFUSALS`
+    reason: str
     error: DieselError
     retry_after_s: float | None = None
 
     @property
     def outcome(self) -> str:
-        """The request's outcome in the metrics."""
         if isinstance(self.error, PermissionDenied):
             return "refused"
         return "error" if self.retry_after_s is None else "busy"
 
 
 Opener = Callable[[], Awaitable[tuple[ClientChannel, bytes]]]
-"""Opens the channel, which may take a TLS handshake. Returns it with the binding that a login on it
-signs (`WIRE.md`, section 3). Raises ClientGone."""
+"""May take a TLS handshake. Returns the channel, and the binding that a login on it signs
+(`WIRE.md`, section 3). Raises ClientGone."""
 
 
 class ClientConnection:
     """One connection, from `run` to its end.
 
-    The methods raise ClientGone if the client is gone or too slow, and CorruptError or
-    ForeignError for bytes that break the protocol; `run` catches all of them.
+    Methods raise ClientGone if the client is gone or too slow, and CorruptError or ForeignError for
+    bytes that break the protocol; `run` catches all of them.
     """
 
     def __init__(
@@ -159,17 +153,16 @@ class ClientConnection:
         self._ids: set[int] = set()
         self._waiting: trio.CancelScope | None = None
         self._nursery: trio.Nursery | None = None
-        self._counted = (0, 0)  # bytes received and sent that the metrics have
+        self._counted = (0, 0)
 
     async def run(self) -> None:
-        """Serve the client from its first byte to its last. Errors of the client end this
-        connection, and nothing else."""
+        """Errors of the client end this connection, and nothing else."""
         try:
             with ExitStack() as held:
                 if await self._log_in(held):
                     await self._serve_requests()
         except ClientGone as error:
-            if str(error):  # the TLS handshake failed, and the text says why
+            if str(error):  # of the TLS handshake
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
@@ -182,7 +175,6 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """Wait for the client's greeting, and answer it with a refusal."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -197,14 +189,14 @@ class ClientConnection:
                 self._channel.close()
 
     def stop(self) -> None:
-        """The server shuts down: requests under way are finished, and no other is begun."""
+        """The server shuts down: finish requests under way, and begin no other."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
 
     # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
-        """Greeting and login. Returns whether the client has proved to be a user."""
+        """Returns whether the client has proved to be a user."""
         account: Account | None = None
         network = limits.network_of(self._address)
         with (
@@ -229,8 +221,7 @@ class ClientConnection:
         return True
 
     async def _authenticated(self) -> Account | None:
-        """The account of the user that the client has proved to be; None if it has not, or not in
-        time."""
+        """None if the client has not proved to be a user in time."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
             nonce, binding = await self._greet()
         if greeting.cancelled_caught:
@@ -246,13 +237,13 @@ class ClientConnection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """The nonce that the client got (empty if it was refused), and the binding."""
+        """The nonce for the client (empty if it was refused), and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
-        said = await self._channel.receive_exactly(wire.GREETING_BYTES)
+        greeting = await self._channel.receive_exactly(wire.GREETING_BYTES)
         try:
-            version = wire.parse_greeting(said)
+            version = wire.parse_greeting(greeting)
         except ForeignError as error:
             self.note_refusal("greeting", error.message)
             return b"", b""
@@ -276,7 +267,7 @@ class ClientConnection:
         )
 
     async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
-        """The account that a login proves; None if the client has been refused."""
+        """None if the client has been refused."""
         user = ""
         try:
             if message.get("do") != "login":
@@ -308,7 +299,6 @@ class ClientConnection:
     # Requests
 
     async def _serve_requests(self) -> None:
-        """Serve requests until the client sends no more, or the server has shut down."""
         ended: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -330,8 +320,7 @@ class ClientConnection:
             ended = None  # breaks a reference cycle that would keep payloads of megabytes alive
 
     async def _wait_for_request(self) -> bool:
-        """Wait for the next request. Returns False if the client was idle for too long, or the
-        server shuts down."""
+        """Returns False if the client was idle for too long, or the server shuts down."""
         while not (self._context.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
@@ -345,7 +334,7 @@ class ClientConnection:
         return False
 
     async def _receive_request(self, nursery: trio.Nursery) -> bool:
-        """Receive one request and start its task. Returns False if it was rejected."""
+        """Receive a request and start its task. Returns False if it was rejected."""
         channel, owner = self._open_channel, self._account.name
         lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
@@ -397,8 +386,7 @@ class ClientConnection:
     async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
     ) -> _Rejection | None:
-        """Take `size` bytes of the budget for a request. Returns the reason if it is rejected, else
-        None."""
+        """Take `size` bytes of the budget. Returns the reason if the request is rejected."""
         context = self._context
         try:
             wire.check_required_fields(message)
@@ -431,7 +419,7 @@ class ClientConnection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
-        """Answer a request with an error; log it if it is a refusal."""
+        """Logs refusals."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -444,14 +432,13 @@ class ClientConnection:
         await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Run a request's handler and send its answers. Ends the connection if the client does
-        not take them."""
+        """Ends the connection if the client does not take the answers."""
         cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
         async def send(reply: Reply) -> None:
             size = sum(memoryview(part).nbytes for part in reply.payload)
-            told = cast(Message, self._context.redacted(reply.message))  # it may have an error
-            head = wire.frame({**told, "id": number}, wire.ANSWER_LIMITS, size)
+            message = cast(Message, self._context.redacted(reply.message))  # it may have an error
+            head = wire.frame({**message, "id": number}, wire.ANSWER_LIMITS, size)
             await self._send([head, *reply.payload], size)
 
         try:
@@ -501,30 +488,29 @@ class ClientConnection:
         await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
     def _error_message(self, error: DieselError) -> Message:
-        """The message of an error, without the addresses of this server's store: only its operator
-        may know them."""
-        told = error_message(error)
-        redacted = cast(Message, self._context.redacted(told))
-        if redacted != told:
+        """Leaves out the addresses of this server's store, which only its operator may know."""
+        message = error_message(error)
+        redacted = cast(Message, self._context.redacted(message))
+        if redacted != message:
             log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """Send a frame. The connection ends if the frame cannot be sent whole in time."""
+        """The connection ends if the frame cannot be sent whole in time."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
             await self._writing.acquire()
         try:
             left = self._open_channel.send_now(parts)
-            if left:  # mostly nothing is left, and a deadline costs more than this test
+            if left:  # mostly nothing, and a deadline costs more than this test
                 with self._deadline(size):
                     await self._open_channel.send_left(left)
         finally:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """The next `size` bytes, received in time."""
+        """A frame's deadline applies."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
@@ -532,7 +518,7 @@ class ClientConnection:
 
     @contextmanager
     def _deadline(self, size: int) -> Iterator[None]:
-        """The time that `size` bytes of a frame may take. Raises ClientGone after it."""
+        """Raises ClientGone after the time for `size` bytes of a frame."""
         with trio.move_on_after(limits.FRAME_S + size / limits.BYTES_PER_S_MIN) as scope:
             yield
         if scope.cancelled_caught:
@@ -540,7 +526,7 @@ class ClientConnection:
             raise ClientGone
 
     async def _send_final_error(self, error: DieselError) -> None:
-        """Send an error that answers no request, and end the connection."""
+        """It answers no request, and ends the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
@@ -555,7 +541,6 @@ class ClientConnection:
     def note_refusal(
         self, reason: str, why: str, *, user: str = "", do: str = "", dataset: str = ""
     ) -> None:
-        """Log and count a refusal; `reason` is one of `metrics.REFUSALS`."""
         self._context.refusals.add(
             reason, why, address=self._peer, user=user, do=do, dataset=dataset
         )

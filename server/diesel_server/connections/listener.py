@@ -1,9 +1,7 @@
 """Accepts connections, refuses those beyond the limits, and ends them when the server stops.
 
-`connection.py` serves a connection once it is accepted. The workers of a server are several
-processes that accept on the same sockets.
-
-Concurrency: each listening socket and each connection has a task of its own.
+The workers of a server are several processes that accept on the same sockets. Each listening socket
+and each connection has a task of its own.
 """
 
 import errno
@@ -32,8 +30,6 @@ _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Listener:
-    """The sockets of one worker, from `run` to the end of the last connection."""
-
     def __init__(
         self,
         sockets: Sequence[socket.socket],
@@ -49,7 +45,7 @@ class Listener:
         self._drained = trio.Event()
 
     def stop(self) -> None:
-        """Accept no more clients, and finish the requests under way. `run` ends then, or after
+        """Accept no more clients, and finish requests under way. `run` ends then, or after
         `DRAIN_S`."""
         self._context.is_draining = True
         self._stopping.set()
@@ -58,7 +54,6 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
-        """Serve until `stop` has been called and the connections have ended."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)
@@ -140,7 +135,7 @@ class Listener:
 
 
 def _why(error: BaseException) -> str:
-    """The reason why a TLS handshake failed; empty if the client just went away."""
+    """Why a TLS handshake failed; empty if the client just went away."""
     cause = error.__cause__ or error
     if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ""
@@ -149,8 +144,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """The number of connections that this process may have. It raises the limit of open files as
-    far as the system allows, and leaves some of them to others."""
+    """How many connections this process may have. Raises the limit of open files as far as the
+    system allows, and leaves some of them to others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)

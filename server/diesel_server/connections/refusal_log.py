@@ -1,10 +1,8 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
-A line has the user, the address, the request, the dataset and the reason, and never a key. A client
+A line has the user, the address, the request, the dataset and the reason, never a key. A client
 that tries all night does not fill the disk: after some lines about one network, more are left out,
-and the next line has their number. Every refusal is counted in the metrics.
-
-Runs in the event loop of one worker.
+and the next line has their number. The metrics count every refusal. For one event loop.
 """
 
 import logging
@@ -23,20 +21,18 @@ LINE_RATE = Rate(20, 5.0)
 """Lines about one network (`limits.network_of`): 20 at once, then one in 5 s."""
 
 NETWORKS_MAX = 1024
-"""The number of networks for which lines are counted; the longest silent ones are forgotten. If
-more networks have left-out lines, all those numbers are forgotten: they only inform."""
+"""Networks for which lines are counted; the longest silent ones are forgotten. If more have
+left-out lines, all these numbers are forgotten: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
 
 
 class RefusalLog:
-    """The log of refusals of one worker."""
-
     def __init__(self, cells: MetricCells) -> None:
         self._cells = cells
         self._lines = RateLimiter(LINE_RATE, trio.current_time, NETWORKS_MAX)
-        self._left_out: Counter[str] = Counter()  # lines, by network
+        self._left_out: Counter[str] = Counter()
 
     def add(
         self,
@@ -48,8 +44,8 @@ class RefusalLog:
         do: str = "",
         dataset: str = "",
     ) -> None:
-        """Log and count one refusal. `reason`, one of `metrics.REFUSALS`, is for the metrics, and
-        `why`, a sentence, for the log. `do` is the request's name."""
+        """`reason`, one of `metrics.REFUSALS`, is for the metrics, and `why`, a sentence, for the
+        log. `do` is the request's name."""
         self._cells.add("diesel_refusals_total", reason)
         left_out = self._take_line(address)
         if left_out is None:
@@ -60,8 +56,7 @@ class RefusalLog:
         log.warning("refused %s why=%r%s", words, why[:256], more)
 
     def _take_line(self, address: str) -> int | None:
-        """The number of lines that were left out before this one; None if this one is left out,
-        too."""
+        """The lines that were left out before this one; None if this one is left out, too."""
         network = network_of(address.rpartition(":")[0] or address)
         if self._lines.is_full(network):
             if len(self._left_out) >= NETWORKS_MAX:
@@ -73,7 +68,6 @@ class RefusalLog:
 
 
 def dataset_in(message: Message) -> str:
-    """The name or identity of the dataset in a request, for the log."""
     name, identity = message.get("dataset"), message.get("identity")
     if type(name) is str:
         return name
@@ -81,7 +75,7 @@ def dataset_in(message: Message) -> str:
 
 
 def _plain(value: str) -> str:
-    """A value that cannot end its line or pretend to be another field."""
+    """It cannot end the line or pretend to be another field."""
     short = value[:_TEXT_MAX]
     if not short:
         return "-"

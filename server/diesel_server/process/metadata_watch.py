@@ -1,9 +1,9 @@
 """Notices when Redis has restarted, and repeats the commits that it may have lost.
 
-A Redis that restarts may have lost its last commits, while the chunks are durable in the object
-store. So at its start, and whenever the run ID of a Redis has changed, the server compares the
-metadata of each dataset with its chunks and commits missing chunks (`LocalRepository.begin`, as
-every writer does first). One worker of a server does this; several servers may do it at once.
+The chunks of lost commits are durable in the object store. So at its start, and whenever a Redis's
+run ID changes, the server compares each dataset's metadata with its chunks and commits missing ones
+(`LocalRepository.begin`, as every writer does first). One worker of a server does this; several
+servers may do it at once.
 """
 
 import logging
@@ -20,19 +20,16 @@ log = logging.getLogger("diesel.server")
 
 EVERY_S = 5.0
 EVERY_S_MAX = 300.0
-"""The pause between two comparisons grows up to this while they fail: each lists the chunks of all
-datasets."""
+"""The pause grows up to this while comparisons fail: each lists all datasets' chunks."""
 
 _DEADLINE_S = 3.0
 
 Runs = Callable[[], Sequence[str]]
-"""Gives the run IDs of the servers of the metadata store. Redis makes a new one at each start.
-Blocks. Raises DieselError."""
+"""The run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks. Raises
+DieselError."""
 
 
 class RedisRuns:
-    """The run IDs of a Redis, of all its masters."""
-
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)
         self._link: RedisLink | None = None
@@ -43,16 +40,15 @@ class RedisRuns:
         return self._link.with_retries(self._link.run_ids)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._link is not None:
             self._link.close()
 
 
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
-    """Compare the metadata with the chunks now, and whenever the run IDs change, until it is
-    cancelled. `runs` is None for a metadata store that is no server of its own."""
+    """Compare now, and whenever the run IDs change, until it is cancelled. `runs` is None if the
+    metadata store is no server of its own."""
     one_thread = trio.CapacityLimiter(1)
-    compared: Sequence[str] | None = None  # the run IDs at the last comparison
+    compared: Sequence[str] | None = None  # at the last comparison
     succeeded = True
     has_begun = False
     pause_s = EVERY_S
@@ -78,9 +74,8 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Compare the metadata of each dataset with its chunks, and commit again the chunks that the
-    metadata store has lost. They are logged. Returns False if a comparison failed and must be
-    repeated."""
+    """Commit again the chunks that the metadata store has lost, and log them. Returns False if a
+    comparison failed and must be repeated."""
     try:
         if repository.meta_problem is not None:
             return False

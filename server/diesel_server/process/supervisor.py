@@ -1,14 +1,12 @@
-"""The parent process of a server: it opens the listening sockets, starts the workers, replaces
-those that die, and ends them.
+"""The parent process of a server: it opens the listening sockets, starts workers, replaces those
+that die, and ends them.
 
-A worker's *slot* is its number; the process in it may change. The workers count their metrics in
-memory that they share with the supervisor, which shows the sums and sees by a counter there that a
-worker still runs.
+A worker's *slot* is its number; each slot has a task, which starts another worker after the last
+one has ended. Workers count their metrics in memory that they share with the supervisor, which
+shows the sums and sees by a counter there that a worker still runs.
 
 SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
 once. SIGHUP makes the workers load the certificate again.
-
-Concurrency: each slot has a task, which starts another worker after the one before has ended.
 """
 
 import json
@@ -39,27 +37,25 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
-"""The time that a worker has to start: it waits for a Redis that is loading its data."""
+"""A worker waits for a Redis that loads its data."""
 
 _END_S = limits.DRAIN_S + 8.0
-_PAUSE_S = 0.1  # before a worker is started again; it doubles
+_PAUSE_S = 0.1  # it doubles
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
-_WELL_S = 60.0  # after this lifetime a worker did not die of its start: the pause is short again
+_WELL_S = 60.0  # after this lifetime the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
 class Supervisor:
-    """A server, from `run` to its end."""
-
     def __init__(
         self,
         options: ServerOptions,
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:
-        """`ready` is called with one line when the server accepts connections. `program` replaces
-        the worker's command in tests. Raises ConfigError, ConflictError if it cannot listen."""
+        """`ready` is called with one line when the server accepts connections. Tests replace
+        `program`. Raises ConfigError, ConflictError if it cannot listen."""
         self._options = options
         self._ready = ready
         self._program = PROGRAM if program is None else program
@@ -79,10 +75,10 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal ends it. Returns the exit code. Raises DieselError if the server
-        cannot start."""
+        """Serve until a signal. Returns the exit code. Raises DieselError if the server cannot
+        start."""
         if self._options.certificate is not None and self._options.key is not None:
-            # Once, before the workers do, so that an error ends the server's start
+            # Before the workers do, so that an error ends the server's start
             load_certificate(self._options.certificate, self._options.key)
         first_error: list[DieselError] = []
         try:
@@ -95,7 +91,7 @@ class Supervisor:
                         first_error.append(error)
                         nursery.cancel_scope.cancel()
                     else:
-                        self._say_ready()
+                        self._report_ready()
                         if self._metrics:
                             shown = MetricsEndpoint(self._metrics_text, self._is_healthy)
                             nursery.start_soon(shown.serve, self._metrics)
@@ -109,7 +105,7 @@ class Supervisor:
             raise first_error[0]
         return self._code
 
-    def _say_ready(self) -> None:
+    def _report_ready(self) -> None:
         options = self._options
         scheme = "diesel" if options.certificate is None else "diesel+tls"
         where = HostPort(options.listen.host, self._sockets[0].getsockname()[1])
@@ -121,8 +117,7 @@ class Supervisor:
     # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
-        """Start all workers. Returns when all accept connections; raises the error of the first
-        that cannot."""
+        """Returns when all accept connections; raises the error of the first that cannot."""
         errors: list[DieselError] = []
         async with trio.open_nursery() as starting:
 
@@ -141,7 +136,6 @@ class Supervisor:
             raise errors[0]
 
     async def _keep(self, slot: int, process: trio.Process) -> None:
-        """Keep a worker in a slot until the server stops."""
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()
@@ -164,7 +158,7 @@ class Supervisor:
                     log.error("worker %d cannot start: %s", slot, error)
 
     async def _end_of(self, slot: int, process: trio.Process) -> int:
-        """Wait for the end of a worker, and kill it if it hangs. Returns its exit code."""
+        """Kill a worker that hangs. Returns its exit code."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, slot, process)
             code = await process.wait()
@@ -172,8 +166,8 @@ class Supervisor:
         return code
 
     async def _watch(self, slot: int, process: trio.Process) -> None:
-        """Kill a worker that shows no sign of life. Missed beats are counted, not time, so that a
-        pause of this process is not taken for one of the worker's."""
+        """Kill a worker without signs of life. Counts beats, not time: a pause of this process is
+        none of the worker's."""
         beats, missed = -1.0, 0
         while missed < _BEATS_MISSED_MAX:
             await trio.sleep(limits.HEARTBEAT_S)
@@ -190,7 +184,7 @@ class Supervisor:
         self._cells[slot].clear_gauges()
 
     async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
-        """Start a worker and wait until it accepts connections. Raises DieselError."""
+        """Returns when the worker accepts connections. Raises DieselError."""
         options = self._options
         inherited, secrets = split_environment(os.environ)
         try:
@@ -264,8 +258,7 @@ class Supervisor:
                 self._stopping.set()
 
     def _metrics_text(self) -> str:
-        """The metrics of the workers, added up, and this process's. They show numbers only: no
-        user, no dataset, no address."""
+        """Numbers only: no user, no dataset, no address."""
         return exposition(self._cells) + exposition([self._own])
 
     def _is_healthy(self) -> bool:
@@ -275,7 +268,7 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
-    """Send a worker its config. Returns its report, empty if it ended. Raises DeadlineError."""
+    """Returns the worker's report, empty if it ended. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
@@ -301,8 +294,10 @@ def _no_process(error: OSError) -> DieselError:
 
 def _start_error(report: bytes, code: int) -> DieselError:
     try:
-        told = json.loads(report)
-        return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
+        fields = json.loads(report)
+        return error_by_class_name(
+            str(fields["error"]), str(fields["message"]), str(fields["advice"])
+        )
     except (ValueError, KeyError, TypeError):
         return DieselError(f"a worker ended while it was starting ({_exit_text(code)})")
 

@@ -1,6 +1,4 @@
-"""Puts the parts of a worker together: a repository, its chunk cache, its accounts, the handlers of
-all requests, and the work in the background.
-"""
+"""Puts the parts of a worker together."""
 
 import logging
 import os
@@ -43,17 +41,15 @@ from .worker_config import WorkerConfig
 log = logging.getLogger("diesel.server")
 
 _STORE = "the server's store"
-_ACCOUNTS_S = 3.0  # the deadline of the table of accounts
+_ACCOUNTS_S = 3.0
 
 MEMORY_TIER_BYTES = 256 << 20
-"""The chunk cache of a worker without a folder for one: it holds dozens of chunks that are read
-again and again."""
+"""Dozens of chunks that are read again and again, if there is no cache folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The parts of a worker: the context of its connections, the tasks beside them (`background`),
-    and a function that closes all."""
+    """`background` runs beside the connections; `close` closes all."""
 
     context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -61,11 +57,10 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Makes the wiring for the config of a worker; blocks. Raises DieselError."""
+"""Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """The wiring of a real server."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -99,7 +94,6 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
         cache.close()
         repository.close()
 
-    # One worker of a server is enough to watch
     background = [partial(watch_metadata, repository, runs)] if config.slot == 0 else []
     context = ConnectionContext(
         objects.store_id,
@@ -114,8 +108,7 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """The addresses of the store, the metadata store and the caches as errors may contain them, the
-    longest first, and the words that a client sees in place of each."""
+    """See `ConnectionContext.redactions`."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -129,7 +122,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
         sentences = {f"the metadata store {each}" for each in addresses}
         found |= dict.fromkeys(addresses | sentences, "the server's metadata store")
     caches = [cache] if cache else []
-    with suppress(DieselError):  # the user has no home
+    with suppress(DieselError):
         caches.append(str(cache_folder()))
     for each in caches:
         found |= dict.fromkeys((each, os.path.realpath(each)), "the server's cache")
@@ -137,7 +130,6 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """The folder for compressed snapshots: in that of the chunk cache, or else in the user's."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -1,12 +1,11 @@
 """A worker: one of the processes of a server that serve clients.
 
-The supervisor starts it as `python -m diesel_server.process.worker` and sends it a config. It is a
-program of its own and not a fork, since libraries of object stores hang in forked processes.
-`wiring.py` builds the handlers and stores that it serves.
+It is a program of its own and not a fork, since libraries of object stores hang in forked
+processes. The supervisor starts it and sends it a config.
 
 SIGTERM, or the end of the supervisor, lets it finish the requests under way, for at most `DRAIN_S`.
-SIGHUP makes it load its certificate again. It ignores the other signals of a terminal, as the
-supervisor handles them.
+SIGHUP makes it load its certificate again. It ignores a terminal's other signals, which the
+supervisor handles.
 """
 
 import gc
@@ -37,11 +36,10 @@ from .worker_config import WorkerConfig, read_config
 log = logging.getLogger("diesel.server")
 
 _LAST_S = 5.0
-"""The time after the drain for threads, which cannot be cancelled."""
+"""Threads cannot be cancelled."""
 
 
 def run_worker(make: WireUp) -> NoReturn:
-    """The main function of a worker, which ends the process."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -95,7 +93,6 @@ async def _serve(config: WorkerConfig, make: WireUp) -> None:
 
 
 async def _beat(cells: MetricCells) -> None:
-    """Give the supervisor signs of life."""
     while True:
         cells.add("diesel_worker_beats_total")
         await trio.sleep(limits.HEARTBEAT_S)
@@ -148,7 +145,6 @@ def _certificate(config: WorkerConfig) -> Certificate | None:
 
 
 def _shared(config: WorkerConfig) -> memoryview:
-    """This worker's part of the shared memory of the metrics."""
     size = cells_bytes()
     whole = mmap.mmap(config.cells, size * config.workers)
     os.close(config.cells)
@@ -156,7 +152,6 @@ def _shared(config: WorkerConfig) -> memoryview:
 
 
 def _report(config: WorkerConfig, line: str) -> None:
-    """Report the outcome of the start to the supervisor, once."""
     try:
         os.write(config.status, line.encode() + b"\n")
         os.close(config.status)

@@ -1,12 +1,12 @@
 """Finds the dataset that a request means, and checks whether the user's role allows the request.
 
-Every request passes `check_role`. For a dataset that a user may not read, the error has the same
-words as for one that does not exist, so the user cannot find out which datasets there are.
+For a dataset that a user may not read, the error is that for one that does not exist, so the user
+cannot find out which datasets there are.
 
 `Directory` remembers the name behind each identity (the 16 bytes by which clients name datasets)
-for some seconds, then looks again, as the dataset may have been deleted. A deleted dataset of which
-objects are left is still found by its identity, for clients that are reading it, and no longer by
-its name. Thread-safe.
+for some seconds, then looks again, as the dataset may have been deleted. A deleted dataset with
+objects left is still found by its identity, for clients that read it, but not by its name.
+Thread-safe.
 """
 
 import logging
@@ -28,15 +28,14 @@ from diesel_fs.storage.accounts.account import Account, Role
 log = logging.getLogger("diesel.server")
 
 REMEMBERED_S = 5.0
-"""An identity is remembered for this time. A dataset that another server deletes may be read here
-until then."""
+"""A dataset that another server deletes may be read here for this time."""
 
 _REMEMBERED_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRef:
-    """A dataset that exists, or of which objects are left."""
+    """It exists, or objects of it are left."""
 
     name: str
     identity: UUID
@@ -44,29 +43,24 @@ class DatasetRef:
     is_being_deleted: bool = False
 
     def info(self) -> DatasetInfo:
-        """The dataset, as described while its head (version and counts) cannot be known."""
         return DatasetInfo(self.name, self.identity, self.created_ns, None)
 
 
 class Directory:
-    """The datasets of a repository that requests have named, by identity."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._known: dict[UUID, tuple[DatasetRef, float]] = {}
 
     def peek(self, identity: UUID) -> DatasetRef | None:
-        """A dataset that was found a moment ago; None: ask `find`."""
+        """A dataset that was found a moment ago; None: call `find`."""
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
     def has_known(self, identity: UUID) -> bool:
-        """Whether such a dataset has been found before."""
         return identity in self._known
 
     def find(self, identity: UUID) -> DatasetRef:
-        """The dataset with an identity, also a deleted one of which objects are left. May block.
-        Raises NoSuchDataset."""
+        """May block. Raises NoSuchDataset."""
         found = self.peek(identity)
         if found is not None:
             return found
@@ -89,21 +83,19 @@ class Directory:
         catalogue = self._repository.catalogue
         try:
             return catalogue.describe(identity, None)
-        except CorruptError:  # the description is damaged, but the metadata store has the name, too
+        except CorruptError:  # damaged, but the metadata store has the name, too
             for head in self._repository.meta.heads():
                 if head.identity == identity:
                     return DatasetInfo(head.name, identity, 0, head)
             raise
 
     def named(self, name: str) -> DatasetRef | None:
-        """The dataset of this name, if it is remembered."""
         for known, _ in list(self._known.values()):
             if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
         return None
 
     def remember(self, info: DatasetInfo, *, is_being_deleted: bool = False) -> DatasetRef:
-        """A dataset that has just been found."""
         if len(self._known) >= _REMEMBERED_MAX:
             self._known.clear()
         known = DatasetRef(info.name, info.identity, info.created_ns, is_being_deleted)
@@ -111,7 +103,6 @@ class Directory:
         return known
 
     def forget(self, name: str) -> None:
-        """The dataset of this name is being deleted."""
         for identity, (known, _) in list(self._known.items()):
             if known.name == name:
                 self._known.pop(identity, None)
@@ -119,10 +110,7 @@ class Directory:
 
 def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
     """Raise NoSuchDataset if the user may not read the dataset, PermissionDenied if the user's role
-    is less than `wanted`.
-
-    `shown` is the name or identity in the request, for the error.
-    """
+    is less than `wanted`. Errors name `shown`, the name or identity in the request."""
     try:
         account.require(name, wanted)
     except NoSuchDataset:
@@ -131,8 +119,8 @@ def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
 
 @contextmanager
 def hide_store_address(name: str) -> Iterator[None]:
-    """Replace the repository's error for a dataset that does not exist: its text names the address
-    of the store, which clients must not see."""
+    """The repository's own NoSuchDataset names the address of the store, which clients must not
+    see."""
     try:
         yield
     except NoSuchDataset:
@@ -140,5 +128,5 @@ def hide_store_address(name: str) -> Iterator[None]:
 
 
 def no_such_dataset(shown: str) -> NoSuchDataset:
-    """The error for a dataset that does not exist, or that the user may not read."""
+    """A dataset that the user may not read has the same error."""
     return NoSuchDataset(f"no dataset {shown!r}")

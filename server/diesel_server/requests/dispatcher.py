@@ -1,10 +1,10 @@
 """Requests and replies, and the dispatcher that runs the handler of each request.
 
 A handler is an `async` function that gives one reply, or an `async` generator that gives several
-(each but the last has `more` in its message). Handlers run in the event loop of the worker and must
-not block it: work that blocks goes to threads, of which each kind of work has a limited number of
-its own, so that a store that hangs delays no other kind. A handler raises `DieselError`; the
-connection logs any other exception as a bug and answers without its text.
+(each but the last has `more` in its message). It must not block the worker's event loop: blocking
+work goes to threads, of which each kind has a limited number, so that a store that hangs delays no
+other kind. A handler raises `DieselError`; the connection logs any other exception as a bug and
+answers without its text.
 """
 
 import math
@@ -27,19 +27,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its message, its payload (in memory of its own), and the sender's account."""
-
     message: Message
     payload: memoryview
     account: Account
-    peer: str  # the client's address:port
-    secured: bool = False  # it came by TLS
+    peer: str  # address:port
+    secured: bool = False  # by TLS
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer: its message without `id`, and the parts of its payload, which are sent in turn
-    without being joined."""
+    """`message` has no `id`. The parts of the payload are sent in turn without being joined."""
 
     message: Message = field(default_factory=dict)
     payload: Sequence[Bytes] = ()
@@ -53,17 +50,13 @@ class ThreadsBusy(BusyError):
 
 
 class HandlerThreads:
-    """Threads for handlers that block, at most `count` at a time."""
-
     def __init__(self, count: int) -> None:
         self._limiter = trio.CapacityLimiter(count)
         self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` and return its result. Raises as it does; ThreadsBusy after `THREAD_WAIT_S`.
-
-        A client that goes away does not stop the work.
-        """
+        """Raises as `work` does; ThreadsBusy after `THREAD_WAIT_S`. A client that goes away does
+        not stop the work."""
         token = object()
         with trio.move_on_after(THREAD_WAIT_S) as scope:
             await self._limiter.acquire_on_behalf_of(token)
@@ -76,19 +69,14 @@ class HandlerThreads:
 
 
 class Dispatcher:
-    """The handlers of a server, by the name of the request (its field `do`)."""
-
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
     async def run(
         self, do: str, request: Request, send: Callable[[Reply], Awaitable[None]]
     ) -> None:
-        """Run a request's handler, and send each reply as soon as it is there.
-
-        Raises UsageError for an unknown request, and errors of the handler and of `send`; a
-        generator is closed then.
-        """
+        """Sends each reply as soon as it is there. Raises UsageError for an unknown request, and
+        errors of the handler and of `send`; a generator is closed then."""
         handler = self._handlers.get(do)
         if handler is None:
             raise UsageError(

@@ -1,12 +1,12 @@
 """The heads of datasets as the metadata store has them now, shared by many requests at once.
 
 A *head* is a dataset's current version with its counts (`DatasetHead`). Most requests about entries
-need the head of a moment after the request came. `HeadCache` reads it once for all requests that
-wait for it (singleflight). It reads over connections of the event loop (`pipelined_heads.py`) if
-that proves the head, and otherwise in a thread.
+need the head of a moment after they came. `HeadCache` reads it once for all requests that wait
+(singleflight): over connections of the event loop (`pipelined_heads.py`) if that proves the head,
+otherwise in a thread.
 
-While the metadata store is away, requests fail at once: a circuit breaker lets one request a second
-try. All methods without a note run in the event loop of one worker.
+While the metadata store is away, a circuit breaker lets one request a second try, and others fail
+at once. Methods without a note run in the event loop of one worker.
 """
 
 import threading
@@ -33,14 +33,13 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from .pipelined_heads import PipelinedHeadReads
 
 ANSWER_S = 8.0
-"""The time for one read: a few round trips of a second each, as with a slow Redis."""
+"""A few round trips of a second each, as with a slow Redis."""
 
 OPEN_S = 1.0
-"""The pause of the circuit breaker after a failure."""
 
 _LISTED_S = 0.5
-"""A listing of the snapshots in the object store is believed for this time. A newer snapshot there
-shows that the metadata store has lost commits; listing takes a bucket some 10 ms."""
+"""A listing of snapshots counts for this time: it takes a bucket some 10 ms. A newer snapshot there
+shows that the metadata store has lost commits."""
 
 _LISTED_MAX = 65_536
 _THREADS = 8
@@ -50,16 +49,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """A dataset's head. `behind`: the object store has a snapshot of a newer version, so the
-    metadata store has lost commits."""
+    """`behind`: the object store has a snapshot of a newer version, so the metadata store has lost
+    commits."""
 
     head: DatasetHead
     behind: bool
 
 
 class HeadCache:
-    """Reads the heads of a repository's datasets."""
-
     def __init__(
         self,
         repository: LocalRepository,
@@ -75,18 +72,16 @@ class HeadCache:
         self._opening = threading.Lock()
         self._listed: dict[UUID, tuple[int, float]] = {}  # the newest snapshot; when it was listed
         self._breaker = CircuitBreaker(1, OPEN_S)
-        self._failure: DieselError | None = None  # what opened the breaker
+        self._failure: DieselError | None = None
 
     async def now(self, name: str) -> HeadState:
-        """The head of a dataset, read after the call began.
-
-        Raises NoSuchDataset if the metadata store does not know the dataset, which does not prove
-        that there is none; MetadataError if the metadata store is away.
-        """
+        """Read after the call began. Raises NoSuchDataset if the metadata store does not know the
+        dataset, which does not prove that there is none; MetadataError if the metadata store is
+        away."""
         return await self._guarded(lambda: self._reads.run(name))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of other work with the metadata store, done in a thread. Raises as `now`."""
+        """Other work with the metadata store, in a thread. Raises as `now`."""
 
         async def in_thread() -> T:
             return await trio.to_thread.run_sync(
@@ -96,7 +91,6 @@ class HeadCache:
         return await self._guarded(in_thread)
 
     async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, if the circuit breaker admits it and it ends in time."""
         ticket = self._breaker.admit(self._clock())
         if not ticket:
             assert self._failure is not None
@@ -139,7 +133,7 @@ class HeadCache:
         return self._compare(self._repository.meta.head(name))
 
     def _compare(self, head: DatasetHead) -> HeadState:
-        """A head, compared with the newest snapshot in the object store. May block."""
+        """Lists the newest snapshot in the object store. May block."""
         newest, listed_s = self._listed.get(head.identity, (0, 0.0))
         now_s = self._clock()
         if newest > head.version or now_s >= listed_s + _LISTED_S:
@@ -151,21 +145,20 @@ class HeadCache:
         return HeadState(head, behind)
 
     def close(self) -> None:
-        """Close the connections of the event loop. Repeatable."""
         if self._pipelined is not None:
             self._pipelined.close()
 
     def reopen(self) -> None:
-        """Open a metadata store that could not be reached when the server started. May block;
-        callable from any thread."""
+        """Open a metadata store that could not be reached at the server's start. May block; any
+        thread."""
         problem = self._repository.meta_problem
         if problem is None:
             return
-        with self._opening:  # each try takes seconds: threads that waited share its outcome
+        with self._opening:  # each try takes seconds: waiting threads share its outcome
             if self._repository.meta_problem is problem:
                 self._repository.open_metadata(create=False)
 
 
 def _copy(error: DieselError) -> DieselError:
-    """The same error as a new object: each that is raised has a traceback of its own."""
+    """Each has a traceback of its own."""
     return error_by_class_name(type(error).__name__, error.message, error.advice)

@@ -1,8 +1,7 @@
 """Jobs: long work on a dataset (verify, recover, purge) that goes on when its client has gone.
 
-In one worker there is one job of a kind for a dataset at a time. A client that asks for the same
-job again waits for the one that is under way. Each job has a thread of its own; the requests that
-wait for it poll its progress in the event loop.
+A worker has one job of a kind for a dataset at a time; a second request for it waits for that one.
+Each job has a thread of its own; waiting requests poll its progress in the event loop.
 """
 
 import logging
@@ -21,23 +20,21 @@ from .dispatcher import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""Jobs at once in a worker: each reads as fast as the store delivers."""
+"""Each job reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
-"""Verify jobs among them: any reader may start one, and the jobs of administrators must not wait
-for those."""
+"""Any reader may start one, and administrators' jobs must not wait for those."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
 """A client gets a reply at least this often, even if the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
-"""The work of a job. It reports progress, and returns the fields of `result`."""
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """A job under way. `done` of `total` is its progress, in a unit of its own."""
+    """`done` and `total` have a unit of the job's own."""
 
     fields: Message  # of the request that started it
     done: int = 0
@@ -48,16 +45,13 @@ class _RunningJob:
 
 
 class JobTable:
-    """The jobs of a worker, by kind and name of the dataset."""
-
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _RunningJob] = {}
 
     async def run(
         self, kind: str, name: str, fields: Message, work: Work
     ) -> AsyncGenerator[Reply, None]:
-        """Start a job or join the one under way. Yields its progress, again and again, and at last
-        its result.
+        """Start a job or join the one under way. Yields progress, and at last the result.
 
         Raises the errors of the work; BusyError if a job of this kind with other `fields` is under
         way on the dataset, or if too many jobs are.

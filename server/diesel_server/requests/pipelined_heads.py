@@ -1,17 +1,16 @@
 """Reads the heads of datasets from a Redis in the event loop, which takes no thread.
 
-A *head* is a dataset's current version with its counts. This is the fast way: it serves a Redis
-that stands alone, without TLS, sentinels or cluster, over a few connections of its own with short
-deadlines. If a read fails here, `HeadCache` reads again in a thread, by the client that knows all
-failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the commands and decides what
-the replies prove.
+This is the fast way: it serves a Redis that stands alone, without TLS, sentinels or cluster, over a
+few connections with short deadlines. If a read fails here, `HeadCache` reads again in a thread, by
+the client that knows all failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the
+commands and decides what the replies prove.
 
-It is worth its lines: with 64 paths a request, `stat` through a server took 73,000 entries/s with
-it and 48,000 without, with 8,192 paths 1.24 and 0.88 million (medians of 5, in turn, on a busy
-machine); with 1,024 paths there was no difference.
+With 64 paths a request, `stat` through a server took 73,000 entries/s with it and 48,000 without,
+with 8,192 paths 1.24 and 0.88 million (medians of 5, in turn, on a busy machine); with 1,024 paths
+there was no difference.
 
-Runs in the event loop of one worker. Each connection serves one read at a time, and is closed if
-that read does not complete.
+For one event loop. Each connection serves one read at a time, and is closed if that read does not
+complete.
 """
 
 import socket
@@ -31,7 +30,7 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import RepositoryUrl
 
 READ_S = 1.0
-"""The time for one read, connecting included. The read in a thread has more time."""
+"""The read in a thread has more time."""
 
 OPEN_S = 1.0
 """The pause after a read that took too long or found no connection."""
@@ -42,8 +41,6 @@ _RECEIVE_BYTES = 64 << 10
 
 
 class PipelinedHeadReads:
-    """Reads heads from one Redis."""
-
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
         self._reads: dict[str, PipelinedHeadRead] = {}
@@ -52,8 +49,8 @@ class PipelinedHeadReads:
         self._breaker = CircuitBreaker(1, OPEN_S)
 
     async def head(self, name: str) -> DatasetHead | None:
-        """A dataset's head, read after the call began; None if this way cannot tell. The caller
-        reads each name once at a time."""
+        """Read after the call began; None if this way proves none. The caller reads each name once
+        at a time."""
         if self._breaker.is_open(trio.current_time()):
             return None
         read = self._reads.get(name)
@@ -68,7 +65,6 @@ class PipelinedHeadReads:
         return read.head
 
     def close(self) -> None:
-        """Close the idle connections. Repeatable."""
         while self._idle:
             self._idle.pop().close()
 
@@ -96,7 +92,7 @@ class PipelinedHeadReads:
                 connection.close()
 
     async def _connected(self) -> socket.socket:
-        """A new connection, logged in and on its database. Raises OSError, MalformedReply."""
+        """Logged in and on its database. Raises OSError, MalformedReply."""
         address = self._address
         if address.socket:
             stream = await trio.open_unix_socket(address.socket)
@@ -138,7 +134,7 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 
 async def _received(connection: socket.socket) -> bytes:
-    """The next bytes. Raises OSError, also where Redis has closed the connection."""
+    """Raises OSError, also if Redis has closed the connection."""
     await trio.lowlevel.wait_readable(connection)
     received = connection.recv(_RECEIVE_BYTES)
     if not received:
@@ -147,7 +143,7 @@ async def _received(connection: socket.socket) -> bytes:
 
 
 def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
-    """Reads of heads from a repository's Redis; None if this way does not serve it."""
+    """None if this way does not serve the repository's Redis."""
     if not url.meta:
         return None
     address = parse_redis_url(url.meta)

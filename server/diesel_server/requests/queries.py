@@ -5,10 +5,10 @@ Two promises hold for every answer about entries. It is true at some moment afte
 And if the server cannot know (the metadata store is away, or has lost commits), the answer is an
 error, never "no such file".
 
-The server keeps its newest snapshot of each dataset mapped. If the snapshot has the version of the
-dataset's *head* (the current version, `head_cache.py`), entries are looked up in it, in the event
-loop. Otherwise a new snapshot is made in the background, and the metadata store answers requests
-for few paths meanwhile. `directory.py` checks roles.
+The server keeps its newest snapshot of each dataset mapped. If it has the version of the dataset's
+*head* (the current version, `head_cache.py`), entries are looked up in it, in the event loop.
+Otherwise a new snapshot is made in the background, and the metadata store answers requests for few
+paths meanwhile.
 """
 
 import logging
@@ -58,21 +58,20 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""Look-ups of at most this many paths run in the event loop: they take half a millisecond. Look-ups
-of more run in a thread."""
+"""Look-ups of at most these take half a millisecond of the event loop; others run in a thread."""
 
 FEW_PATHS = 32
-"""Requests for at most this many paths go to the metadata store, which takes a few round trips for
-each path. A request for more waits for a new snapshot."""
+"""Requests of at most these paths go to the metadata store, which takes a few round trips for each.
+Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
 
-_MAPPED_MAX = 64  # datasets with a mapped snapshot
+_MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
 """The pause between two snapshots of a dataset: at least a second, and four times as long as the
-first took to make, so that making them takes a fifth of a thread at most."""
+first took, so that making them takes a fifth of a thread at most."""
 
 _READ_THREADS = 64
 _QUERY_THREADS = 8
@@ -84,8 +83,6 @@ T = TypeVar("T")
 
 
 class QueryHandlers:
-    """The requests that change nothing."""
-
     def __init__(
         self,
         repository: LocalRepository,
@@ -105,7 +102,7 @@ class QueryHandlers:
         self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
         self._last_heads: dict[UUID, DatasetHead] = {}
         self._listing = ThreadSingleFlight(self._list_datasets, trio.CapacityLimiter(1))
-        self._counting = ThreadSingleFlight(self._reclaimable, trio.CapacityLimiter(1))
+        self._counting = ThreadSingleFlight(repository.reclaimable_bytes, trio.CapacityLimiter(1))
         self._read_threads = trio.CapacityLimiter(_READ_THREADS)
         self._query_threads = trio.CapacityLimiter(_QUERY_THREADS)
         self._snapshot_threads = trio.CapacityLimiter(_SNAPSHOT_THREADS)
@@ -115,7 +112,6 @@ class QueryHandlers:
     # Datasets
 
     async def datasets(self, request: Request) -> Reply:
-        """The datasets that the user may read."""
         account = request.account
         if not (account.admin or account.grants):
             return Reply({"datasets": []})
@@ -124,7 +120,7 @@ class QueryHandlers:
             if not is_away:
                 found = await self._heads.run(self._repository.meta.heads)
                 self._last_heads = {head.identity: head for head in found}
-        except MetadataError:  # the object store knows which datasets there are
+        except MetadataError:
             is_away = True
         infos = [info for info in await self._listing.run(None) if account.role(info.name)]
         if is_away:
@@ -138,8 +134,7 @@ class QueryHandlers:
         return found
 
     async def dataset(self, request: Request, name: str) -> Reply:
-        """A dataset by its name. While the metadata store is away, the reply has no head and says
-        why (`away`)."""
+        """While the metadata store is away, the reply has no head, and the reason as `away`."""
         try:
             info, away = await self.info(name), ""
         except MetadataError as error:
@@ -147,8 +142,8 @@ class QueryHandlers:
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
-        """A dataset by its name, with its current head. Raises NoSuchDataset; MetadataError if the
-        head cannot be known."""
+        """The dataset with its current head. Raises NoSuchDataset; MetadataError if the head cannot
+        be known."""
         with hide_store_address(name):
             try:
                 state = await self._heads.now(name)
@@ -172,8 +167,8 @@ class QueryHandlers:
         return known.info()
 
     async def find_dataset(self, identity: UUID, *, include_deleted: bool = False) -> DatasetRef:
-        """A dataset by its identity. With `include_deleted` a deleted one is found as long as
-        objects of it are left. Raises NoSuchDataset."""
+        """`include_deleted` finds a deleted dataset while objects of it are left. Raises
+        NoSuchDataset."""
         found = self._directory.peek(identity)
         if found is None:
             has_known = self._directory.has_known(identity)
@@ -184,16 +179,16 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """The archives that a dataset was made from. Nothing can be copied from an archive that
-        another user has put, unless an administrator did: its record may be forged."""
+        """The dataset's archives. Nothing can be copied from an archive that another user has put,
+        unless an administrator did: its record may be forged."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
         trusted = ("", request.account.name)
-        told = [
+        shown = [
             each if each.writer in trusted else replace(each, is_alone=False) for each in records
         ]
-        return Reply({}, records_payload(told))
+        return Reply({}, records_payload(shown))
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})
@@ -207,7 +202,6 @@ class QueryHandlers:
     # Entries
 
     async def stat(self, request: Request, known: DatasetRef) -> Reply:
-        """The entries at some paths, as columns."""
         paths = parse_paths(Fields(request.message, "stat"))
         state = await self._head_of(known)
         view = self._current(known, state)
@@ -224,7 +218,6 @@ class QueryHandlers:
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
-        """Entries as the metadata store has them."""
         meta = self._repository.meta
         for path in paths:
             check_path(path)
@@ -244,7 +237,6 @@ class QueryHandlers:
         return found
 
     async def listing(self, request: Request, known: DatasetRef) -> Reply:
-        """The entries of a folder, a page at a time."""
         fields = Fields(request.message, "list")
         folder, after = fields.octets("folder"), fields.octets("after")
         check_path(folder)
@@ -260,7 +252,6 @@ class QueryHandlers:
         )
 
     def _listed(self, known: DatasetRef, state: HeadState, folder: bytes, after: bytes) -> Reply:
-        """A page of a folder, from the metadata store."""
         rows = self._repository.meta.children(known.identity, folder)
         if not len(rows) and folder:
             found = self._stats(known.identity, [folder])
@@ -275,7 +266,7 @@ class QueryHandlers:
         )
 
     async def _head_of(self, known: DatasetRef) -> HeadState:
-        """The current head. Raises MetadataBehind if the metadata store has lost commits."""
+        """Raises MetadataBehind if the metadata store has lost commits."""
         try:
             state = await self._heads.now(known.name)
         except NoSuchDataset:
@@ -290,8 +281,8 @@ class QueryHandlers:
     # Snapshots
 
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """The snapshot of the head's version, if it is mapped. Otherwise None, and a new one is
-        made in the background, not too often."""
+        """The mapped snapshot of the head's version, or None: a new one is made in the background,
+        not too often."""
         view = self._views.get(known.identity)
         if view is not None and view.version == state.head.version:
             with suppress(KeyError):  # another thread has just replaced it
@@ -303,12 +294,11 @@ class QueryHandlers:
         return None
 
     async def _newer(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """A new snapshot of the head's version or a later one; None if it is still older."""
+        """None if the new snapshot is still older than the head."""
         view = await self._making.run(known)
         return view if view.version >= state.head.version else None
 
     def _make(self, known: DatasetRef) -> Snapshot:
-        """Make and map a snapshot of the current version. In a thread."""
         began_s = time.monotonic()
         repository = self._repository
         head = repository.meta.head(known.name)
@@ -323,7 +313,7 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """A snapshot, in compressed pieces, unless the client has that version already."""
+        """Sends compressed pieces, unless the client has that version already."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._snapshot_of(known, version)
@@ -341,7 +331,7 @@ class QueryHandlers:
         yield Reply({"version": view.version, "total": total})
 
     async def _snapshot_of(self, known: DatasetRef, version: int) -> Snapshot:
-        """The snapshot of a version (0: the current one)."""
+        """0: the current one."""
         repository, threads = self._repository, self._snapshot_threads
         if version:
             return await trio.to_thread.run_sync(
@@ -356,7 +346,6 @@ class QueryHandlers:
         return await trio.to_thread.run_sync(repository.view_of, info, limiter=threads)
 
     async def kept(self, request: Request, known: DatasetRef) -> Reply:
-        """The versions that are kept, or the newest of them."""
         snapshots, identity, threads = (
             self._repository.snapshots, known.identity, self._query_threads,
         )  # fmt: skip
@@ -367,22 +356,18 @@ class QueryHandlers:
         return Reply({"kept": [[*each] for each in found]})
 
     async def reclaimable(self, request: Request, name: str) -> Reply:
-        """About how many bytes a purge can give back. Requests that come during a count share the
-        next one."""
+        """Requests that come during a count share the next one."""
         with hide_store_address(name):
             return Reply({"result": {"bytes": await self._counting.run(name)}})
-
-    def _reclaimable(self, name: str) -> int:
-        return self._repository.reclaimable_bytes(name)
 
     # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
-        """Parts of chunks. With `fresh` they come from the object store, past every cache."""
+        """`fresh` chunks come from the object store, past every cache."""
         fields = Fields(request.message, "read")
         parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
-            # The server checks its whole copy of each chunk that is read so
+            # The server checks its whole copy of each such chunk
             fields.bad("fresh", "it is of one chunk")
         read = partial(self._reads.read, known.identity, parts, fresh=fresh)
         return Reply({}, await trio.to_thread.run_sync(read, limiter=self._read_threads))
@@ -392,7 +377,6 @@ _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
-    """A page of a folder, from a snapshot."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)
@@ -413,8 +397,7 @@ def _page(
     names_of: Callable[[Span], Sequence[bytes]],
     stats_of: Callable[[Span], Stats],
 ) -> Reply:
-    """The reply with the entries of a folder from `start` on, as many as fit one answer; the folder
-    has `count`."""
+    """A folder's entries from `start` on, as many as fit one answer; the folder has `count`."""
     some = slice(start, min(start + NAMES_PER_ANSWER, count))
     names = names_of(some) if some.start < some.stop else []
     fit = bisect_right(list(accumulate(map(len, names))), NAMES_BYTES_PER_ANSWER)

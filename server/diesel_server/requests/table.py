@@ -1,9 +1,8 @@
 """The table of the requests about datasets, with the role that a user needs for each (`WIRE.md`,
 section 5).
 
-The role is checked before the fields of a request are read. `queries.py`, `updates.py`,
-`jobs.py` and `tasks.py` carry the requests out; `accounts/handlers.py` has the requests
-about accounts. Runs in the event loop of one worker.
+The role is checked before the fields of a request are read. `accounts/handlers.py` has the requests
+about accounts. For one event loop.
 """
 
 import dataclasses
@@ -28,23 +27,18 @@ from .tasks import TaskHandlers
 from .updates import UpdateHandlers
 
 NamedWork = Callable[[Request, str], Awaitable[Reply]]
-"""Carries out a request that names its dataset."""
 
 IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
-"""Carries out a request that has the identity of its dataset."""
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
-    """Whether a user may send a payload with a request. This is decided before any memory is taken
-    for the payload."""
+    """Called before any memory is taken for the payload."""
     if do == "import_users":
         return account.admin and size <= TEXT_BYTES_MAX
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
 class RequestTable:
-    """The requests of a server over one repository."""
-
     def __init__(
         self,
         repository: LocalRepository,
@@ -53,7 +47,6 @@ class RequestTable:
         heads: HeadCache | None = None,
         cells: MetricCells | None = None,
     ) -> None:
-        """`heads`, if given, is the caller's to close. Commits are counted in `cells`."""
         self._repository = repository
         self._heads = heads or HeadCache(repository)
         directory = Directory(repository)
@@ -64,7 +57,6 @@ class RequestTable:
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
-        """All requests, by `do`."""
         queries, updates, tasks = self._queries, self._updates, self._tasks
         return {
             "datasets": queries.datasets,
@@ -100,8 +92,7 @@ class RequestTable:
     def _by_identity(
         self, role: Role, work: IdentifiedWork, *, include_deleted: bool = False
     ) -> Handler:
-        """`include_deleted`: the request also serves a dataset that has been deleted, for clients
-        that are still reading it."""
+        """`include_deleted`: also for a deleted dataset that clients still read."""
 
         async def handle(request: Request) -> Reply:
             known = await self._identified(request, role, include_deleted=include_deleted)
@@ -110,7 +101,7 @@ class RequestTable:
         return handle
 
     def _named(self, request: Request, role: Role) -> str:
-        """The dataset that a request names. Raises NoSuchDataset, PermissionDenied."""
+        """Raises NoSuchDataset, PermissionDenied."""
         name = Fields(request.message, "a request").text("dataset")
         check_dataset_name(name)
         check_role(request.account, name, role, name)
@@ -119,13 +110,11 @@ class RequestTable:
     async def _identified(
         self, request: Request, role: Role, *, include_deleted: bool = False
     ) -> DatasetRef:
-        """The dataset with the identity in a request. Raises NoSuchDataset, PermissionDenied."""
+        """Raises NoSuchDataset, PermissionDenied."""
         identity = parse_identity(Fields(request.message, "a request"))
         known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))
         return known
-
-    # Requests with several replies, or with more conditions than a role
 
     async def _begin(self, request: Request) -> Reply:
         name = self._named(request, Role.WRITE)

@@ -1,9 +1,9 @@
 """The requests `join` and `leave`, by which the masters of a training task find each other.
 
-A task's nodes share a cache (`diesel_fs/peers`); the *master* of each node registers here and gets
-the list of the others (`WIRE.md`, section 5). The registrations are kept in the Redis of the
-metadata store. A task belongs to one user, and its secret is sent over TLS or on loopback
-only. The work runs in threads; one thread at a time opens the store of registrations.
+The *master* of each node of a task registers here and gets the list of the others (`WIRE.md`,
+section 5; `diesel_fs/peers`). The metadata store's Redis keeps the registrations. A task belongs to
+one user, and its secret is sent over TLS or on loopback only. The work runs in threads; one at a
+time opens the store of registrations.
 """
 
 import threading
@@ -32,23 +32,20 @@ from .dispatcher import Reply, Request
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
 _PAUSE_S = 1.0
-"""The pause after the store of registrations did not answer: thousands of masters may be asking,
-and each would wait for it."""
+"""Thousands of masters may request a store of registrations that does not answer, and each would
+wait."""
 
 
 class TaskHandlers:
-    """Handles the registrations of the masters of all users."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._threads = trio.CapacityLimiter(_THREADS)
         self._opening = threading.Lock()
         self._opened: MemberStore | None = None
         self._breaker = CircuitBreaker(1, _PAUSE_S)
-        self._failure = ""  # what opened the breaker
+        self._failure = ""
 
     async def join(self, request: Request, known: DatasetRef) -> Reply:
-        """A master registers, or renews its registration."""
         name, identity, record = parse_join(Fields(request.message, "join"))
         task = TaskName(known.identity, request.account.name, name)
         if not identity.has_key_file and not (request.secured or _is_of_this_machine(request.peer)):
@@ -61,7 +58,6 @@ class TaskHandlers:
         )
 
     async def leave(self, request: Request, known: DatasetRef) -> Reply:
-        """A master ends its registration."""
         name, me = parse_leave(Fields(request.message, "leave"))
         task = TaskName(known.identity, request.account.name, name)
 
@@ -90,7 +86,7 @@ class TaskHandlers:
             raise
 
     def _registrations(self) -> MemberStore:
-        """The store of registrations. Raises MetadataError while the breaker is open."""
+        """Raises MetadataError while the breaker is open."""
         self._check_breaker()
         if self._opened is None:
             with self._opening:
@@ -108,7 +104,6 @@ class TaskHandlers:
 
 
 def _is_of_this_machine(peer: str) -> bool:
-    """Whether a client's `address:port` is a loopback address."""
     try:
         address = ip_address(peer.rpartition(":")[0].strip("[]").partition("%")[0])
     except ValueError:

@@ -1,12 +1,11 @@
 """The requests that change datasets: begin, put a chunk, finish, delete, and leases of readers.
 
-A put is answered after the chunk has been checked, is durable in the object store, and is committed
-to the metadata store. Nothing is stored that could not be committed. Chunks of one dataset that
-arrive together are committed together (group commit).
+A put is answered after the chunk was checked, is durable in the object store, and is committed to
+the metadata store. Nothing is stored that could not be committed (`repository/validation.py`).
+Chunks of one dataset that arrive together are committed together (group commit).
 
 A put may be repeated: a chunk that is there with the same bytes is committed again, which changes
-nothing. So a client that got no answer sends the chunk again, to another server if there is one.
-`repository/validation.py` decides which chunks may be committed, `directory.py` checks roles.
+nothing. So a client without an answer sends the chunk again, to another server if there is one.
 """
 
 import dataclasses
@@ -68,14 +67,14 @@ from .queries import QueryHandlers
 
 log = logging.getLogger("diesel.server")
 
-_TOKEN = re.compile("[0-9a-f]{32}")  # the name of a lease, which a client draws
+_TOKEN = re.compile("[0-9a-f]{32}")  # clients draw names of leases
 
 LEASES_MAX = 4096
 """Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
-"""The largest file that is decompressed beside others to check a chunk. Larger ones are checked one
-at a time, as the budget of the connection counts only the compressed bytes."""
+"""The largest file that is decompressed beside others for a check. Larger ones go one at a time, as
+the connection's budget counts only compressed bytes."""
 
 _STORE_THREADS = 16
 _COMMIT_THREADS = 8
@@ -84,8 +83,6 @@ _ID_BYTES = 16
 
 
 class UpdateHandlers:
-    """The requests that change datasets."""
-
     def __init__(
         self,
         repository: LocalRepository,
@@ -94,7 +91,6 @@ class UpdateHandlers:
         heads: HeadCache,
         cells: MetricCells | None = None,
     ) -> None:
-        """Chunks and commits are counted in `cells`."""
         self._repository = repository
         self._directory = directory
         self._queries = queries
@@ -107,15 +103,12 @@ class UpdateHandlers:
         )
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
-        self._leases: dict[
-            tuple[str, UUID], dict[str, float]
-        ] = {}  # when each of a user's leases on a dataset ends, by its token
+        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by token
 
     # Datasets
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
-        """A writer begins on a dataset. It is created if it is missing, the request says so, and
-        the user may."""
+        """A writer begins. A missing dataset is created on request, if the user may."""
         create = Fields(request.message, "begin").flag("create", default=False)
         try:
             await self._beginning.run((name, create and may_create))
@@ -141,7 +134,6 @@ class UpdateHandlers:
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
-        """Delete a dataset."""
         try:
             with hide_store_address(name):
                 done = await trio.to_thread.run_sync(self._delete, name, limiter=self._threads)
@@ -156,7 +148,6 @@ class UpdateHandlers:
     # Chunks
 
     async def put(self, request: Request, known: DatasetRef) -> Reply:
-        """Check a chunk, store it and commit it."""
         header, chunk = await trio.to_thread.run_sync(
             self._store, known.identity, request.payload, limiter=self._store_threads
         )
@@ -172,8 +163,7 @@ class UpdateHandlers:
         return Reply({"version": version})
 
     def _store(self, identity: UUID, payload: memoryview) -> tuple[ChunkHeader, ValidatedChunk]:
-        """Check a chunk and store it. Raises FormatError; ObjectExists if another chunk has its
-        ID."""
+        """Raises FormatError; ObjectExists if another chunk has its ID."""
         header = _check_chunk(self._repository, identity, payload)
         chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
@@ -187,8 +177,8 @@ class UpdateHandlers:
     def _discard_uncommitted(
         self, known: DatasetRef, header: ChunkHeader, payload: memoryview
     ) -> None:
-        """Handle a stored chunk that cannot be committed: delete it if a recovery would commit it
-        later. Raises the error for the client."""
+        """Delete a stored chunk that cannot be committed, if a recovery would commit it later.
+        Raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
@@ -211,8 +201,8 @@ class UpdateHandlers:
         return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """End a writer: commit its chunks again if the metadata store has lost them, and publish a
-        snapshot of the version in the object store."""
+        """A writer ends: commit lost chunks again, and publish a snapshot of the version in the
+        object store."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:
@@ -226,15 +216,13 @@ class UpdateHandlers:
                 return Reply({"version": version})
 
     def _recommit(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
-        """Commit again those acknowledged chunks of a writer that the metadata store has lost."""
         try:
             return self._repository.recommit_missing(known.identity, chunks)
         except NoSuchDataset:
             raise _dataset_lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
-        """Keep a version for the requested number of seconds, since a client is reading it (0: it
-        has ended)."""
+        """Keep a version for a reading client, for the requested seconds (0: it has ended)."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
         if not _TOKEN.fullmatch(token):  # another name could overwrite leases of others
@@ -247,7 +235,6 @@ class UpdateHandlers:
         return Reply()
 
     async def record_archive(self, request: Request, known: DatasetRef) -> Reply:
-        """A writer has put an archive whole."""
         record = ArchiveRecord.unpack(Fields(request.message, "record_archive").octets("record"))
         account = request.account
         record = dataclasses.replace(record, writer="" if account.admin else account.name)
@@ -256,7 +243,7 @@ class UpdateHandlers:
         return Reply()
 
     def _count_lease(self, user: str, identity: UUID, token: str, seconds: int) -> None:
-        """Raise BusyError for a lease too many of the user: each is an object in the store."""
+        """Raise BusyError for a lease too many: each is an object in the store."""
         leases, now_s = self._leases.get((user, identity), {}), time.monotonic()
         if len(leases) >= LEASES_MAX and token not in leases:
             leases = {each: until_s for each, until_s in leases.items() if until_s > now_s}
@@ -278,10 +265,8 @@ class UpdateHandlers:
 
 
 def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> ChunkHeader:
-    """The header of a chunk that a client may put; every byte of the chunk is checked.
-
-    Raises FormatError; ObjectExists if the client is to send it again under another ID.
-    """
+    """Check every byte. Raises FormatError; ObjectExists if the client must send the chunk again
+    under another ID."""
     preamble = parse_preamble(payload, identity=identity, object_bytes=len(payload))
     start = preamble.body_start
     header = parse_header(preamble, payload[start - preamble.header_stored : start])
@@ -307,8 +292,6 @@ _large_file_lock = threading.Lock()
 
 
 def _too_old(stale: StaleChunk) -> ObjectExists:
-    """The error for a chunk with an ID that is too old: the client sends it again under a new
-    one."""
     return ObjectExists(stale.message, advice="put it again under another ID")
 
 
@@ -319,5 +302,5 @@ def _dataset_lost(name: str) -> MetadataBehind:
 
 
 def _may_be_one_chunk(error: Exception) -> bool:
-    """Whether one chunk of several may be to blame for an error."""
+    """Whether one chunk may be to blame."""
     return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)

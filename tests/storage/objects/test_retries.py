@@ -25,7 +25,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.retry import (
-    ASKED_S_MAX,
+    DEMANDED_S_MAX,
     AttemptFailed,
     LongPauses,
     RetryClock,
@@ -292,8 +292,8 @@ def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait
     )
 
     def act() -> str:
-        if asked_s := answers.pop(0):
-            raise AttemptFailed("zenodo: 429", pause_s_min=asked_s)
+        if demanded_s := answers.pop(0):
+            raise AttemptFailed("zenodo: 429", pause_s_min=demanded_s)
         return "content"
 
     if may_wait:
@@ -313,7 +313,7 @@ def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
 
     with pytest.raises(ObjectStoreError, match="asks for a pause of 1000 s: try again then"):
         loop.call(act)
-    assert sum(pauses.noted) == 3000 < ASKED_S_MAX
+    assert sum(pauses.noted) == 3000 < DEMANDED_S_MAX
 
 
 def test_O3_a_long_pause_is_logged_once_and_ends_when_nobody_waits_any_more(

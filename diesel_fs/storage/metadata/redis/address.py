@@ -6,13 +6,12 @@
     redis+cluster://host:port,host:port                      (rediss+cluster://)
 
 `?ca=FILE` has the certificates to trust, `?cert=FILE&key=FILE` are the client's own. The user is in
-the environment variable `DIESEL_REDIS_USER`. The password is in `DIESEL_REDIS_PASSWORD`, or in the
-file `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read (`settings.py`). Sentinels
-seldom have a password; `DIESEL_REDIS_SENTINEL_PASSWORD` is theirs. A user and password in the URL
-take precedence, but everybody on the machine can read a command line. Neither is ever printed.
+`DIESEL_REDIS_USER`, the password in `DIESEL_REDIS_PASSWORD` or the file
+`DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read;
+`DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. Those in the URL take precedence, but
+everybody on the machine can read a command line. None is ever printed.
 
-redis-py's own URLs are not used: they know no sentinels and no clusters, and its errors repeat the
-URL with the password.
+redis-py's own URLs know no sentinels and no clusters, and its errors repeat the password.
 """
 
 import os
@@ -33,7 +32,7 @@ _OPTIONS = {"ca", "cert", "key", "db"}
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One Redis, its sentinels, or some nodes of a cluster."""
+    """A Redis, its sentinels, or some nodes of a cluster."""
 
     kind: str  # "redis", "sentinel" or "cluster"
     hosts: Sequence[HostPort]
@@ -49,20 +48,18 @@ class RedisAddress:
     sentinel_password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        """The address for messages, without user and password."""
+        """Without user and password."""
         hosts = ",".join(map(str, self.hosts))
         return self.socket or (f"{self.service} by {hosts}" if self.service else hosts)
 
     @property
     def local(self) -> bool:
-        """Whether all hosts are this machine."""
         return all(_is_loopback(host) for host, _ in self.hosts)
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """Parse a URL. Raises ConfigError, without the URL in its message, and PermissionDenied for a
-    password file that others may read.
-    """
+    """Raises ConfigError, without the URL in its message, and PermissionDenied for a password file
+    that others may read."""
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)
@@ -75,7 +72,7 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
             advice="use redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
         )
     options = dict(parse_qsl(parts.query))
-    if options.keys() - _OPTIONS:  # not repeated: it may be half of a password
+    if options.keys() - _OPTIONS:  # not repeated: may be half of a password
         raise ConfigError(
             f"a Redis URL with an unknown option: there are {', '.join(sorted(_OPTIONS))}",
             advice="in a password, write ? as %3F, # as %23, / as %2F and @ as %40",
@@ -103,7 +100,7 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
 
 
 def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[str, int]:
-    """The name of a sentinel's service, and the number of the database."""
+    """A sentinel's service, and the database's number."""
     words = [] if parts.scheme == "unix" else [word for word in parts.path.split("/") if word]
     service = ""
     if kind == "sentinel":

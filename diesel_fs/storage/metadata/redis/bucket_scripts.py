@@ -1,10 +1,9 @@
-"""Lua scripts that run inside Redis on one bucket: they fold pieces into its entries.
+"""Lua scripts that run inside Redis on one bucket (`keys.py`).
 
-`APPLY` folds one piece of a commit in (FORMAT.md, section 5, has the rules). `UNAPPLY` removes the
-remaining tombstones and holes of an empty chunk. `keys.py` describes the keys, `pieces.py` packs
-pieces. Each script is atomic, and touches the keys of one slot, all of which it gets as `KEYS`.
-
-Scripts must not compare strings with `<`: Lua would use the locale of the server.
+`APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
+remaining tombstones and holes of an empty chunk. `pieces.py` packs pieces. Each script is atomic,
+and gets all its keys, which are in one slot, as `KEYS`. Scripts must not compare strings with `<`:
+Lua would use the server's locale.
 """
 
 from hashlib import sha1
@@ -12,14 +11,14 @@ from typing import NamedTuple
 
 
 class LoadedScript(NamedTuple):
-    """A script, and the SHA-1 by which Redis knows it."""
+    """Redis knows the script by `sha`."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[LoadedScript] = []
-"""All scripts of this process. If a Redis lacks one of them, it is sent all of them."""
+"""A Redis that lacks one gets all."""
 
 
 def script(source: str) -> LoadedScript:
@@ -288,7 +287,7 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
-# An HSET of a piece that succeeds even if the memory is full (`head_scripts.py`)
+# An HSET that succeeds even if the memory is full (`head_scripts.py`)
 STAGE = script(
     """
 redis.call('HDEL', KEYS[1], ARGV[1])
@@ -297,7 +296,7 @@ return 1
 """
 )
 
-# A write that succeeds even if the memory is full
+# It succeeds even if the memory is full
 NOTE_SYNC = script(
     """
 redis.call('HDEL', KEYS[1], 'sync')

@@ -1,6 +1,6 @@
 """Translates Redis's errors to errors of DIESEL-FS, and decides which are worth another try. Pure.
 
-No password ever becomes part of a message: texts from Redis, which may repeat one, are redacted.
+Texts from Redis may repeat a password, so they are redacted.
 """
 
 import re
@@ -18,21 +18,20 @@ from ....errors import (
 from .address import RedisAddress
 
 CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
-"""The exceptions that redis-py raises."""
+"""Raised by redis-py."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
-"""Reasons why Redis does not serve now: it seems to expect TLS; it is loading its data; it accepts
-reads only.
-"""
+"""Why Redis does not serve now: it seems to expect TLS; it is loading data; it accepts reads
+only."""
 
 
 class RetryLater(Exception):
-    """An error that may pass. When no time is left, `last_error` is raised instead."""
+    """An error that may pass. At the deadline, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
         self.last_error = last_error
-        self.reason = reason  # one of the constants above, or empty
+        self.reason = reason  # one of the above, or empty
 
 
 def _secrets(where: RedisAddress) -> list[str]:
@@ -40,17 +39,17 @@ def _secrets(where: RedisAddress) -> list[str]:
 
 
 def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
-    """`error`, as the cause of its translation; None if its text may have a password in it."""
+    """`error` as a cause; None if its text may have a password in it."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
 
 
 _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
-"""Redis repeats an unknown command and its arguments, which may have been a password."""
+"""Redis repeats the arguments, which may have been a password."""
 
 
 _CONNECTING = re.compile(r"Error -?\d+ connecting to \S+\. (?=\S)")
-"""redis-py repeats the address, which our message names already."""
+"""redis-py repeats the address, which our message has."""
 
 
 def _redacted(text: str, where: RedisAddress) -> str:
@@ -62,7 +61,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """Translate an error of redis-py; the result is RetryLater if the error may pass."""
+    """Returns RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -79,7 +78,7 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
             return _reply("OOM", text, where)
         case errors.ReadOnlyError():
             return _reply("READONLY", text, where)
-        case errors.NoScriptError():  # the scripts were loaded just now: this is another server
+        case errors.NoScriptError():  # the scripts were just loaded: this is another server
             return RetryLater(MetadataError(f"{where} has just been restarted"))
         case errors.InvalidResponse():
             return RetryLater(MetadataError(f"{where} does not answer as a Redis does"))
@@ -117,9 +116,7 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """Redis's code word for an error. It is the first word of the text; Redis 5 and 6 put it in the
-    middle if the error happened in a script.
-    """
+    """The first word of the text; Redis 5 and 6 put it in the middle after an error in a script."""
     first = text.split(" ", 1)[0]
     if first in _CODES:
         return first

@@ -1,9 +1,8 @@
 """Reads the head of a dataset in Redis: its version and counts, and where its state is stored.
 
-After a reader has read entries, `HeadReader.is_unchanged` tells whether they were of the state that
-the head described. `open_link` connects to a Redis, and checks that it belongs to the repository.
-
-Nothing is cached. Threads, processes and forked children may use it. `keys.py` describes the keys.
+After a reader has read entries, `HeadReader.is_unchanged` tells whether they were of the head's
+state. `open_link` connects, and checks that the Redis belongs to the repository. Nothing is cached.
+Any thread, process and forked child. `keys.py` describes the keys.
 """
 
 import re
@@ -34,16 +33,13 @@ _GENERATION = re.compile(rb"[0-9a-f]{16}")
 
 
 class UnknownDataset(Exception):
-    """The key on which a head script works does not exist: usually, the dataset was dropped."""
+    """A head script's key does not exist: usually, the dataset was dropped."""
 
 
 class ScriptRejected(Exception):
-    """A head script did nothing, because something that it relied on has changed.
-
-    `word` is the reason that the script returned: "moved" (another generation is live, or another
-    writer was faster), "held" (commits are locked), "young" (the transaction or generation to be
-    removed is not old enough), "lost" (Redis has lost data).
-    """
+    """A head script did nothing, because something has changed. `word` says what: "moved" (another
+    generation is live, or another writer was faster), "held" (commits are locked), "young" (the
+    transaction or generation to be removed is not old enough), "lost" (Redis has lost data)."""
 
     def __init__(self, word: str) -> None:
         super().__init__(word)
@@ -52,44 +48,37 @@ class ScriptRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisHead:
-    """A dataset's head as it is in Redis."""
-
     dataset: DatasetHead
     generation: Generation
-    first: int  # the version of chunks whose record has version 0
-    pending: Sequence[bytes]  # packed changes that are committed and perhaps not applied yet
-    pieces_by_bucket: Mapping[int, int]  # number of committed pieces of each bucket
+    first: int  # that of chunks with version 0 in their record
+    pending: Sequence[bytes]  # packed changes, committed and perhaps not applied yet
+    pieces_by_bucket: Mapping[int, int]
 
 
 class HeadReader:
-    """Reads the heads of the datasets of a store."""
-
     def __init__(self, link: RedisLink) -> None:
         self.link = link
 
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """Run a script on the head's slot, and return its reply without the first word. Raises
-        UnknownDataset, ScriptRejected or a DieselError, according to that word.
-        """
+        """The reply without its first word. For some first words, raises UnknownDataset,
+        ScriptRejected or a DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
     def check_schema(self) -> None:
-        """Raises NewerVersionError or MetadataError if a program with another schema has written to
-        this Redis.
-        """
+        """Raise NewerVersionError or MetadataError if a program with another schema has written
+        here."""
         found = self.link.execute("GET", SCHEMA_KEY)
         if found not in (None, b"%d" % SCHEMA):
             raise _other_schema(octets(found))
 
     def bind_object_store(self, store: UUID) -> None:
-        """Bind this Redis to the object store of one repository, once and for all. Raises
-        ConfigError if it is bound to another: the datasets of two repositories would be mixed.
-        """
+        """Bind this Redis to one repository's object store, for ever. Raises ConfigError if it is
+        bound to another: datasets of two repositories would be mixed."""
         found = self.link.execute("GET", STORE_KEY)
-        if found is None:  # a Redis whose memory is full refuses even a SET that changes nothing
+        if found is None:  # with a full memory, Redis refuses even a SET that changes nothing
             bound = command("SET", STORE_KEY, store.hex, "NX")
             _, found = self.link.run([bound, command("GET", STORE_KEY)])
         if isinstance(found, bytes) and found != store.hex.encode():
@@ -100,14 +89,14 @@ class HeadReader:
             )
 
     def read_head(self, identity: UUID) -> RedisHead:
-        """The head of a dataset. Raises NoSuchDataset, CorruptError."""
+        """Raises NoSuchDataset, CorruptError."""
         (found,) = self.read_heads([identity])
         if isinstance(found, Exception):
             raise found
         return found
 
     def read_heads(self, identities: Sequence[UUID]) -> list[RedisHead | DieselError]:
-        """The head of each dataset, or the error in its place."""
+        """Each dataset's head, or its error, in order."""
         found: list[RedisHead | DieselError] = []
         for some in in_portions(identities, _HEADS_AT_ONCE):
             runs = [*map(read_head_command, some)]
@@ -122,9 +111,8 @@ class HeadReader:
         return found
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
-        """For each head, whether a bucket has fewer pieces than are committed. Valid only if the
-        head's generation is still the dataset's, and all pending changes were applied.
-        """
+        """Whether some bucket has fewer pieces than are committed. Valid only if the head's
+        generation is still the dataset's, and all pending changes were applied."""
         buckets = [
             (i, head.generation.key(bucket, b"t"), committed)
             for i, head in enumerate(heads)
@@ -139,11 +127,10 @@ class HeadReader:
         return [i in lost for i in range(len(heads))]
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
-        """Whether everything that was read since `head` belongs to its version, if its pending
-        changes had been applied: a commit changes the version before its pieces are applied. With
-        `or_newer`: whether its generation is still the dataset's, at whatever version. Raises
-        MetadataBehind if a bucket of the dataset has lost pieces.
-        """
+        """Whether all that was read since `head` belongs to its version, if its pending changes had
+        been applied: a commit changes the version before its pieces are applied. `or_newer`:
+        whether its generation is still the dataset's, at whatever version. Raises MetadataBehind if
+        a bucket has lost pieces."""
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
         if name != head.generation.name:
@@ -158,7 +145,7 @@ class HeadReader:
         return octets(current).decode(errors="replace")
 
     def confirm(self, identity: UUID, run: str) -> None:
-        """Confirm that this run of Redis has lost nothing of a dataset. Raises StoreRestarted."""
+        """This run has lost nothing of a dataset. Raises StoreRestarted."""
         self._run_on_head(identity, CONFIRM, run)
 
     def _run_on_head(self, identity: UUID, script: LoadedScript, *arguments: Word) -> list[object]:
@@ -175,12 +162,9 @@ def open_link(
     store: UUID | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RedisLink:
-    """Connect to the Redis at a URL (`address.py`). `store` is the object store of the repository,
-    to which the Redis is bound from now on.
-
-    Raises ConfigError for a bad URL or a Redis of another repository; MetadataError if Redis cannot
-    be reached, is a replica or may evict keys; NewerVersionError.
-    """
+    """Connect to the Redis at a URL (`address.py`), and bind it to the object store `store`. Raises
+    ConfigError for a bad URL or a Redis of another repository; MetadataError if Redis cannot be
+    reached, is a replica or may evict keys; NewerVersionError."""
     link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
     heads = HeadReader(link)
     try:
@@ -199,9 +183,7 @@ def read_head_command(identity: UUID) -> ScriptCommand:
 
 
 def parse_head(identity: UUID, reply: object) -> RedisHead:
-    """Parse the reply to `read_head_command`. Raises UnknownDataset, CorruptError, and errors of
-    the store's schema.
-    """
+    """Raises UnknownDataset, CorruptError, and errors of the store's schema."""
     return _unpack_head(identity, *_check_reply(reply))
 
 
@@ -210,7 +192,7 @@ def _head_script(script: LoadedScript, keys: Sequence[bytes], *arguments: Word) 
 
 
 def _check_reply(reply: object) -> list[object]:
-    """A head script's reply without its first word, which is "ok" or names the error to raise."""
+    """The reply without its first word, which is "ok" or names the error to raise."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
         case b"ok", *_:
@@ -231,7 +213,7 @@ def _check_reply(reply: object) -> list[object]:
 
 
 def _unpack_head(identity: UUID, reply: object, pending: object, counts: object) -> RedisHead:
-    """The head from the hash `m:` (`reply`), the list `u:` and the hash `t:`."""
+    """From `m:` (`reply`), `u:` and `t:`."""
     fields = packed_dict(reply)
     buckets, generation = as_count(fields.get(b"buckets")), fields.get(b"generation", b"")
     if not _GENERATION.fullmatch(generation) or not 1 <= buckets <= BUCKETS_MAX:

@@ -1,15 +1,13 @@
 """Lua scripts that run inside Redis on the head's slot: each checks its conditions, then writes.
 
-Each script is atomic as long as it does not fail in its middle: Redis does not undo the first
-writes of a script then. So a script checks all values that it relies on before it writes. Redis
-refuses a write for lack of memory or disk only as the first write of a script; so the first write
-of each script is one that may be refused without harm. A full memory (`maxmemory`) refuses commands
-that may need memory, and never HDEL. So a script that must run in a full memory begins with HDEL:
-scripts that free memory, and those that write the small notes without which nothing could be freed.
+Redis does not undo the first writes of a script that fails, so a script checks all values before it
+writes. Redis refuses a write for lack of memory or disk only as a script's first write, which must
+therefore be harmless to refuse. A full memory (`maxmemory`) never refuses HDEL: scripts begin with
+it if they free memory, or write the small notes without which nothing could be freed.
 
-The comment above a script lists its keys, then its arguments. The first word of a reply is `ok` or
-the reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would
-use the locale of the server.
+The comment above a script lists its keys, then its arguments. A reply begins with `ok` or the
+reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would use
+the server's locale.
 """
 
 from .bucket_scripts import LESS, script
@@ -19,13 +17,13 @@ local schema = redis.call('GET', KEYS[1])
 if schema and schema ~= ARGV[1] then return {'schema', schema} end
 """
 
-# The run ID of this Redis. Redis makes a new one at each start, after which data may be lost
+# Redis makes a run ID at each start, after which data may be lost
 _RUN = """
 local function run() return redis.call('INFO', 'server'):match('run_id:(%w+)') or '' end
 """
 
-# Only Redis's clock times locks. A lock that seems to last longer than `longest` is ignored: the
-# clock has gone back
+# Redis's clock times locks. One that seems to last longer than `longest` is ignored: the clock went
+# back
 _TIME = """
 local function now_s()
   local now = redis.call('TIME')

@@ -1,12 +1,11 @@
 """The keys and values of the Redis metadata store. Pure.
 
 A **generation** is one build of a dataset's state: a rebuild makes a new one beside the live one.
-The folders of a generation are spread over **buckets**. All keys of a bucket have the same part in
-braces, so they are in one **slot**: the unit that a Redis Cluster assigns to its nodes. A script
-must touch one slot only, so it touches one bucket; a cluster spreads the buckets over its nodes.
-The small values that describe the store and its datasets as wholes are in one slot, the **head's**.
-A chunk's entries that belong to one bucket are cut into **pieces**; one script applies one piece.
-A **transaction** adds or removes chunks; its **changes** list the pieces.
+Its folders are spread over **buckets**. All keys of a bucket have the same part in braces, so they
+are in one **slot**, the unit that a Redis Cluster assigns to its nodes. A script must touch one
+slot only, so it touches one bucket. The small values that describe the store and its datasets as
+wholes are in the **head's** slot. A chunk's entries in one bucket are cut into **pieces**; one
+script applies one piece. A **transaction** adds or removes chunks; its **changes** list the pieces.
 
 Every key starts with `dfs:` (for an ACL, `~dfs:*`). No name that a user chose is part of a key:
 folders are named by hashes.
@@ -50,9 +49,9 @@ folders are named by hashes.
     dfs:{sync.N}:       HASH    written before waiting for a node's log; N chooses the node
 
 ID is an identity (32 digits), GEN 16 digits, F a folder: 16 bytes, the hash of its parent and name;
-T a task: 32 digits, from the hash of its dataset, user and name.
-An **entry** is `RECORD` (48 bytes) and the ID of the chunk that holds it (16), and, unless its
-stamp is its own place and it has no tail, stamp (20) and tail; nearly all have 64 bytes.
+T a task: 32 digits, from the hash of its dataset, user and name. An **entry** is `RECORD` (48
+bytes) and the ID of the chunk that holds it (16), and, unless its stamp is its own place and it has
+no tail, stamp (20) and tail; nearly all have 64 bytes.
 
 A file takes some 150 bytes besides its name, which is stored twice: in `e:`, and packed by LZ4 in
 `n`. `rebuild` makes all keys of a dataset again from the chunks; `u`, `b` and `h` start empty.
@@ -83,42 +82,41 @@ USERS_KEY = HEAD + b"users"
 USERS_TOKEN = b"="  # no user can have this name
 
 CHUNK = struct.Struct("<QqIQ")
-"""A chunk's record: bytes of its object, when it was uploaded (ns), entries, version (or 0)."""
+"""Object's bytes, upload time (ns), entries, version (or 0)."""
 PIECE_COUNT = struct.Struct("<HH")
-"""A bucket, and the number of a chunk's pieces in it."""
+"""A bucket, and its number of the chunk's pieces."""
 STATE = struct.Struct("<cQ")
-"""A state (`b`: begun, `x`: abandoned) and when it was written, in seconds by Redis's clock."""
+"""`b` (begun) or `x` (abandoned), and since when, in seconds by Redis's clock."""
 
 FOLDER_BYTES = 16
 CHUNK_ID_BYTES = 16
 PLAIN_BYTES = RECORD.itemsize + CHUNK_ID_BYTES
-"""The length of a packed entry without stamp and tail."""
+"""A packed entry without stamp and tail."""
 EXTENDED_BYTES = PLAIN_BYTES + 20
-"""Where the tail of a packed entry begins, if the entry has a stamp."""
+"""A packed entry with a stamp has its tail from here on."""
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
 CHANGED_CHUNK = struct.Struct(">16sH")
-"""A chunk of a transaction's changes, before its piece counts: its ID, and their number."""
+"""A changed chunk's ID, and the number of piece counts that follow."""
 REMOVAL_PREFIX = b"forget"
-"""The first bytes of a transaction that removes chunks, and of no transaction that adds them."""
+"""Begins a transaction that removes chunks."""
 
 FolderId = NewType("FolderId", bytes)
 assert RECORD.fields is not None
 PLACE_AT = int(RECORD.fields["place"][1])
 EXTENTS_AT = int(RECORD.fields["extents"][1])
-"""The bytes of a packed record at which two of its fields begin, each a little-endian u32."""
+"""Where these fields of a packed record begin, each a little-endian u32."""
 
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
-"""The parent of the root."""
+"""The root's parent."""
 
 PieceCounts = Sequence[tuple[int, int]]
-"""Where the pieces of a chunk are: buckets, and the number of pieces in each."""
+"""Buckets, and each one's number of the chunk's pieces."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
-    """The ID of a folder in keys, from its parent's ID and its name."""
     return FolderId(blake2b(parent + name, digest_size=FOLDER_BYTES).digest())
 
 
@@ -126,7 +124,7 @@ ROOT_FOLDER = child_folder(NO_FOLDER, b"")
 
 
 def steps(path: bytes) -> list[bytes]:
-    """The names of the folders from below the root to the folder at a path."""
+    """Names from below the root to the folder at a path."""
     return path.split(b"/") if path != ROOT else []
 
 
@@ -138,7 +136,7 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """A dataset's keys in the head's slot."""
+    """The keys in the head's slot."""
 
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
@@ -152,14 +150,13 @@ class DatasetKeys:
 
 @dataclass(frozen=True)
 class Generation:
-    """One build of a dataset's state, and the keys of its buckets."""
+    """A build of a dataset's state, and its buckets' keys."""
 
     name: bytes
     buckets: int
 
     @classmethod
     def new(cls, buckets: int) -> Self:
-        """A generation with a random name, which no other generation has."""
         return cls(secrets.token_hex(GENERATION_BYTES // 2).encode(), buckets)
 
     @property
@@ -175,9 +172,7 @@ class Generation:
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """The key with this letter (one of `BUCKET_KEYS`) of a bucket, given by number or by a
-        folder in it.
-        """
+        """`letter` is one of `BUCKET_KEYS`; `bucket` a number, or a folder in it."""
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
@@ -185,11 +180,11 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
-        """The key of the names of the folders in a folder."""
+        """The key of the names of a folder's folders."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
-        """A bucket's own keys, in the order in which the scripts expect them."""
+        """Keys in the scripts' order."""
         return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
@@ -197,7 +192,7 @@ BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """Identifies a piece: the pieces of a chunk in one bucket are numbered from 0."""
+    """The pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -211,7 +206,7 @@ class PieceName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The chunks of one transaction, and where their pieces are."""
+    """One transaction's chunks, and where their pieces are."""
 
     generation: bytes
     transaction: bytes
@@ -224,13 +219,13 @@ class Changes:
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
-        """All pieces, in the order in which they must be applied."""
+        """Pieces in the order in which they must be applied."""
         for chunk, counts in self.chunks:
             yield from piece_names(chunk, counts)
 
 
 def unpack_changes(packed: bytes, buckets: int) -> Changes:
-    """Unpack changes; their generation has `buckets` buckets. Raises CorruptError."""
+    """`buckets` is the generation's. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
@@ -249,12 +244,11 @@ def piece_names(chunk: ChunkId, counts: PieceCounts) -> Iterator[PieceName]:
 
 
 def pack_piece_counts(counts: PieceCounts) -> bytes:
-    """Piece counts as they are stored after `CHUNK`."""
     return b"".join(PIECE_COUNT.pack(*each) for each in counts)
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """Unpack piece counts; their generation has `buckets` buckets. Raises CorruptError."""
+    """`buckets` is the generation's. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -264,7 +258,7 @@ def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
 
 
 class ChunkFacts(NamedTuple):
-    """The unpacked value of a chunk in the hash `c`."""
+    """A value in the hash `c`."""
 
     object_bytes: int
     uploaded_ns: int
@@ -274,10 +268,7 @@ class ChunkFacts(NamedTuple):
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
-    """Unpack a chunk's record; `first` is the version of a record that has version 0.
-
-    Raises CorruptError.
-    """
+    """`first` stands for version 0. Raises CorruptError."""
     if len(packed) < CHUNK.size:
         raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
@@ -294,13 +285,13 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """The keys `m` and `u` of a task, by its name (`peers/members/redis_registry.py`)."""
+    """`m` and `u` (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
 
 def sync_key(number: int) -> bytes:
-    """A key for `WAITAOF`; keys of different numbers are in different slots."""
+    """For `WAITAOF`; different numbers have different slots."""
     return b"dfs:{sync.%d}:" % number
 
 
@@ -315,5 +306,5 @@ def entry_stamp(entry: bytes) -> Stamp:
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
-    """The fields of the hash `h` in which a chunk of `entries` entries can have holes."""
+    """Fields of the hash `h` in which a chunk can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

@@ -1,14 +1,13 @@
 """Sends commands to Redis: one server, a server under sentinels, or a cluster.
 
-Commands are sent in pipelines. In a cluster, each command goes to the node of its key's slot. Work
-that runs inside `with_retries` is tried again, with pauses, while Redis may come back (a refused
-connection, a server that is loading its data, a failover, a slot that is being moved) and the
-deadline has not passed. So every command must be repeatable. Errors that do not pass by themselves
-(a wrong password, a missing right, a full memory) are raised at once. Nothing is sent after the
-deadline; long work that makes progress extends it (`extend_deadline`).
+Commands are sent in pipelines; in a cluster, each goes to the node of its key's slot.
+`with_retries` repeats its work until the deadline while Redis may come back (a refused connection,
+a server that is loading, a failover, a slot that is being moved), so every command must be
+repeatable. Errors that do not pass by themselves (a wrong password, a missing right, a full memory)
+are raised at once. Nothing is sent after the deadline; long work that makes progress extends it
+(`extend_deadline`).
 
-Concurrency: one thread at a time uses a connection, for one pipeline. A child of a fork opens
-connections of its own.
+One thread at a time uses a connection, for one pipeline. A forked child opens its own.
 """
 
 import math
@@ -43,22 +42,21 @@ from .keys import sync_key
 DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
-"""How long a read waits for a Redis that cannot be reached. With the time of its last try, an error
-is raised within 10 s. For a Redis that is loading its data, a read waits as long as a commit."""
+"""How long a read waits for an unreachable Redis: with its last try, an error is raised within 10
+s. While Redis loads its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""How long to try to open a store, by the reason of its errors: a server that is down, or that
-expects TLS, is reported soon; one that is loading its data will serve later.
-"""
+"""How long to try to open a store, by the error's reason: a server that is down, or expects TLS, is
+reported soon; one that is loading will serve later."""
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""The most time spent on finding that no host of an address answers, one after the other."""
+"""Enough to find that none of an address's hosts answers, one after the other."""
 
-_WAITAOF_MS = 1000  # for one command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # tags of keys that are kept, and tried to find one on each node
-_PAUSE_S = 0.02  # before the second try; each pause is twice the one before
+_WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
+_TAGS_MAX = 1 << 16  # kept, and tried to find a key on each node
+_PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
 _REDIRECTIONS_MAX = 16
@@ -69,7 +67,7 @@ T = TypeVar("T")
 
 
 class RedisCommand(NamedTuple):
-    """A command, and the key whose slot decides which node of a cluster gets it."""
+    """In a cluster, `key`'s slot decides which node gets it."""
 
     key: bytes
     words: Sequence[Word]
@@ -80,7 +78,7 @@ def command(word: str, key: bytes, *arguments: Word) -> RedisCommand:
 
 
 class ScriptCommand(NamedTuple):
-    """A script with its keys, which are all in one slot, and its arguments."""
+    """All keys are in one slot."""
 
     script: LoadedScript
     keys: Sequence[bytes]
@@ -93,39 +91,39 @@ class ScriptCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """How one Redis server is set up, for people who look for a fault."""
+    """One server's settings, to find faults."""
 
     version: str
-    policy: str  # which keys it evicts when its memory is full
+    policy: str  # its eviction of keys when its memory is full
     used_bytes: int
     limit_bytes: int  # 0: none
-    keeps_log: bool  # (appendonly) without it, a crash loses what was written last
+    keeps_log: bool  # (appendonly) without it, a crash loses the last writes
 
 
 class RedisNodes(Protocol):
     """The servers to which commands are sent."""
 
     def send(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """The reply to each command; an error is a reply. Commands of one slot run in order."""
+        """Replies; an error is one. Commands of one slot run in order."""
 
     def masters(self) -> "list[Redis]": ...
 
     def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
-        """Each master that has slots, and a key in one of its slots."""
+        """Each master that has slots, with a key in one of them."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Deadline(threading.local):
-    """The deadline of the work that this thread does in `with_retries`."""
+    """This thread's deadline in `with_retries`."""
 
-    end_s: float = math.inf  # monotonic time
+    end_s: float = math.inf  # monotonic
     limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
 
 
 class RedisLink:
-    """Connections to one Redis (see the module). Thread-safe."""
+    """Connections to one Redis. Thread-safe."""
 
     def __init__(self, address: RedisAddress, nodes: RedisNodes, deadline_s: float) -> None:
         self.address = address
@@ -135,7 +133,7 @@ class RedisLink:
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
-        """Connect, and check the server. Raises MetadataError if it cannot be used."""
+        """Raises MetadataError if the server cannot be used."""
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
 
         def retried(work: Callable[[], T]) -> T:
@@ -163,15 +161,14 @@ class RedisLink:
 
     @property
     def nodes(self) -> RedisNodes:
-        """The servers. Raises MetadataError after `close`."""
+        """Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
         return self._open_nodes
 
     def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
-        """Repeat `work` until it succeeds or the deadline passes, and return its result. `work`
-        must be repeatable. `seconds` is a shorter deadline.
-        """
+        """Repeat `work` until it succeeds or the deadline passes. `seconds` is a shorter
+        deadline."""
         current, start = self._deadline, time.monotonic()
         outer = current.end_s, current.limit_s
         current.limit_s = min(seconds, self.deadline_s)
@@ -188,18 +185,17 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """Start this thread's deadline anew, because its work makes progress."""
+        """This thread's work makes progress."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:
-        """The reply to one command on a key. Raises as `run` does."""
+        """Raises as `run`."""
         (reply,) = self.run([command(word, key, *arguments)])
         return reply
 
     def run(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """Send commands together, and return their replies. Raises RetryLater, or the DieselError
-        of the first reply that is an error.
-        """
+        """Replies to commands sent together. Raises RetryLater, or the DieselError of the first
+        error."""
         if not commands:
             return []
         if time.monotonic() > self._deadline.end_s:
@@ -225,18 +221,16 @@ class RedisLink:
         return replies
 
     def run_scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
-        """Run scripts, sent together, and return their replies."""
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """The run ID of each master. A restarted server has a new one, and may have lost data."""
+        """Each master's ID. A restarted server has another, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:
         """Wait until all earlier writes are on disk, if Redis can report that (7.2 or later, with a
-        log). `WAITAOF` waits for the writes of its own connection, and so for all before them;
-        therefore this method writes a key first.
-        """
+        log). `WAITAOF` waits for its own connection's writes, and so for all before them; therefore
+        this writes a key first."""
         for key, master in self.nodes.masters_with_keys():
             info = master.info()
             if not info.get("aof_enabled") or _version(info) < (7, 2):
@@ -250,14 +244,14 @@ class RedisLink:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
     def server_facts(self) -> list[ServerFacts]:
-        """How each master is set up. Raises as `run` does."""
+        """For each master. Raises as `run`."""
         try:
             return [_facts_in(master.info()) for master in self.nodes.masters()]
         except CLIENT_ERRORS as error:
             raise translate_error(error, self.address) from safe_cause(error, self.address)
 
     def check_policy(self) -> None:
-        """Raises MetadataError if Redis may evict keys: a missing key would prove nothing."""
+        """Raise MetadataError if Redis may evict keys: a missing key would prove nothing."""
         for master in self.nodes.masters():
             _check_policy(master.info("memory"), self.address)
 
@@ -312,7 +306,7 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """Repeat `work` until the time that `end_s` gives for the reason of its last error."""
+    """`end_s` gives the deadline by the last error's reason."""
     pause = _PAUSE_S
     while True:
         try:
@@ -331,7 +325,7 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
 
 
 def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of at most `size` items each, so that a pipeline and its replies stay small."""
+    """Portions keep a pipeline and its replies small."""
     rest = iter(items)
     while portion := list(islice(rest, size)):
         yield portion
@@ -346,7 +340,7 @@ def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
         "password": address.password or None,
         "socket_timeout": socket_s,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),  # none: `with_retries` tries again
+        "retry": Retry(NoBackoff(), 0),
         "max_connections": _CONNECTIONS_MAX,
     }
     if not address.socket:
@@ -420,10 +414,7 @@ class _One:
 
 
 class _Cluster:
-    """The nodes of a cluster.
-
-    redis-py's own pipeline cannot be used: it does not send scripts and scans to clusters.
-    """
+    """redis-py's own pipeline sends no scripts and scans to clusters, so it is not used."""
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster

@@ -1,9 +1,9 @@
-"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
+"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`
+(`bucket_scripts.py`, which has their formats). Pure.
 
-The formats of pieces are described above these scripts (`bucket_scripts.py`). `cut_batch` makes the
-pieces of a chunk that is added; each ends with the list of its paths, which Redis keeps, and by
-which `RedisMetadata.changes` finds the entries of a chunk. `cut_removal` makes the pieces of an
-empty chunk that is removed.
+`cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
+`RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces of an empty chunk
+that is removed.
 """
 
 import struct
@@ -40,19 +40,19 @@ EXTENTS_MAX = 1 << 20
 SIZE_MAX = 1 << 50
 """1 PiB: Lua counts exactly up to 2^53."""
 
-# Redis serves no other client while it applies a piece: pieces of this size take milliseconds
+# Redis serves nobody else while it applies a piece: these sizes take milliseconds
 _PIECE_ROWS = 4096
 _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
-_BLOCK_ROWS = 1000  # a script unpacks a whole block, and Lua's stack holds 8,000 values
+_BLOCK_ROWS = 1000  # a script unpacks a whole block; Lua's stack holds 8,000 values
 
-_EXPANSION_MAX = 256  # data packed by LZ4 does not expand more than that
+_EXPANSION_MAX = 256  # LZ4 does not expand more
 
-# The numbers of a piece, as the scripts read them
+# A piece's numbers, as scripts read them
 _FOLDER_COUNT = struct.Struct("<H")
-_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # the position of a folder, the length of a name
-_STEP = struct.Struct("<cH")  # its letter, and the position of its folder
-_SUMS = struct.Struct("<HIIQ")  # of a step `N`: rows, files, tombstones, bytes of the files
+_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # a folder's position, a name's length
+_STEP = struct.Struct("<cH")  # letter, folder's position
+_SUMS = struct.Struct("<HIIQ")  # in a step `N`: rows, files, tombstones, bytes of the files
 _U32 = struct.Struct("<I")  # a place, a count, or the length of an entry or a list of names
 _NAME_LENGTH = [bytes([length]) for length in range(256)]
 
@@ -62,7 +62,7 @@ assert RECORD.itemsize == 48
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Some rows of a chunk in one bucket, packed."""
+    """Some rows of a chunk in one bucket."""
 
     name: PieceName
     folders: Sequence[FolderId]
@@ -71,9 +71,7 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """A chunk that is added or removed, in pieces. `record` is its value in the hash `c`, and empty
-    if the chunk is removed.
-    """
+    """`record` is its value in the hash `c`, empty if the chunk is removed."""
 
     chunk: ChunkId
     record: bytes
@@ -86,7 +84,7 @@ Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
-    """The folders of a packed piece. Raises CorruptError."""
+    """The folders in a packed piece. Raises CorruptError."""
     count = int.from_bytes(packed[: _FOLDER_COUNT.size], "little")
     starts = range(_FOLDER_COUNT.size, _FOLDER_COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     if len(packed) < starts.stop:
@@ -95,7 +93,7 @@ def folders_of(packed: bytes) -> list[FolderId]:
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """Folders and the names in them, from a piece's list of paths. Raises CorruptError."""
+    """Folders and names, from a piece's list of paths. Raises CorruptError."""
     if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # would take memory
         raise corrupt_store_error("a malformed list of paths")
     try:
@@ -116,7 +114,7 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    folders: dict[FolderId, int] = field(default_factory=dict)  # with their positions
+    folders: dict[FolderId, int] = field(default_factory=dict)
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
     rows: int = 0
@@ -128,14 +126,13 @@ class _Packer:
         self.steps += arguments
 
     def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
-        """Count rows that steps have added, and add their names to the list of paths."""
+        """Count the rows of steps, and list their paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _U32.pack(len(joined)), joined)
         self.rows += len(names)
         self.size += size
 
     def is_full(self) -> bool:
-        """Whether further rows must go to another piece."""
         return (
             self.rows >= _PIECE_ROWS
             or self.size >= _PIECE_BYTES
@@ -152,14 +149,14 @@ class _Cutter:
     def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
-        self._packers: dict[int, list[_Packer]] = {}  # of each bucket, the last one not full
+        self._packers: dict[int, list[_Packer]] = {}  # each bucket's, the last one not full
         self._folders: dict[tuple[FolderId, bytes], FolderId] = {}  # by parent and name
         rows = batch.rows
         entries = np.empty((len(rows), PLAIN_BYTES), np.uint8)
         records = np.ascontiguousarray(rows.records).view(np.uint8)
         entries[:, : RECORD.itemsize] = records.reshape(len(rows), RECORD.itemsize)
         entries[:, RECORD.itemsize :] = np.frombuffer(batch.chunk.id, np.uint8)
-        self._entries = entries.tobytes()  # of each row, without stamp and tail
+        self._entries = entries.tobytes()  # without stamp and tail
         self._is_plain = rows.records["extents"] <= 1
         self._is_plain[[*batch.stamps, *rows.tails]] = False
         if batch.by_purge:
@@ -169,7 +166,7 @@ class _Cutter:
         rows = self._batch.rows
         order = np.argsort(rows.folder, kind="stable")
         changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-        for positions in np.split(order, changes) if len(order) else []:  # the rows of a folder
+        for positions in np.split(order, changes) if len(order) else []:
             folder = self._folder(rows.folders[rows.folder[positions[0]]])
             self._add_rows(folder, positions)
         places = rows.records["place"]
@@ -193,7 +190,7 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """The ID of the folder at a path; adds the steps that index it and those above it."""
+        """Adds the steps that index the folder and those above it."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -222,7 +219,7 @@ class _Cutter:
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
-        """Add rows of one extent that have their own stamp and no tail, in steps `N`."""
+        """Rows of one extent with their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
@@ -238,7 +235,7 @@ class _Cutter:
             packer.add_rows(folder, block, len(block) * 128)
 
     def _add_general(self, folder: FolderId, i: int) -> None:
-        """Add row `i`, whatever it is, in a step `G`."""
+        """Any row, in a step `G`."""
         batch, rows = self._batch, self._batch.rows
         entry = self._entries[i * PLAIN_BYTES : (i + 1) * PLAIN_BYTES]
         tail = rows.tails.get(i, b"")
@@ -250,9 +247,8 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Record the places that no row names as holes, in some bucket that has rows of the
-        chunk.
-        """
+        """The places that no row names are holes; some bucket with rows of the chunk records
+        them."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
@@ -260,9 +256,7 @@ class _Cutter:
 
 
 def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
-    """Cut a checked batch into pieces. Raises UsageError if a number is too great for the
-    scripts.
-    """
+    """`batch` is checked. Raises UsageError if a number is too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
@@ -274,9 +268,8 @@ def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
 def cut_removal(
     chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
 ) -> ChunkPieces:
-    """The pieces that remove an empty chunk. `tombstones` lists, for each of the chunk's pieces,
-    the tombstones to remove with it; the first piece in each bucket also removes the chunk's holes.
-    """
+    """`tombstones` lists those to remove with each of an empty chunk's pieces; the first piece in
+    each bucket also removes the chunk's holes."""
     pieces = []
     for name, rows in tombstones.items():
         hole_count = len([*hole_fields(chunk, facts.entries)]) if name.number == 0 else 0

@@ -1,16 +1,15 @@
 """Reads a dataset's head from a single Redis in one round trip, for the server's many readers.
 
-`RedisMetadata.head` takes several round trips in a thread: it needs the identity, generation and
-buckets of a dataset before it can request its counts. Here the same commands are sent at once, with
-the identity, generation and buckets from the last replies. If the new replies confirm these, they
-prove the head. Otherwise `head` is None, the next request uses the values that were learnt, and the
-caller falls back to `RedisMetadata.head`, which also applies pending commits, waits for a Redis
-that cannot be reached, and raises errors.
+`RedisMetadata.head` takes several round trips in a thread: it needs a dataset's identity,
+generation and buckets before it can request the counts. Here the same commands are sent at once,
+with these values from the last replies. If the new replies confirm them, they prove the head.
+Otherwise `head` is None, the next request uses the new values, and the caller falls back to
+`RedisMetadata.head`, which also applies pending commits, waits for Redis, and raises errors.
 
-All replies must come over one connection from one Redis, which runs the commands in order; the
-nodes of a cluster would not. redis-py cannot be used: its client for threads takes a thread for
-each read, and its asyncio client does not run in trio's loop. This module does no input or output
-itself (`server/diesel_server/requests/pipelined_heads.py` does). Not safe for concurrent use.
+All replies must come over one connection from one Redis, which runs commands in order. redis-py is
+not used: its client for threads takes a thread for each read, and its asyncio client does not run
+in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output. Not
+safe for concurrent use.
 """
 
 from collections.abc import Sequence
@@ -27,11 +26,11 @@ from .replies import number
 
 
 class MalformedReply(Exception):
-    """The received bytes are not replies of a Redis: the connection has to be closed."""
+    """Received bytes are not a Redis's: close the connection."""
 
 
 class Replies:
-    """Parses the replies to commands that were sent together, from bytes as they arrive."""
+    """Parses replies to commands sent together, as they arrive."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -39,7 +38,7 @@ class Replies:
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Parse more bytes. Returns whether all replies are complete. Raises MalformedReply."""
+        """Returns whether all are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -55,7 +54,7 @@ class Replies:
 
 
 class PipelinedHeadRead:
-    """Repeated reads of the head of one dataset, by its name."""
+    """Repeated reads of one dataset's head, by its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,21 +64,20 @@ class PipelinedHeadRead:
         self._request, self._count = self._commands()
         self._replies: Replies | None = None
         self._received = b""
-        self._proof = b""  # the replies that proved `_proved`
+        self._proof = b""  # that proved `_proved`
         self._proved: DatasetHead | None = None
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """Begin a read. Returns the bytes to send over a connection that has no other requests."""
+        """Return the bytes to send over a connection without other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Take received bytes. Returns whether the replies are complete; then `head` is the head
-        that they prove, or None. Raises MalformedReply.
-        """
+        """Returns whether the replies are complete; then `head` is proven, or None. Raises
+        MalformedReply."""
         if self._replies is None:
-            if self._proof and received == self._proof:  # the same replies prove the same head
+            if self._proof and received == self._proof:  # the same proof
                 self.head = self._proved
                 return True
             self._replies = Replies(self._count)
@@ -94,7 +92,7 @@ class PipelinedHeadRead:
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """The head that replies prove. Otherwise remember what to request next time."""
+        """The proven head; otherwise remembers what to request next."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:
@@ -102,7 +100,7 @@ class PipelinedHeadRead:
             return None
         try:
             head = parse_head(identity, rest[0])
-        except (UnknownDataset, ScriptRejected, DieselError):  # also if the script is not loaded
+        except (UnknownDataset, ScriptRejected, DieselError):  # the script is not loaded, too
             return None
         buckets = sorted(head.pieces_by_bucket)
         if head.generation != self._generation or buckets != self._buckets:

@@ -1,7 +1,6 @@
-"""Checks the type of Redis's replies, so that damaged or foreign data never crashes a client.
+"""Checks the type of Redis's replies, so that damaged or foreign data never crashes a client. Pure.
 
-Each function returns the reply as the type that it names, and raises CorruptError for a reply of
-another type. Pure.
+Each function returns the reply as the type that it names, or raises CorruptError.
 """
 
 from ..store import corrupt_store_error
@@ -10,7 +9,7 @@ NUMBER_MAX = 1 << 63
 
 
 def number(reply: object) -> int:
-    """An integer of 64 bits, or its decimal digits; 0 for a missing value."""
+    """64 bits, as an integer or decimal digits; 0 for a missing value."""
     if reply is None:
         return 0
     if isinstance(reply, int | bytes):
@@ -24,7 +23,7 @@ def number(reply: object) -> int:
 
 
 def as_count(reply: object) -> int:
-    """As `number`, but not negative, and not missing."""
+    """Neither negative nor missing."""
     found = number(reply)
     if reply is None or found < 0:
         raise corrupt_store_error("something else where a count should be")

@@ -1,12 +1,11 @@
 """Reads entries of one generation of a dataset in Redis, and turns them into columns.
 
-`keys.py` defines the terms (generation, bucket, piece), the letters of the keys (`e`, `f`, `n`) and
-the bytes of an entry. Every reply has a bounded size, so large hashes are scanned in pages. The
-cursor of a scan is valid only for the server that gave it: a Redis that was restarted, or that has
-taken over the slot, continues at another position without an error. So a scan of several pages is
-checked: if it does not yield as many different names as the hash has, PartialScan is raised. The
-caller checks, before and after, that the generation is still the dataset's and its version has not
-changed. Nothing is cached, so nothing can be stale.
+`keys.py` defines the terms, the letters of the keys and the bytes of an entry. Replies have a
+bounded size, so large hashes are scanned in pages. A cursor is valid only for the server that gave
+it: a Redis that was restarted, or took over the slot, continues elsewhere without an error. So a
+scan of several pages raises PartialScan unless it yields as many different names as the hash has.
+The caller checks, before and after, that generation and version are still the dataset's. Nothing is
+cached.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,23 +34,21 @@ from .pieces import unpack_paths
 from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
-"""The path of a folder, names in it, and their packed entries."""
+"""A folder's path, names in it, and their packed entries."""
 
-# The replies to one pipeline take some megabytes at most, however large a folder is
+# Replies to a pipeline take some megabytes at most
 _FOLDERS_AT_ONCE = 64
-_SCAN_ROWS = 32_768  # of all folders that are scanned at once
+_SCAN_ROWS = 32_768  # in all folders that are scanned at once
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
-"""The cursor with which a scan begins, and that Redis returns at its end."""
+"""Redis returns it at the end, too."""
 
 
 class _ScanWords(NamedTuple):
-    """The commands that scan and count a value of one type, and the function that unpacks a
-    page.
-    """
+    """Commands that scan and count one type, and a page's unpacking."""
 
     scan: str
     size: str
@@ -67,7 +64,7 @@ class PartialScan(Exception):
 
 
 class GenerationGone(Exception):
-    """The generation that is being read has been removed, or has lost data."""
+    """The generation was removed, or has lost data."""
 
 
 def kind_of(entry: bytes) -> int:
@@ -75,7 +72,7 @@ def kind_of(entry: bytes) -> int:
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
-    """The chunks that hold a packed entry, one for each extent."""
+    """One for each extent."""
     extents = int.from_bytes(entry[EXTENTS_AT : EXTENTS_AT + 4], "little")
     if len(entry) <= EXTENDED_BYTES or extents <= 1:
         return [entry[RECORD.itemsize : PLAIN_BYTES]]
@@ -84,9 +81,8 @@ def chunks_of(entry: bytes) -> list[bytes]:
 
 
 class GenerationReader:
-    """Reads one generation. `at_each_page` is called before each pipeline of a long read, so that
-    the caller can extend its deadline and its lock.
-    """
+    """`at_each_page` is called before each pipeline of a long read, to extend a deadline and a
+    lock."""
 
     def __init__(
         self,
@@ -101,7 +97,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """Yields folder, name and packed entry for the names that exist, in no order."""
+        """Yields those names that exist, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -123,9 +119,7 @@ class GenerationReader:
     def names_of_pieces(
         self, pieces: Iterable[PieceName]
     ) -> Iterator[tuple[PieceName, dict[FolderId, list[bytes]]]]:
-        """For each piece that has been applied, the names in it by folder, each once. Raises
-        GenerationGone.
-        """
+        """Names in each applied piece, by folder, each once. Raises GenerationGone."""
         for portion in in_portions(pieces, _PIECES_AT_ONCE):
             self._at_each_page()
             replies = self._link.run(
@@ -143,7 +137,7 @@ class GenerationReader:
                 yield piece, {folder: [*names] for folder, names in found.items()}
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
-        """The parent and the name of every folder."""
+        """The parent and the name of each."""
         keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
         found: dict[FolderId, tuple[FolderId, bytes]] = {}
         for _, page in self._scan(keys):
@@ -153,7 +147,7 @@ class GenerationReader:
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         wanted = [*dict.fromkeys(folders)]
-        level: Sequence[FolderId] = wanted  # these folders, then their parents, and so on
+        level: Sequence[FolderId] = wanted  # then their parents, and so on
         while level:
             above = dict[FolderId, None]()
             for portion in in_portions(level, _COMMANDS_AT_ONCE):
@@ -169,7 +163,7 @@ class GenerationReader:
         return folder_paths(parents, wanted)
 
     def everything(self) -> Iterator[FolderEntries]:
-        """All entries except tombstones, folder by folder."""
+        """Entries without tombstones, folder by folder."""
         parents = self.folders()
         paths = folder_paths(parents, parents)
         for portion in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
@@ -182,13 +176,12 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """Names and packed entries in a folder, with tombstones and implied folders (those that
-        exist only because something lies in them).
-        """
+        """Includes tombstones and implied folders (those that exist only because something lies in
+        them)."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
-        entries.pop(b"", None)  # the root's own entry, which lies in the root
+        entries.pop(b"", None)  # the root's own entry
         perhaps_implied = [
             name
             for name in self._subfolders([folder])[0]
@@ -199,7 +192,7 @@ class GenerationReader:
         return entries | dict.fromkeys(compress(perhaps_implied, alive), implied)
 
     def _are_alive(self, folders: Sequence[FolderId]) -> list[bool]:
-        """For each folder, whether anything but tombstones lies in it, at any depth."""
+        """Whether anything but tombstones lies in each folder, at any depth."""
         alive = [False] * len(folders)
         level = list(enumerate(folders))  # position in `folders`, and a folder at or below it
         while level:
@@ -208,7 +201,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
-                    # The number of these that are tombstones
+                    # which of these are tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -236,7 +229,7 @@ class GenerationReader:
         return [[*names_of[self._generation.below(folder)]] for folder in folders]
 
     def hash_pages(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """The fields and values of a hash, in pages. Raises PartialScan."""
+        """Raises PartialScan."""
         return (page for _, page in self._scan([key]))
 
     def _scan(
@@ -245,11 +238,10 @@ class GenerationReader:
         words: _ScanWords = _HASHES,
         keys_at_once: int = _FOLDERS_AT_ONCE,
     ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """Yields the fields and values of hashes, or the members of sets, in pages: key and page. A
-        name may come twice, while Redis resizes the hash. Raises PartialScan.
-        """
+        """Pages of hashes or sets, each with its key. Names may repeat while Redis resizes the
+        hash. Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # names seen so far, by key, if there are several pages
+        names = dict[bytes, set[bytes]]()  # seen so far, by key, if there are several pages
         while cursors:
             self._at_each_page()
             portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]
@@ -257,7 +249,7 @@ class GenerationReader:
             commands = []
             for key, cursor in portion:
                 commands.append(command(words.scan, key, cursor, "COUNT", rows))
-                if cursor != _START:  # a scan of one page cannot have missed anything
+                if cursor != _START:  # one page cannot have missed anything
                     commands.append(command(words.size, key))
             replies = iter(self._link.run(commands))
             for key, cursor in portion:
@@ -276,7 +268,7 @@ class GenerationReader:
 def folder_paths(
     parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """The paths of folders. `parents` has the parent and the name of each and of all above them."""
+    """`parents` has the parent and the name of each folder and of all above."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:
@@ -295,9 +287,7 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """Turn packed entries into columns. `chunks` becomes the table of chunks; without it the table
-    has only those that hold the entries.
-    """
+    """`chunks` becomes the table of chunks; otherwise it has those that hold entries."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
     plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined
@@ -322,7 +312,7 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
         raise corrupt_store_error("an entry of a wrong length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
-    # NumPy ignores trailing zeros when it compares; IDs of one length stay different without them
+    # NumPy ignores trailing zeros; IDs of one length still differ without them
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):

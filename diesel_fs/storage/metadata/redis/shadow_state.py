@@ -1,13 +1,10 @@
 """Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
-`keys.py` defines the terms: a generation is one build of a dataset's state, its buckets are groups
-of keys, and a chunk's entries go to the buckets in pieces. The hash `dead` lists each generation
-that is being built, or has been replaced or dropped. A rebuild writes a heartbeat there every 20 s.
-A generation without a heartbeat for 10 minutes counts as abandoned, and its keys are removed in
-small steps, as are those of generations that were replaced or dropped. It stays listed for 10 more
-minutes, since a writer that has not noticed may still write some keys.
-
-A rebuild does not rely on the state that it replaces: that may be damaged.
+The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
+rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
+of abandoned, replaced and dropped generations are removed in small steps. A generation stays listed
+for 10 more minutes, since a writer that has not noticed may still write keys. A rebuild does not
+rely on the state that it replaces: that may be damaged.
 """
 
 import time
@@ -49,18 +46,16 @@ from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0  # limit of one call that removes generations; a later call removes the rest
+_CLEAN_S = 3.0  # for one removal of generations; a later one removes the rest
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
-"""The generation and version that REPLACE_LIVE expects if no state is live."""
+"""REPLACE_LIVE expects this if no state is live."""
 
 
 class RedisShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset, in a generation of `buckets` buckets. For one
-    thread.
-    """
+    """For one thread. `buckets` is the new generation's."""
 
     def __init__(
         self,
@@ -75,20 +70,20 @@ class RedisShadowState(ShadowState):
         self._generation = Generation.new(buckets)
         self._name = name
         self._identity = identity
-        self._newer_than = newer_than  # the new state's version will be greater
+        self._newer_than = newer_than
         self._chunks: dict[ChunkId, None] = {}
-        self._counts: dict[int, BucketCounts] = {}  # by bucket, as its script returned them last
-        self._sent_pieces = Counter[int]()  # number of pieces sent to each bucket
+        self._counts: dict[int, BucketCounts] = {}  # by bucket, as last returned
+        self._sent_pieces = Counter[int]()
         self._waiting: list[ChunkPieces] = []  # for `flush`
-        self._rows = 0  # in `_waiting`
+        self._rows = 0
         self._bytes = 0
-        self._heartbeat_s = -_HEARTBEAT_S  # monotonic time of the last heartbeat
-        # The IDs of the masters' runs at the beginning: after a restart, data may be lost
+        self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
+        # The masters' runs at the beginning: after a restart, data may be lost
         self._run_ids = list[str]()
-        self._head_run_id = b""  # of the master with the head's slot
+        self._head_run_id = b""  # of the head's slot
 
     def begin(self) -> None:
-        self._link.with_retries(self._read_revision)  # raises ConflictError
+        self._link.with_retries(self._read_revision)  # for its ConflictError
         self._run_ids = self._link.with_retries(self._link.run_ids)
         self._heartbeat()
 
@@ -110,9 +105,8 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Generation and version of the live state; empty if there is no such dataset. Raises
-        ConflictError as `begin` does.
-        """
+        """The live state's generation and version; empty if there is none. Raises ConflictError as
+        `begin`."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -132,7 +126,7 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """Write a heartbeat if it is due. Raises BusyError if Redis has been restarted."""
+        """Write a heartbeat if it is due. Raises BusyError after a restart of Redis."""
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
@@ -161,7 +155,7 @@ class RedisShadowState(ShadowState):
         commands = []
         for piece in pieces:
             keys = piece_keys(self._generation, piece.name.bucket, piece.folders)
-            # The first argument names a piece in the hash `x`; here the piece itself is sent
+            # The first argument names a piece in the hash `x`; here it is the piece itself
             words = b"", piece.name.field, piece.packed
             commands.append(ScriptCommand(APPLY, keys, words).command())
         for chunk in waiting:
@@ -190,9 +184,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Run REPLACE_LIVE with the version `wanted`. Returns the version, or None if the live
-        state is not `expected`.
-        """
+        """Returns the version; None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():
@@ -220,7 +212,6 @@ class RedisShadowState(ShadowState):
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        """The result of `_replace_live` after the script has refused with `word`."""
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:
@@ -245,7 +236,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations that belong to no dataset and no rebuild, for some seconds."""
+    """Remove generations of no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -260,9 +251,7 @@ def remove_abandoned(transactions: RedisTransactions) -> None:
 
 
 def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
-    """Remove a generation that belongs to no dataset, unless its last heartbeat is younger than
-    `age_s` seconds.
-    """
+    """No dataset has it. It stays if its last heartbeat is younger than `age_s` seconds."""
     link = transactions.link
     try:
         (claimed_s,) = transactions.run_head_script(
@@ -277,7 +266,7 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
     reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
         with suppress(PartialScan):  # a later call removes the rest
-            for page in reader.hash_pages(generation.key(bucket, b"f")):  # the bucket's folders
+            for page in reader.hash_pages(generation.key(bucket, b"f")):
                 folders = [FolderId(folder) for folder in page]
                 keys = [generation.entries(folder) for folder in folders]
                 keys += [generation.below(folder) for folder in folders]

@@ -1,24 +1,17 @@
 """The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
-Commits are in `transactions.py`, the fold is in scripts that run inside Redis
-(`bucket_scripts.py`), entries are read by `rows.py`; `keys.py` defines the terms (generation, head,
-bucket, piece, changes).
+This module lets every read see one state of its dataset. A read gets the head, applies pending
+commits, reads entries, and checks that generation and version are still those of the head. If not,
+it starts again; after some tries it locks commits meanwhile. A read of all entries also compares
+their number with the head's counts, so a read that missed something never answers "no such file".
+It fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
 
-This module lets every read see one state of its dataset. A read first gets the head and applies
-pending commits. After it has read the entries, it checks that generation and version are still
-those of the head, and otherwise starts again; after some tries it locks commits meanwhile. A read
-of all entries also compares their number with the head's counts. So a read that missed something
-never answers "no such file".
+With `appendonly yes` on Redis 7.2 or later, everything committed before `sync` returned survives a
+power cut. Older versions cannot report when their log is on disk (`appendfsync everysec`: within
+some two seconds; `always`: at once). Without a log, Redis loses all writes since its last snapshot.
+Nothing is lost for good: chunks that the metadata store no longer knows are folded in again.
 
-A read fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
-
-With `appendonly yes` on Redis 7.2 or later, everything that was committed before `sync` returned
-survives a power cut. Older versions cannot report when their log is on disk (with `appendfsync
-everysec` within some two seconds, with `always` at once), and without a log Redis loses all writes
-since its last snapshot. Nothing is lost for good: the chunks are in the object store, and those
-that the metadata store no longer knows are folded in again.
-
-Methods may be called from threads, processes and forked children.
+Any thread, process and forked child. `keys.py` defines the terms.
 """
 
 import secrets
@@ -95,26 +88,23 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""Buckets of a dataset in a cluster: enough to use all nodes, few enough to ask all at once."""
+"""Enough to use all nodes of a cluster, few enough to ask all at once."""
 
 _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
-"""After this many scans of an unchanged state that each missed something, Redis has lost data: it
-does not restart, or move a slot, in the middle of each of several scans in a row.
-"""
+"""After this number of scans of an unchanged state that each missed something, Redis has lost data:
+it does not restart, or move a slot, in each of several scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
-"""Lost chunks with up to this many entries in total are folded in by one commit. Until all are,
-readers see only some of them.
-"""
+"""Lost entries that one commit folds in. Until all are, readers see only some."""
 
-_RELEASE_S = 1.0  # limit of the tries to release a lock: it expires by itself
+_RELEASE_S = 1.0  # it expires by itself
 _FORGET_AT_ONCE = 64
-"""Chunks that one transaction removes. For 64, the script of the head keeps Redis busy for 1 ms."""
+"""Chunks of one transaction: the head's script keeps Redis busy for 1 ms."""
 
-_PATHS_AT_ONCE = 10_000  # or chunks: in one round of requests
+_PATHS_AT_ONCE = 10_000  # or chunks, in one round
 
 T = TypeVar("T")
 
@@ -138,9 +128,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """Open the store at a URL; an empty Redis is an empty store. `buckets` is the number of
-        buckets of new datasets. The other parameters and the errors are those of `open_link`.
-        """
+        """An empty Redis is an empty store. `buckets` is for new datasets; other parameters and
+        errors as in `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -151,7 +140,7 @@ class RedisMetadata(RebuildingStore):
         self._link.close()
 
     def server_facts(self) -> list[ServerFacts]:
-        """The settings of each server. Raises MetadataError."""
+        """Raises MetadataError."""
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
@@ -190,7 +179,7 @@ class RedisMetadata(RebuildingStore):
             except NoSuchDataset:
                 continue
             except (MetadataBehind, CorruptError) as error:
-                # A damaged dataset does not hide the others; reading it raises the error
+                # A damaged dataset does not hide others; reading it raises the error
                 log.warning("%s", error.message)
                 if isinstance(head, RedisHead):
                     found.append(head.dataset)
@@ -217,7 +206,7 @@ class RedisMetadata(RebuildingStore):
         }
 
     def _apply_pending(self, identity: UUID) -> RedisHead:
-        """Apply all commits that are pending, check the buckets' counts, and return the head."""
+        """Apply all pending commits, check the buckets' counts, and return the head."""
         with RenewingCommitLock(self, identity) as lock:
             for _ in range(_TRIES_MAX):
                 try:
@@ -264,11 +253,11 @@ class RedisMetadata(RebuildingStore):
         )
 
     def needs_repair(self, identity: UUID) -> str:
-        def ask() -> str:
+        def read() -> str:
             self._link.check_policy()
             return self._transactions.needs_repair(identity)
 
-        return self._link.with_retries(ask)
+        return self._link.with_retries(read)
 
     def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
         waiting, entries = list[CommitBatch](), 0
@@ -308,7 +297,7 @@ class RedisMetadata(RebuildingStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
-        """Try once to remove those of `chunks` that are empty. Returns False to be called again."""
+        """Try once to remove those of `chunks` that are empty. False: call again."""
 
         def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
             records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)
@@ -340,10 +329,9 @@ class RedisMetadata(RebuildingStore):
         facts: ChunkFacts,
         tombstones: bool,
     ) -> ChunkPieces | None:
-        """The pieces that remove a chunk; None if some place is neither a hole nor, with
-        `tombstones`, a tombstone. They stay right whatever is committed meanwhile: a hole stays a
-        hole, and a tombstone is removed only if it is still the entry of its path.
-        """
+        """The pieces that remove a chunk; None if it is not empty. They stay right whatever is
+        committed: a hole stays a hole, and a tombstone is removed only if it is still its path's
+        entry."""
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
         if tombstones and len(places) < facts.entries:
@@ -374,7 +362,7 @@ class RedisMetadata(RebuildingStore):
             unlock = command("HDEL", keys.commit_locks, token)
             try:
                 self._link.with_retries(lambda: self._link.run([unlock]), _RELEASE_S)
-            except DieselError as error:  # the work is done, and the lock expires by itself
+            except DieselError as error:  # the work is done; the lock expires by itself
                 log_unreleased(error)
 
         return CommitLock(release)
@@ -432,7 +420,7 @@ class RedisMetadata(RebuildingStore):
         chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
     ) -> Iterator[FolderEntries]:
-        """The entries, tombstones too, of chunks that were committed after version `since`."""
+        """Entries, tombstones too, of chunks committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
         pieces = [name for chunk in new for name in piece_names(chunk, chunks[chunk].piece_counts)]
         names: dict[FolderId, dict[bytes, None]] = {}
@@ -500,10 +488,9 @@ class RedisMetadata(RebuildingStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """Call `read` until everything that it read belongs to one state, and return its result.
-        `read` gets the head, with the right counts if `until_empty`, and a reader of the head's
-        generation. If commits keep changing the version, they are locked.
-        """
+        """The result of `read`, once all that it read belongs to one state. `read` gets the head,
+        with the right counts if `until_empty`, and a reader of its generation. If commits keep
+        changing the version, they are locked."""
         return self._with_read_deadline(
             lambda: self._read_once(identity, read, until_empty=until_empty)
         )
@@ -511,7 +498,7 @@ class RedisMetadata(RebuildingStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        """As `_read`, but does not try again after an error of Redis."""
+        """As `_read`, without further tries after an error of Redis."""
         tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
         with RenewingCommitLock(self, identity) as lock:
@@ -552,7 +539,7 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raises PartialScan if the number and size of the files in `rows` are not the head's."""
+    """Raise PartialScan if the files in `rows` do not match."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):
@@ -561,13 +548,13 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
     folders: dict[bytes, FolderId] = {}
-    asked: dict[FolderId, list[bytes]] = {}
+    wanted: dict[FolderId, list[bytes]] = {}
     keys = []
     for path in paths:
         folder, name = split(path)
         if folder not in folders:
             folders[folder] = folder_id(folder)
-        asked.setdefault(folders[folder], []).append(name)
+        wanted.setdefault(folders[folder], []).append(name)
         keys.append((folders[folder], name))
-    found = {(folder, name): entry for folder, name, entry in reader.entries(asked)}
+    found = {(folder, name): entry for folder, name, entry in reader.entries(wanted)}
     return [found.get(key) for key in keys]

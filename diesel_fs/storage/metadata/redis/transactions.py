@@ -1,10 +1,10 @@
 """Adds chunks to a dataset in Redis, and removes them: all chunks of a transaction or none.
 
 A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
-pieces (the entries of its chunks, by bucket; see `keys.py`) to keys that no reader reads. Then one
-script in the head's slot commits: it records the chunks, changes the version, and lists the pieces
-as pending. Every reader of the dataset, and its writer too, applies all pending pieces before it
-reads entries. So nobody sees the new version without its entries, or entries of a later version.
+pieces (`keys.py`) to keys that no reader reads. Then one script in the head's slot commits: it
+records the chunks, changes the version, and lists the pieces as pending. Every reader and writer of
+the dataset applies all pending pieces before it reads entries. So nobody sees the new version
+without its entries, or entries of a later version.
 
     1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
     2  (HSET)   Write the pieces to the hash `x` of each bucket.
@@ -13,35 +13,28 @@ reads entries. So nobody sees the new version without its entries, or entries of
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
     5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
-Chunks are removed in the same way: step 2 lists the entries to remove, COMMIT removes the chunks,
-and UNAPPLY takes the place of APPLY. A Redis whose memory is full refuses steps 1 to 3, except
-those of a removal and of a commit that makes room (`CommitBatch.makes_room`): otherwise the
-memory would stay full.
+Chunks are removed in the same way: step 2 lists the entries to remove, and step 4 is UNAPPLY. A
+full Redis refuses steps 1 to 3, except those of a removal and of a commit that makes room
+(`CommitBatch.makes_room`): otherwise the memory would stay full.
 
-Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, and each piece of step 4 is
-one script on its bucket's slot: Redis runs no other command meanwhile. Between two scripts,
-anything may happen: other writers begin and commit, readers apply the same pieces, the writer dies,
-Redis restarts, or a rebuild replaces the generation.
+Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, each piece of step 4 one
+script on its bucket's slot. Between two scripts, anything may happen: other writers commit, readers
+apply the same pieces, the writer dies, Redis restarts, or a rebuild replaces the generation.
 
-- Two writers may prepare (1, 2) at once, since each writes to fields named after its transaction.
-  COMMIT decides the order. It checks in one step that the generation is still live, that no lock is
-  held, that the transaction was not abandoned, and that each chunk is still unknown (or known, if
-  it is to be removed). If a check fails, the script writes nothing.
-- Several clients may apply the same changes at once. The script that applies a piece records it in
-  the hash `n`, so a piece is applied once, by the first client. A later client gets the bucket's
-  counts without a change, and APPLIED ignores counts of fewer pieces than it has seen.
-- Pieces of several transactions are applied in the order of the commits only if that matters:
-  purge's copies must follow the entries that they replace, so their writer applies all earlier
-  changes first.
-  Other entries give the same state in every order.
-- A reader sees one version because it applies all pending changes, reads entries, and then checks
-  that the version has not changed (`store.py`): COMMIT changes the version before any piece is
-  applied.
+- Two writers may prepare (1, 2) at once, each in fields named after its transaction. COMMIT decides
+  the order. It writes nothing unless the generation is live, no lock is held, the transaction was
+  not abandoned, and each chunk is still unknown (or known, if it is to be removed).
+- Several clients may apply the same changes at once. APPLY records a piece in the hash `n`, so it
+  is applied once. A later client gets the bucket's counts without a change, and APPLIED ignores
+  counts of fewer pieces than it has seen.
+- Purge's copies must follow the entries that they replace, so their writer applies all earlier
+  changes first. Other entries give the same state in every order.
+- A reader applies all pending changes, reads entries, and then checks that the version has not
+  changed (`store.py`): COMMIT changes the version before any piece is applied.
 
 After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
-it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. If a piece
-is missing and the hash `n` has it, it has been applied; otherwise Redis has lost it, and
-MetadataBehind is raised.
+it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
+that is missing, also from the hash `n`, was lost by Redis: MetadataBehind is raised.
 """
 
 import secrets
@@ -90,29 +83,27 @@ from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
 _LOCK_POLL_S = 0.02
-"""A writer waits this long before it checks again whether commits are locked."""
+"""Between checks whether commits are locked."""
 
-_PIECES_AT_ONCE = 64  # in one pipeline
+_PIECES_AT_ONCE = 64
 _APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
-_CLEAN_INTERVAL_S = 60.0  # between two searches for abandoned transactions
+_CLEAN_INTERVAL_S = 60.0  # between searches for abandoned transactions
 _ABANDONED_S = 600
-"""A transaction that began this many seconds ago is removed: its writer is dead, or must start
-again.
-"""
+"""An older transaction is removed: its writer is dead, or must start again."""
 
 BucketCounts = tuple[int, int, int]
-"""A bucket's counts: applied pieces, files, bytes of the files."""
+"""Applied pieces, files, bytes of the files."""
 
 
 @dataclass(frozen=True)
 class Transaction:
-    """A transaction on a dataset: its changes, and the generation that has its pieces."""
+    """`generation` has the changes' pieces."""
 
     identity: UUID
     generation: Generation
     changes: Changes
-    frees: bool = False  # a Redis whose memory is full must take it: it makes room
+    frees: bool = False  # a full Redis must take it: it makes room
 
     @classmethod
     def of(
@@ -133,9 +124,7 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """The first arguments of a script on the head: generation, transaction, changes, whether it
-        frees memory.
-        """
+        """Generation, transaction, changes, whether it frees memory."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
@@ -143,7 +132,6 @@ class Transaction:
         return self.generation.key(name.bucket, b"x"), self.changes.transaction + name.field
 
     def stage_command(self, piece: BucketPiece) -> RedisCommand:
-        """The command that writes a piece, to be applied later."""
         key, field = self.staged_piece(piece.name)
         if self.frees:
             return ScriptCommand(STAGE, (key,), (field, piece.packed)).command()
@@ -152,23 +140,22 @@ class Transaction:
     def script_command(
         self, script: LoadedScript, name: PieceName, folders: Sequence[FolderId]
     ) -> ScriptCommand:
-        """The command that runs `APPLY` or `UNAPPLY` for a piece with these folders."""
         _, field = self.staged_piece(name)
         keys = piece_keys(self.generation, name.bucket, folders)
         return ScriptCommand(script, keys, (field, name.field))
 
 
 class PendingCommits(Exception):
-    """Others keep committing, so some changes are always pending."""
+    """Others keep committing: some changes are always pending."""
 
 
 class RedisTransactions(HeadReader):
-    """Commits and removes chunks of all datasets of a store. Many threads may use it."""
+    """For all datasets. Many threads may use it."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
         self.clock_ns = clock_ns
-        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search for abandoned ones
+        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search
         self._generations: dict[UUID, Generation] = {}  # as read last: a stale one is refused
 
     def read_head(self, identity: UUID) -> RedisHead:
@@ -177,11 +164,9 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """Read a dataset's head, apply all its pending changes, and return the head.
-
-        `until_empty`: repeat that until no changes are pending, since only then do the head's
-        counts belong to its version. Raises PendingCommits if others keep committing.
-        """
+        """Apply all pending changes; returns the head. `until_empty`: until none are pending, since
+        only then do the head's counts belong to its version. Raises PendingCommits if others keep
+        committing."""
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
             for packed in head.pending:
@@ -206,7 +191,7 @@ class RedisTransactions(HeadReader):
             self._apply(Transaction(identity, generation, changes))
 
     def invalidate_generation(self, identity: UUID) -> None:
-        """Forget the cached generation of a dataset, which has been replaced."""
+        """The dataset's generation has been replaced."""
         self._generations.pop(identity, None)
 
     # Committing
@@ -219,12 +204,10 @@ class RedisTransactions(HeadReader):
         earlier_tries: list[Transaction],
         run_id: str = "",
     ) -> int:
-        """Try once to commit batches, and return the new version. Raises StoreRestarted.
-
-        Waits until `deadline` (monotonic time) while commits are locked. `earlier_tries` lists
-        transactions that earlier tries may have left; they are removed first. `run_id` is the run
-        of Redis that the caller is going to confirm.
-        """
+        """Try once to commit batches; returns the new version. Raises StoreRestarted. Waits until
+        `deadline` (monotonic time) while commits are locked. First removes `earlier_tries`, which
+        earlier tries may have left. `run_id` is the run of Redis that the caller is going to
+        confirm."""
         while earlier_tries:
             self._abandon(earlier_tries[-1])
             earlier_tries.pop()
@@ -246,7 +229,7 @@ class RedisTransactions(HeadReader):
                     continue
                 version, pending = self._write(transaction, chunks, deadline, run_id)
                 if pending > 1 and any(batch.by_purge for batch in batches.values()):
-                    # Purge's copies must be applied after the entries that they replace
+                    # Purge's copies must follow the entries that they replace
                     self.apply_pending(identity, until_empty=False)
                 else:
                     own_pieces = chain.from_iterable(each.pieces for each in chunks)
@@ -260,7 +243,7 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Record the changes. Returns, for each chunk, whether it is already known."""
+        """Returns which chunks are known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -277,9 +260,8 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit. Returns the new version and how many are pending.
-        Waits until `deadline` (monotonic time) while commits are locked.
-        """
+        """Write all pieces, then commit, waiting as `commit`. Returns the new version and the
+        number of pending changes."""
         with self._undone_on_error(transaction):
             pieces = chain.from_iterable(each.pieces for each in chunks)
             for portion in in_portions(pieces, _PIECES_AT_ONCE):
@@ -289,7 +271,7 @@ class RedisTransactions(HeadReader):
 
     @contextmanager
     def _undone_on_error(self, transaction: Transaction) -> Iterator[None]:
-        """Remove the pieces of a transaction that fails, unless it may have been committed."""
+        """Remove a failed transaction's pieces, unless it may have been committed."""
         try:
             yield
         except (RetryLater, UnknownDataset):
@@ -298,7 +280,7 @@ class RedisTransactions(HeadReader):
             self._drop(transaction)
             raise
         except DieselError:
-            with suppress(Exception):  # otherwise they are removed as abandoned
+            with suppress(Exception):  # as above
                 self._abandon(transaction)
             raise
 
@@ -309,7 +291,7 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str,
     ) -> tuple[int, int]:
-        """Run COMMIT. Returns as `_write` does."""
+        """Run COMMIT. Returns as `_write`."""
         added, words = Counter[int](), list[Word]()
         for each in chunks:
             digest = chunk_digest(each.chunk)
@@ -335,7 +317,7 @@ class RedisTransactions(HeadReader):
                 if time.monotonic() > deadline:
                     raise commits_locked_error(transaction.identity) from None
                 time.sleep(_LOCK_POLL_S)
-                self.link.extend_deadline()  # Redis has answered
+                self.link.extend_deadline()
                 continue
             return as_count(version), as_count(pending)
 
@@ -347,13 +329,11 @@ class RedisTransactions(HeadReader):
         deadline: float,
     ) -> None:
         """Try once to remove chunks in which every place is a hole, or a tombstone to be dropped.
-
-        Waits as `commit` does. Raises ScriptRejected("moved") if a chunk is not known, or the
-        generation was replaced.
-        """
+        Waits as `commit`. Raises ScriptRejected("moved") if a chunk is not known, or the generation
+        was replaced."""
         name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
         transaction = Transaction.of(identity, generation, name, chunks, frees=True)
-        # No chunk has the ID `LOWEST`, so the script does not find all chunks known
+        # No chunk has the ID `LOWEST`, so the script does not find all known
         self._begin(transaction, [LOWEST])
         self._write(transaction, chunks, deadline)
         self._apply(transaction)
@@ -363,9 +343,7 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """Apply a transaction. The writer passes the pieces that it has written (`own_pieces`):
-        they replace pieces that Redis has lost.
-        """
+        """A writer's own pieces replace those that Redis has lost."""
         identity, generation = transaction.identity, transaction.generation
         changes = transaction.changes
         is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
@@ -380,7 +358,7 @@ class RedisTransactions(HeadReader):
             self.link.extend_deadline()
             replies = self.link.run_scripts(runs)
             if is_removal:
-                continue  # if a piece of a removal is missing, it has been applied
+                continue  # a removal without a piece: it has been applied
             missing = [i for i, reply in enumerate(replies) if reply is None]
             if missing:
                 if not self._is_pending(transaction):
@@ -402,14 +380,14 @@ class RedisTransactions(HeadReader):
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
     ) -> None:
         keys = DatasetKeys(identity)
-        with suppress(ScriptRejected):  # the dataset has been rebuilt or dropped since
+        with suppress(ScriptRejected):  # rebuilt or dropped since
             applied = [keys.head, keys.pending, keys.counts]
             self.run_head_script(APPLIED, applied, generation.name, packed, *words)
 
     def _folders_of(
         self, transaction: Transaction, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
-        """The folders of each piece that has not been applied; no folders for the others."""
+        """An applied piece has none here."""
         staged = [transaction.staged_piece(name) for name in names]
         replies = self.link.run_scripts(
             ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
@@ -426,13 +404,13 @@ class RedisTransactions(HeadReader):
     # Removing what failed transactions left
 
     def _abandon(self, transaction: Transaction) -> None:
-        """Undo a transaction of this process, unless it has been committed."""
+        """Undo this process's transaction, unless it was committed."""
         try:
             self.run_head_script(
                 ABANDON, [transaction.keys.begun], transaction.changes.transaction, 0
             )
         except (UnknownDataset, ScriptRejected):
-            return  # it has been committed or removed already, or was never begun
+            return  # committed or removed already, or never begun
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
@@ -440,11 +418,11 @@ class RedisTransactions(HeadReader):
         staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
         commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
-        with suppress(Exception):  # otherwise they are removed as abandoned
+        with suppress(Exception):  # they are removed as abandoned later
             self.link.run(commands)
 
     def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
-        """Remove the pieces of writers that died before they committed, or take too long."""
+        """Their writers died before the commit, or take too long."""
         keys = DatasetKeys(identity)
         reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
@@ -464,7 +442,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """The keys of `APPLY` and `UNAPPLY` for a piece with these folders."""
+    """For `APPLY` and `UNAPPLY`."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -477,12 +455,12 @@ def parse_bucket_counts(reply: object) -> BucketCounts:
 
 
 def changing_error(identity: UUID) -> BusyError:
-    """The error when others kept changing a dataset until the tries or the time were used up."""
+    """Others kept changing it until tries or time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """The error of a reader that cannot apply pending changes, since Redis takes no writes."""
+    """A reader cannot apply pending changes: Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

@@ -3,9 +3,8 @@
 It needs no server. Writers take turns; each commit is one transaction. On a network file system
 only one host at a time can write.
 
-Read `schema.py` (the tables), `store.py` (the interface's methods as transactions), `fold.py` (the
-changes that a commit makes), `runs.py` (why most files have no row of their own), `rows.py`
-(reading) and `datasets.py`. `database_file.py` (connections, forks, journals) and `host_lease.py`
-(network file systems) know nothing of datasets. `shadow_state.py` builds a state beside the one
-that readers see.
+Read `schema.py` (the tables), `store.py`, `fold.py` (a commit's changes), `runs.py` (why most files
+have no row of their own), `rows.py` (reading) and `datasets.py`. `database_file.py` (connections,
+forks, journals) and `host_lease.py` (network file systems) know nothing of datasets.
+`shadow_state.py` builds a state that readers do not see yet.
 """

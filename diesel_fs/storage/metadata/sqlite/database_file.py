@@ -1,16 +1,15 @@
 """The SQLite file of a metadata store, shared by many threads, processes and forked children.
 
-This module opens connections, runs transactions, translates SQLite's errors, and chooses the
-journal. On a local disk that is a WAL (write-ahead log): readers do not wait for a writer. A WAL
+On a local disk the journal is a WAL (write-ahead log): readers do not wait for a writer. A WAL
 needs memory that all processes share, so over a network file system the file has a rollback
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
-all hosts use the rollback journal, including the host that has the disk.
+all hosts use the rollback journal, also the host of the disk.
 
 Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
-fork with open connections: the child would take its parent's locks for its own, even if it opened
-the file anew. So a fork waits for all transactions of this process and closes all connections;
-parent and child open new ones when they need them. No other code may open the file in this process:
-when it closed it, the locks of all connections here would be dropped (POSIX locks work like that).
+fork with open connections: the child would take its parent's locks for its own, even in a file that
+it opened anew. So a fork waits for all transactions of this process and closes all connections;
+parent and child open new ones. No other code may open the file in this process: closing it would
+drop the locks of all connections here (POSIX locks).
 """
 
 import os
@@ -43,26 +42,21 @@ DEADLINE_S = 30.0
 LEASE_NAME = "meta.lease"
 
 _CACHE_KIB = 16 << 10
-_CHECKPOINT_PAGES = 4000  # 16 MB: fewer syncs in a long put than with SQLite's default of 1,000
+_CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default of 1,000 means more syncs in a long put
 _WAL_BYTES_KEPT = 64 << 20
-_IDLE_MAX = 4  # connections that are kept open for the next transactions
+_IDLE_MAX = 4
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""The longest wait for a lock when a file is opened over a network: a reader can use a snapshot
-instead.
-"""
+"""The longest wait for a lock to open a file over a network: a reader can use a snapshot."""
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
 
 
 class SqliteFile:
-    """One database file with the tables of `schema.py`.
-
-    A file that is not writable is refused with PermissionDenied, since a WAL needs a writable file
-    beside it even for reading; a reader can use a snapshot instead. Each transaction checks whether
-    the file has been replaced or removed. A fork waits at most `fork_wait_s` for transactions. All
-    methods are thread-safe.
-    """
+    """One file with the tables of `schema.py`. Thread-safe. A file that is not writable is refused
+    with PermissionDenied, since a WAL needs a writable file beside it even for reading; a reader
+    can use a snapshot. Each transaction checks whether the file was replaced or removed. A fork
+    waits at most `fork_wait_s` for transactions."""
 
     def __init__(
         self,
@@ -81,12 +75,12 @@ class SqliteFile:
         self._fork_wait_s = fork_wait_s
         self._lease = HostLease(self.path.with_name(LEASE_NAME), host, clock)
         self._network = file_system_of(self.path).is_network
-        self._rollback = False  # whether open connections use the rollback journal
+        self._rollback = False
         self._locks_checked = False
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
-        self._in_use = 0  # number of connections that transactions use now
-        self._file: tuple[int, int] | None = None  # device and inode that `_idle` are open on
+        self._in_use = 0
+        self._file: tuple[int, int] | None = None  # device and inode of the idle connections' file
         self._forking = False
         self._unusable = ""  # why no transaction can begin any more
         with self._errors():
@@ -96,7 +90,7 @@ class SqliteFile:
             _FILES.add(self)
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the file system's clock: over a network, its server's."""
+        """The file system's clock: over a network, its server's."""
         with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
             return os.fstat(file.fileno()).st_mtime
 
@@ -104,21 +98,20 @@ class SqliteFile:
 
     @property
     def durable_commits(self) -> bool:
-        """Whether every commit survives a power cut: true with the rollback journal."""
+        """True with the rollback journal: every commit survives a power cut."""
         return self._rollback
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads one state."""
+        """Reads one state."""
         with self._errors(), self._borrowed() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes, and is committed at the end of the context. With `sync`, it
-        and all earlier ones survive a power cut.
-        """
+        """Commits at the end of the context. With `sync`, this and all earlier transactions survive
+        a power cut."""
         if self._readonly:
             raise PermissionDenied(f"{self.path} was opened for reading only")
         with self._errors(), self._borrowed() as connection:
@@ -133,16 +126,14 @@ class SqliteFile:
                 connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
-        """Close idle connections now, and those in use when their transaction ends. Repeatable."""
+        """Connections in use close when their transaction ends. Repeatable."""
         with self._change:
             self._unusable = self._unusable or "it has been closed"
             self._close_idle()
         self._lease.release()
 
     def _lease_exists(self) -> bool:
-        """Whether a host has ever written over a network. All hosts then use the rollback
-        journal.
-        """
+        """Whether a host ever wrote over a network."""
         return self.path.with_name(LEASE_NAME).exists()
 
     def _keep_lease(self) -> None:
@@ -180,7 +171,7 @@ class SqliteFile:
                 raise BusyError(f"{self.path} cannot be used while this process forks")
             if self._unusable:
                 raise MetadataError(f"cannot use {self.path}: {self._unusable}")
-            replaced = self._file != self._identity()  # idle connections have the old file open
+            replaced = self._file != self._identity()  # idle connections have the old file
             if replaced or (not self._rollback and self._lease_exists()):
                 self._close_idle()
             connection = self._idle.pop() if self._idle else None
@@ -252,8 +243,8 @@ class SqliteFile:
 
     def _set_up(self, connection: sqlite3.Connection, create: bool) -> None:
         if self._rollback:
-            # Keeps SQLite from using shared memory before the journal's mode is known. This has to
-            # be the first statement: even setting the cache's size reads the file.
+            # Keeps SQLite from using shared memory before the journal's mode is known. It has to be
+            # the first statement: even setting the cache's size reads the file
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA trusted_schema=OFF")  # no functions from a foreign file
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
@@ -274,9 +265,7 @@ class SqliteFile:
             raise BusyError(f"another host has begun to write to {self.path}")
 
     def _is_made(self, connection: sqlite3.Connection) -> bool:
-        """Whether the tables exist. Raises an error for another program's file, or another
-        schema.
-        """
+        """Raises an error for another program's file, or another schema."""
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application_id != APPLICATION_ID:
@@ -297,8 +286,8 @@ class SqliteFile:
         return True
 
     def _set_wal(self, connection: sqlite3.Connection) -> None:
-        # With NORMAL a commit survives a crash of the process; a power cut may undo the last
-        # commits, each of them whole. `writing(sync=True)` syncs.
+        # With NORMAL a commit survives a crash of the process; a power cut may undo the last ones,
+        # each whole. `writing(sync=True)` syncs
         self._set_journal(connection, "wal")
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
@@ -315,13 +304,13 @@ class SqliteFile:
             self._keep_lease()
             self._set_journal(connection, "delete")
         connection.execute("PRAGMA locking_mode=NORMAL")
-        # A commit ends when SQLite unlinks the journal. EXTRA syncs the folder after that; without
-        # it the journal could come back after a power cut, and undo the commit.
+        # A commit ends when SQLite unlinks the journal. EXTRA syncs the folder after that;
+        # otherwise the journal could come back after a power cut, and undo the commit
         connection.execute("PRAGMA synchronous=EXTRA")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
-        """Change the journal's mode, waiting for other users: SQLite does not wait here."""
+        """SQLite does not wait here for other users; this does."""
         deadline = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -375,8 +364,7 @@ class SqliteFile:
                 advice="make room on that disk; `dlcmd delete-dataset` works all the same",
             )
         if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
-            # If SQLite cannot open a file for writing, it opens it for reading and does not report
-            # why
+            # SQLite does not report why it opened a file only for reading
             return MetadataError(
                 f"{self.path} could not be opened for writing, though its mode allows it",
                 advice="check whether its disk fails (`dmesg`), then try again",
@@ -392,7 +380,7 @@ class SqliteFile:
         return MetadataError(f"{what} ({name})" if name else what)
 
     def _may_be_written(self) -> bool:
-        """Whether the file's mode allows writing. This must not open the file (see the module)."""
+        """This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks
@@ -405,7 +393,7 @@ class SqliteFile:
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
-        """Allow transactions again; in a child only if no connection was in use."""
+        """Let transactions begin; in a child, only if no connection was in use."""
         if child and self._in_use:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False
@@ -418,7 +406,7 @@ def _primary(error: sqlite3.Error) -> int:
 
 
 def _lock_holders(files: list[Path]) -> list[int]:
-    """The other processes of this host that hold a write lock on one of `files` (proc_locks(5))."""
+    """Other processes of this host with a write lock on one of `files` (proc_locks(5))."""
     try:
         inodes = {str(os.stat(file).st_ino) for file in files if file.exists()}
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
@@ -430,8 +418,8 @@ def _lock_holders(files: list[Path]) -> list[int]:
 
 
 _FILES: "weakref.WeakSet[SqliteFile]" = weakref.WeakSet()
-_FORK_LOCK = threading.Lock()  # held while `_FILES` changes, and during a fork
-_forked: list[SqliteFile] = []  # those on which `before_fork` was called
+_FORK_LOCK = threading.Lock()  # while `_FILES` changes, and during a fork
+_forked: list[SqliteFile] = []  # after `before_fork`
 
 
 def _before_fork() -> None:

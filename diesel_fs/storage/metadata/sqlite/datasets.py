@@ -1,10 +1,9 @@
 """The table `dataset` of the SQLite metadata store: the head of each dataset.
 
-A head is the dataset's name, identity, version and counts (`DatasetHead`). Each name belongs to one
-identity and the other way round. All functions work inside the caller's transaction.
+All functions work inside the caller's transaction.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -17,18 +16,17 @@ from ..store import DatasetHead, no_such_dataset_error
 
 _COLUMNS = "number, identity, name, version, files, bytes, chunks, digest, newest"
 _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
-"""The values of `_COLUMNS`."""
 
 
 class DatasetRow(NamedTuple):
-    """A dataset's head, and the number that stands for the dataset in all tables."""
+    """`number` stands for the dataset in all tables."""
 
     number: int
     head: DatasetHead
 
 
 def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
-    """All datasets, ordered by name."""
+    """Ordered by name."""
     return [*map(_dataset, db.execute(f"SELECT {_COLUMNS} FROM dataset ORDER BY name"))]
 
 
@@ -50,9 +48,7 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """The dataset with this name and identity; None if both are free. Raises ConflictError if one
-    of them belongs to another dataset.
-    """
+    """Return None if both are free. Raises ConflictError if one belongs to another dataset."""
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
     ).fetchall()
@@ -69,16 +65,14 @@ def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow 
 
 
 def new_number(db: sqlite3.Connection) -> int:
-    """A number that no dataset ever had, or will get."""
+    """A number that no dataset ever had or will get."""
     number = _insert(db, None, b"", "")
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     return number
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """Make a dataset. `number` is that of rows which exist already; None stands for a new
-    number.
-    """
+    """`number` is that of existing rows, if there are."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 
@@ -93,7 +87,7 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
 
 
 def write(db: sqlite3.Connection, number: int, head: DatasetHead) -> None:
-    """Update a dataset's head, except for its name and identity."""
+    """Update all but name and identity."""
     digest, counts = head.digest.to_bytes(16, "big"), (head.files, head.bytes, head.chunks)
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"

@@ -1,12 +1,10 @@
 """Folds committed chunks into the tables of the SQLite metadata store (FORMAT.md, section 5).
 
-For each entry of a chunk this module decides whether it replaces the entry of its path, which
-places become holes, and whether a file of several extents is complete. Until it is, its extents
-wait in the table `part`; they are called parts below. Everything happens inside the caller's
-transaction, in one thread.
+Extents of a file that is not complete wait in the table `part`; they are called parts below.
+Everything happens inside the caller's transaction, in one thread.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -24,7 +22,7 @@ from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
-# Rows that one statement inserts: a third less time than one by one, and under 999 parameters
+# Rows that one statement inserts: it saves a third of the time, and keeps under 999 parameters
 _ROWS_AT_ONCE = 100
 _PARAMETERS = range(2, 4 * _ROWS_AT_ONCE + 2, 4)
 _INSERT_MANY = (
@@ -38,7 +36,7 @@ _Key = tuple[int, bytes, bytes, bytes]
 
 
 class _Row(NamedTuple):
-    """A row of `entry`, or a new one that may replace it."""
+    """A row of `entry`, or one that may replace it."""
 
     folder: int
     name: bytes
@@ -57,7 +55,7 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """The number of extents of the file; 0 or 1 if it is not split."""
+        """0 or 1 if the file is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
@@ -68,7 +66,7 @@ def fold_chunks(
     batches: Sequence[CommitBatch],
     version: int,
 ) -> DatasetHead:
-    """Fold chunks that are not known yet into a dataset, and return its head at `version`."""
+    """Fold in chunks that are not known yet. Returns the head at `version`."""
     folders = FolderNumbers(db, number)
     files, total = head.files, head.bytes
     for batch in batches:
@@ -88,10 +86,8 @@ def fold_chunks(
 
 
 class ChunkFold:
-    """Folds one chunk into the tables. `files` and `bytes` are the changes of the head's counts.
-
-    `folders` is shared by all chunks of the transaction.
-    """
+    """Folds one chunk into the tables. `files` and `bytes` are changes of the head's counts. The
+    transaction's chunks share `folders`."""
 
     def __init__(
         self,
@@ -138,7 +134,7 @@ class ChunkFold:
             self._add_part(part)
 
     def _insert_runs(self, folders: list[int]) -> list[int]:
-        """Insert rows as runs if possible: that is nearly all of a put. Returns the other rows."""
+        """Insert rows as runs if possible: nearly all of a put. Returns the others."""
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
@@ -169,7 +165,7 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """Add the places that no row names: the chunk replaced them itself, or they are invalid."""
+        """Places that no row names: the chunk replaced them itself, or they are invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
@@ -178,7 +174,7 @@ class ChunkFold:
     # Entries of one extent
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Fold entries that are in this chunk alone, with and without a tail."""
+        """Entries in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
             contested = [*map(self._row, plain), *tailed]
         else:
@@ -193,7 +189,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Insert the rows with a new path, nearly always all. Returns the others."""
+        """Rows with a new path, nearly always all. Returns the others."""
         before = self._db.total_changes
         singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
         for start in range(0, singly_from, _ROWS_AT_ONCE):
@@ -217,7 +213,7 @@ class ChunkFold:
         return not_inserted
 
     def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Turn parts that are older than an entry just added into holes: they have lost."""
+        """Parts older than an entry just added have lost, and become holes."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -230,9 +226,8 @@ class ChunkFold:
     def _drop_parts(
         self, key: tuple[int, bytes, bytes], comparison: str, *, hole: bool = True
     ) -> None:
-        """Remove the parts of a folder and name whose stamp is equal to (`comparison` `=`) or less
-        than (`<`) the third value of `key`. Their places become holes, unless `hole` is false.
-        """
+        """Remove parts by comparing their stamp (`=`, `<`) with the third value of `key`. Their
+        places become holes, unless `hole` is false."""
         where = f"FROM part WHERE folder = ? AND name = ? AND stamp {comparison} ?"
         if hole:
             for chunk, record in self._db.execute(f"SELECT chunk, record {where}", key).fetchall():
@@ -240,7 +235,7 @@ class ChunkFold:
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
-        """Write `row` in the place of `old`, whose places become holes."""
+        """The places of `old` become holes."""
         if old is not None:
             self._count(old, -1)
             for chunk, place in self._places(old):
@@ -253,7 +248,6 @@ class ChunkFold:
     # Extents
 
     def _add_part(self, row: _Row) -> None:
-        """Fold an extent of a file that has several."""
         old = self._entry(row.folder, row.name)
         if old is not None and row.stamp <= old.stamp:
             if row.stamp == old.stamp:
@@ -285,7 +279,7 @@ class ChunkFold:
             self._add_hole(loser[0], _place(loser[1]))
 
     def _complete(self, old: _Row | None, row: _Row, number: int) -> None:
-        """If `row` was the last missing extent of its file, make the file the path's entry."""
+        """If `row` was the last missing extent, make the file the path's entry."""
         where = "FROM part WHERE folder = ? AND name = ? AND stamp = ?"
         key = (row.folder, row.name, row.stamp)
         # Counting all parts for each part would take quadratic time; mostly the next one is missing
@@ -303,9 +297,7 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """Fold another copy of an extent of `old`: the copy in the chunk with the greater ID is
-        kept.
-        """
+        """Another copy of an extent of `old`: the chunk with the greater ID keeps it."""
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
@@ -344,7 +336,7 @@ class ChunkFold:
         return None if found is None else _Row(*found)
 
     def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
-        """If two entries have one path, the one with the greater rank wins."""
+        """The greater one wins a path."""
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
@@ -374,7 +366,6 @@ class ChunkFold:
         return self._numbers[chunk]
 
     def _remember(self, condition: str, key: tuple[int | bytes, ...]) -> None:
-        """Look a chunk up, for `_id` and `_number`."""
         found = self._db.execute(f"SELECT number, id FROM chunk WHERE {condition}", key).fetchone()
         if found is None:
             raise corrupt_store_error("an entry of a chunk that it does not know")

@@ -1,13 +1,10 @@
 """Decides which host may write to a SQLite file on a network file system.
 
-SQLite relies on the file system's locks, and the locks of network file systems work or fail
-depending on the server and the mount options. So a lease, kept in a small file beside the database,
-lets only one host write at a time. The lease belongs to a host, identified by its boot ID. Each
-process of the host that writes is a holder with an expiry of its own; another host may take the
-lease when the last holder has released it or has expired.
-
-`locks_fault` tells whether file locks work in a folder. Many threads may use a `HostLease`;
-a forked child becomes a holder of its own.
+SQLite relies on file locks, which on network file systems work or fail depending on server and
+mount options. So a lease, in a small file beside the database, lets only one host (identified by
+its boot ID) write at a time. Each writing process of the host is a holder with an expiry of its
+own; another host may take the lease when every holder has released it or has expired. Many threads
+may use a `HostLease`; a forked child becomes a holder of its own.
 """
 
 import errno
@@ -30,16 +27,14 @@ from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""The clocks of hosts may differ by this much. The lease of a dead host is valid for this much
-longer.
-"""
+"""Hosts' clocks may differ by this much: a dead host's lease lasts this much longer."""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
-_HOLDERS_MAX = 500  # with so few holders the file stays smaller than that
+_HOLDERS_MAX = 500  # keeps the file small
 
-# Mount options that keep locks inside one host, or turn them off.
+# Mount options that keep locks inside one host, or turn them off
 _LOCAL_LOCKS = frozenset(
     "nolock local_lock=all local_lock=posix nobrl localflock noflock forcemandatorylock".split()
 )
@@ -48,7 +43,7 @@ _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process
 
 
 def locks_fault(folder: Path) -> str:
-    """Why file locks in a folder do not work between processes; the empty string if they do."""
+    """Why file locks do not work between processes; "" if they do."""
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
@@ -75,7 +70,7 @@ def _conflict_fault(first: int, second: int) -> str:
 
 
 def host_boot_id() -> str:
-    """The boot ID of this host's kernel. Containers on the host share it, as they share locks."""
+    """Containers share it, as they share locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -84,9 +79,8 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The content of the lease file: the host's ID, its name and process for messages, and when
-    (seconds since 1970) each holder expires.
-    """
+    """The host's ID, its name and process for messages, and when (seconds since 1970) each holder
+    expires."""
 
     host: str
     where: str
@@ -104,15 +98,13 @@ class HostLease:
         self._path = path
         self._host = host or host_boot_id()
         self._clock = clock
-        self._process = 0  # in which `_token` was made: a forked child makes one of its own
+        self._process = 0  # that made `_token`: a forked child makes its own
         self._token = ""
-        self._fresh_until = 0.0  # monotonic time at which `keep` has to write again
+        self._fresh_until = 0.0  # monotonic time at which `keep` has to write
 
     def keep(self) -> None:
-        """Take the lease, or renew it once half of its time has passed. Cheap before that.
-
-        Raises BusyError if another host has the lease, PermissionDenied, MetadataError.
-        """
+        """Take the lease, or renew it once half of its time has passed; cheap before that. Raises
+        BusyError if another host has it, PermissionDenied, MetadataError."""
         if self._process != os.getpid():
             self._process, self._token, self._fresh_until = os.getpid(), secrets.token_hex(8), 0.0
         if time.monotonic() < self._fresh_until:
@@ -136,7 +128,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Stop being a holder. Never raises: if the holder cannot be removed, it expires."""
+        """Never raises: a holder that stays expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0
@@ -176,7 +168,7 @@ class HostLease:
                 return _Lease(str(host), str(where), expiries)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        # Half written, or of another program: an unknown host took the lease at that time
+        # Half written, or another program's: as if an unknown host took the lease at that time
         return _Lease("unknown", "an unknown host", {"": os.fstat(file).st_mtime + LEASE_S})
 
     def _write(self, file: int, lease: _Lease) -> None:

@@ -1,11 +1,9 @@
 """Reads entries from the tables of the SQLite metadata store.
 
-This module turns paths of folders into numbers and back, turns rows of the tables into the columns
-of `Rows`, and finds chunks without entries. All objects here belong to one transaction and one
-thread; nothing is kept beyond it, so nothing can be stale.
+All objects here belong to one transaction and one thread; nothing is kept beyond it.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -24,12 +22,11 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""Stands for the chunk of an implied folder; no chunk has this number."""
+"""No chunk has this number."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
 Row = tuple[bytes, int, bytes, bytes | None]
-"""The values of `COLUMNS`."""
 
 
 def kind_of(record: bytes) -> int:
@@ -42,21 +39,19 @@ def implied(name: bytes) -> Row:
 
 
 class FolderNumbers:
-    """Translates paths of folders of a dataset to the numbers in the table `folder`, and back."""
+    """Translates a dataset's folders to numbers in the table `folder`, and back."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # By the parent's number and the name, not by path: a deep path takes much more memory
+        # The keys are the parent's number and the name: a deep path takes much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Numbers of new folders that `make` has made; code that inserts an entry removes them
-        here.
-        """
+        """Folders that `make` made; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """The number of the folder at a path; None if it never had an entry in it or below it."""
+        """Return None if the folder never had an entry in or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -66,7 +61,7 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """The number of the folder at a path, which is given one if it has none."""
+        """A new number if the folder has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -96,7 +91,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """Paths and numbers of all folders, ordered by path."""
+        """Sorted by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -110,14 +105,14 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """Names and numbers of the folders directly in a folder."""
+        """Direct subfolders."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
         ).fetchall()
 
     def has_entries(self, number: int) -> bool:
-        """Whether anything but tombstones lies in a folder, at any depth."""
+        """Whether anything but tombstones lies in it, at any depth."""
         found = self._db.execute(
             "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
             " SELECT folder.number FROM below JOIN folder"
@@ -144,7 +139,7 @@ class FolderNumbers:
 
 
 class ChunkRows(NamedTuple):
-    """Numbers of chunks, ascending, and what belongs to each."""
+    """`numbers` are ascending."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
@@ -160,7 +155,7 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
-    """The chunks with these numbers, one of which may be `IMPLIED_CHUNK`."""
+    """One may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -174,9 +169,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` that are empty: all their places are holes or, with
-    `tombstones`, tombstones.
-    """
+    """Those of `chunks` with no places but holes or, with `tombstones`, tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
@@ -197,28 +190,27 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """Remove an empty chunk with its tombstones and holes."""
+    """Its tombstones and holes go, too."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
 class RowCollector:
-    """Collects rows of the tables, and turns them into the columns of `Rows`."""
+    """Turns rows of the tables into columns."""
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
         self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
-        self._counts: list[int] = []  # numbers of these rows
+        self._counts: list[int] = []
         self._names: list[Names] = []
         self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
-        self._chunk_counts: list[int] = []  # numbers of these rows
+        self._chunk_counts: list[int] = []
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
 
     @property
     def chunks(self) -> set[int]:
-        """The numbers of the chunks that hold the rows."""
         return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
@@ -245,7 +237,7 @@ class RowCollector:
         self._records += records
 
     def rows(self, table: ChunkRows) -> Rows:
-        """The columns. Call this once; `table` must have all of `chunks`."""
+        """Call it once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (
@@ -264,7 +256,7 @@ class RowCollector:
 
 
 def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
-    """All entries except tombstones, folder by folder."""
+    """All entries but tombstones, folder by folder."""
     found = RowCollector()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_TOMBSTONE}"
     for path, number in FolderNumbers(db, dataset).all():
@@ -275,12 +267,12 @@ def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
 
 
 def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
-    """The entries, tombstones too, of chunks that were committed after version `since`."""
+    """Entries, tombstones too, of chunks committed after version `since`."""
     new_chunks = " WHERE chunk.dataset = :dataset AND chunk.version > :since"
     rows = db.execute(
         f"SELECT entry.folder, {COLUMNS}"
         f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
-        # Files of several extents whose first extent is in an older chunk
+        # Files with their first extent in an older chunk
         f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
         " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
         " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"

@@ -1,7 +1,7 @@
 """The table `run`: many plain files of one chunk and one folder in one row.
 
-A put of 200,000 files makes 200,000 entries, but only some 1,000 runs; inserting and reading runs
-takes a tenth of the time. The table has this invariant:
+A put of 200,000 files makes only some 1,000 runs; inserting and reading them takes a tenth of the
+time of entries. The table has this invariant:
 
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
     and no row of `entry` or `part` has a name within such a range.
@@ -29,15 +29,13 @@ from ....format.entries import RECORD, ChunkId, Kind, Names
 from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""Fewer entries of a folder than this become rows of `entry`: finding runs that overlap a run costs
-as much.
-"""
+"""Fewer entries of a folder become rows of `entry`: finding overlapping runs costs as much."""
 
 _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """One row of `run`, decoded: names ascending, and their packed records in that order."""
+    """A decoded row of `run`. Names ascend, records in their order."""
 
     chunk: int
     names: Names
@@ -48,7 +46,7 @@ class EntryRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Entries of a batch that can become a run: row numbers, and their names, ascending."""
+    """Entries that can become a run: row numbers and ascending names."""
 
     folder: int
     rows: npt.NDArray[np.int64]
@@ -56,10 +54,8 @@ class Segment(NamedTuple):
 
 
 def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The entries of a batch that runs can hold; `folders` are the numbers of its folders.
-
-    The entries may have any order in the batch: a tar lists names in the order of its file system.
-    """
+    """The batch's entries that runs can hold, in any order: a tar lists names as its file system
+    does. `folders` are the numbers of the batch's folders."""
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
         return
@@ -68,7 +64,7 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
     fit[list(batch.stamps)] = False
     order = np.argsort(rows.folder, kind="stable")
     changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-    for in_folder in np.split(order, changes):  # the row numbers of one folder
+    for in_folder in np.split(order, changes):
         plain = in_folder[fit[in_folder]]
         if len(plain) < ENTRIES_MIN:
             continue
@@ -89,7 +85,6 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
 
 
 def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """The names of these rows, which are mostly consecutive."""
     first, behind = int(rows[0]), int(rows[-1]) + 1
     if behind - first == len(rows) and (np.diff(rows) == 1).all():
         return [*names[first:behind]]
@@ -99,9 +94,8 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
-    """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
-    `into_empty`: the folder has no rows at all, so nothing must be looked up.
-    """
+    """Returns False, and does nothing, if another row is in the way. `into_empty`: the folder has
+    no rows, so nothing must be looked up."""
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
@@ -117,7 +111,7 @@ def insert_runs(
 
 
 def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
-    """Where to cut `names` into runs that overlap no other; empty if there is no such cut."""
+    """Where to cut `names` so that their runs overlap no other; empty if impossible."""
     folder_first_last = (folder, names[0], names[-1])
     for table in ("entry", "part"):
         exists = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
@@ -127,13 +121,13 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []  # one of these names lies in the other run
-        cuts.append(before)  # the other run lies between two of these names
+            return []  # one of them lies in the other run
+        cuts.append(before)  # it lies between two of them
     return [*cuts, len(names)]
 
 
 def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
-    """Turn the runs whose range includes any of `names` into rows of `entry`."""
+    """Turn runs that include any of `names` into rows of `entry`."""
     wanted = sorted(names)
     if not wanted:
         return
@@ -145,7 +139,7 @@ def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> N
 def _ranges(
     db: sqlite3.Connection, folder: int, first: bytes, last: bytes
 ) -> list[tuple[bytes, bytes]]:
-    """First and last names of the runs that overlap a range, ascending."""
+    """First and last names of overlapping runs, ascending."""
     found = db.execute(
         "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
         " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",
@@ -173,7 +167,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """The chunk's number and the record of a file that is in a run; None if no run has it."""
+    """A file's chunk, as a number, and its record, if a run has it."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",
@@ -187,7 +181,7 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
 
 
 def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
-    """The runs of a folder, ordered by name."""
+    """Sorted by name."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 
@@ -195,7 +189,7 @@ def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
 def runs_since(
     db: sqlite3.Connection, dataset: int, version: int
 ) -> Iterator[tuple[int, EntryRun]]:
-    """The folder and run, for each run of a chunk that was committed after `version`."""
+    """Folder and run, for each run of a chunk committed after `version`."""
     select = (
         "SELECT run.folder, run.chunk, run.names, run.records"
         " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"

@@ -16,7 +16,7 @@ run      Many entries of one folder and chunk in one row (`runs.py`): `names` ar
 span     For an entry of several extents: each chunk that holds one of them.
 part     Extents of files of which some extents have not been committed yet, as long as their stamp
          is greater than that of the path's entry.
-hole     Places whose entry has been replaced or deleted.
+hole     Places of entries that were replaced or deleted.
 hold     Commit locks: until when (seconds since 1970) a dataset takes no commits.
 sync     One number, changed by `sync`, since a transaction that changes nothing is not synced.
 aside    Dataset numbers of rows that belong to no dataset. `beat` is the time of the last heartbeat

@@ -1,13 +1,13 @@
 """Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
-A shadow state has its rows in the same tables as the datasets, under a number that no dataset has,
-so readers do not see them. The table `aside` lists these numbers. When a rebuild is complete, its
-number becomes the dataset's, and the old number goes to `aside`: its rows are to be removed.
+A shadow state has its rows in the same tables, under a number that no dataset has and that the
+table `aside` lists. When a rebuild is complete, its number becomes the dataset's, and `aside` gets
+the old number, so that its rows are removed.
 
-A rebuild writes a heartbeat to `aside` every 20 s. A rebuild without a heartbeat for 10 minutes
-counts as dead, and the next rebuild or deletion removes its rows; a rebuild that was removed by
-mistake notices that at its next heartbeat, and fails. Rows are removed in small transactions, so
-that other writers need not wait. One thread runs each rebuild.
+A rebuild writes a heartbeat to `aside` every 20 s. Without one for 10 minutes it counts as dead,
+and the next rebuild or deletion removes its rows; if it lives after all, it fails at its next
+heartbeat. Rows are removed in small transactions, for other writers' sake. One thread runs each
+rebuild.
 """
 
 import sqlite3
@@ -26,11 +26,11 @@ from .datasets import DatasetRow, dataset_of, insert, new_number
 from .fold import fold_chunks
 from .schema import SHADOW_TABLE
 
-_ROWS_AT_ONCE = 16_384  # a transaction of some 0.1 s
+_ROWS_AT_ONCE = 16_384  # some 0.1 s in one transaction
 _HEARTBEAT_S = 20.0
 _ABANDONED_S = 600.0
-_ABANDONED_BEAT = 0.0  # in place of the time of a heartbeat: these rows are to be removed
-_CLEAN_S = 3.0  # after a rebuild that failed: a later one removes the rest
+_ABANDONED_BEAT = 0.0  # for a heartbeat: these rows are to be removed
+_CLEAN_S = 3.0  # after a failed rebuild: a later one removes the rest
 _FOLDERS_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
 
@@ -41,14 +41,14 @@ class SqliteShadowState(ShadowState):
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._newer_than = newer_than  # the new state's version will be greater
+        self._newer_than = newer_than
         self._file = file
         self._clock_ns = clock_ns
-        self._number = 0  # of the shadow state's rows
+        self._number = 0
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
         self._waiting: list[CommitBatch] = []  # for `flush`
-        self._rows = 0  # in `_waiting`
-        self._heartbeat_s = 0.0  # monotonic time of the last heartbeat
+        self._rows = 0
+        self._heartbeat_s = 0.0  # the last; monotonic
 
     def begin(self) -> None:
         with self._file.writing() as db:
@@ -78,7 +78,7 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Write a heartbeat. Raises BusyError if this rebuild has been removed."""
+        """Raises BusyError if this rebuild was removed."""
         beat = (self._clock_ns() / 1e9, self._number)
         update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(update, beat).rowcount:
@@ -128,7 +128,7 @@ def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
 
 
 def abandon_rows(db: sqlite3.Connection, number: int) -> None:
-    """Remove a dataset, but leave its rows in the other tables to `remove_abandoned`."""
+    """`remove_abandoned` removes its rows in the other tables."""
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     _write_heartbeat(db, number, _ABANDONED_BEAT)
 
@@ -139,12 +139,12 @@ def _write_heartbeat(db: sqlite3.Connection, number: int, beat: float) -> None:
 
 
 def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
-    """Remove the rows of dropped datasets and dead rebuilds, for at most `seconds`."""
+    """Remove rows of dropped datasets and dead rebuilds, for at most `seconds`."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:
         db.execute(SHADOW_TABLE)
-        # A rebuild that is alive after all fails at its next heartbeat
+        # A rebuild that lives after all fails at its next heartbeat
         db.execute(
             "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
             (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
@@ -160,7 +160,7 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
 
 
 def _remove_some(db: sqlite3.Connection, number: int) -> bool:
-    """Remove some rows of a dataset's number. Returns whether there were any."""
+    """Returns whether there were any."""
     select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
     folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
     left = _ROWS_AT_ONCE

@@ -1,12 +1,11 @@
 """The metadata store of a repository in a folder: one SQLite file beside the chunks.
 
-Each method is one transaction, so readers see one state and a commit is all or nothing. Methods may
-be called from threads, processes and forked children. Only one writer at a time can write to a
+Each method is one transaction, so readers see one state. One writer at a time writes to a
 repository, whatever the dataset; readers do not wait for writers, except over a network file system
-(`database_file.py`).
+(`database_file.py`). Any thread, process and forked child.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import secrets
@@ -81,13 +80,10 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """Open the store at `path`; `create` makes it if there is none. A `readonly` store refuses
-        changes and takes no lease.
-
+        """`create` makes a missing store. A `readonly` store refuses changes and takes no lease.
         Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
         not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
-        CorruptError.
-        """
+        CorruptError."""
         file = SqliteFile(
             path,
             create=create and not readonly,
@@ -140,7 +136,7 @@ class SqliteMetadata(RebuildingStore):
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
     def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
-        """The result of `attempt`, which returns None while commits are locked."""
+        """`attempt` returns None while commits are locked."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
             if time.monotonic() > deadline:

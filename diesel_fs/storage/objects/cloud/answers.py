@@ -1,7 +1,4 @@
-"""The meaning of a bucket's answers: errors for HTTP statuses and codes, and time limits.
-
-Shared by the two modules that send requests: `requests.py` and `s3_source.py`. Pure.
-"""
+"""The meaning of a bucket's answers: errors for HTTP statuses and codes, and time limits. Pure."""
 
 from dataclasses import dataclass
 
@@ -68,26 +65,23 @@ class ExpiredCredentials(ObjectStoreRefused):
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How long one attempt of a request may take, and how much it may move."""
+    """How long one attempt may take, and how much it may move."""
 
     connect_s: float = 5.0
     stall_s: float = 10.0
-    """The longest pause between two bytes of a read, and the longest time for a request that moves
-    no content."""
+    """Longest pause between two bytes of a read, and longest time of a request without content."""
     put_stall_s: float = 20.0
-    """The time that a put may take in addition to that for its bytes: some stores answer only after
-    they have made copies."""
+    """Added to a put's time for its bytes: some stores answer only after they have made copies."""
     bytes_per_s_min: float = 256 * 1024
     put_bytes_max: int = 128 << 20
     """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
     slow."""
     part_bytes: int = 32 << 20
-    """Size of these parts: stores take at most 10,000, each but the last of at least 5 MiB."""
+    """Stores take at most 10,000 parts, each but the last of at least 5 MiB."""
     page_keys: int = 1000
-    """Keys in a page of a listing; S3 gives no more."""
+    """S3 gives no more in a page of a listing."""
 
     def attempt_s(self, size: int, put: bool) -> float:
-        """Seconds that an attempt which moves `size` bytes may take."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min
@@ -95,8 +89,6 @@ class AttemptLimits:
 
 @dataclass(frozen=True, slots=True)
 class CloudObject:
-    """An object as the store describes it."""
-
     key: str
     bytes: int
     modified_ns: int
@@ -106,8 +98,8 @@ class CloudObject:
 def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
-    """The error for an HTTP status and the store's error code. `exists`: the library says that the
-    object exists. `pause_s`: the pause that the store demands."""
+    """`exists`: the library says that the object exists. `pause_s`: the pause that the store
+    demands."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -147,5 +139,5 @@ def meaning_of_status(
 
 
 def _put_class(size: int) -> int:
-    """The size up to which puts share a client: the next power of two."""
+    """Puts up to this size share a client: the next power of two."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()

@@ -1,8 +1,7 @@
 """Lets a program of DIESEL-FS open buckets in its own process, without a helper process.
 
-Only programs import this module (`tests/test_layers.py` checks it): the library that speaks to
-buckets hangs in forked children, and users' training processes fork. The library is imported when
-the first bucket is opened, since that takes a tenth of a second.
+Only programs import this module (`tests/test_layers.py`); `cloud/__init__.py` says why. The library
+is imported with the first bucket, since that takes a tenth of a second.
 """
 
 from ..store import ObjectStore
@@ -10,7 +9,7 @@ from .opening import open_buckets_by
 
 
 def open_buckets_directly() -> None:
-    """From now on this process opens bucket URLs itself. Nothing is sent before one is opened."""
+    """Nothing is sent before a bucket is opened."""
     open_buckets_by(_open)
 
 

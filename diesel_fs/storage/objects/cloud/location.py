@@ -1,14 +1,10 @@
-"""Parses the URL of a bucket, and finds the endpoint and the credentials for it.
+"""Parses the URL of a bucket, and finds the endpoint and the credentials for it. Any thread.
 
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
-first, then the profile in `~/.aws`. botocore reads the profile, with everything that it may
-contain: `services`, `source_profile`, `credential_process`, SSO. (botocore is imported only then,
-since the import takes a fifth of a second.) Plain http is used only if the endpoint's own URL says
-so. Credentials of instance and container roles are not read here: the client library fetches those
-itself.
-
-This module keeps nothing: each time that credentials must be read again, everything is computed
-again. Any thread.
+first, then the profile in `~/.aws`. botocore reads the profile, with `services`, `source_profile`,
+`credential_process` and SSO; it is imported only then, which takes 0.2 s. Plain http is used only
+if the endpoint's own URL says so. The client library itself fetches credentials of instance and
+container roles. Nothing is cached.
 """
 
 import os
@@ -28,7 +24,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
 # Characters that every vendor's store and the client library take without encoding them.
 _COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
-_RENEWED_S = 60  # this long before credentials end, they are read again
+_RENEWED_S = 60  # credentials are read again this long before they end
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # With any of these variables the client library finds credentials by itself.
@@ -52,17 +48,13 @@ class BucketLocation:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
     def key(self, name: str) -> str:
-        """The key in the bucket of one of the store's objects or folders."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
 @dataclass(frozen=True, slots=True)
 class BucketAccess:
-    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message.
-
-    `is_over` returns whether the credentials end soon: the caller then calls `resolve_access`
-    again.
-    """
+    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message. `is_over`
+    returns whether the credentials end soon: `resolve_access` then finds new ones."""
 
     host: str
     plain_http: bool
@@ -71,10 +63,8 @@ class BucketAccess:
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
-    """The location that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
-
-    Raises ConfigError. Its message repeats only parts of the URL that cannot be secret.
-    """
+    """Parse `s3://bucket/prefix`, `gs://...` or `az://container/...`. Raises ConfigError; its
+    message repeats only parts of the URL that cannot be secret."""
     location = source_location(parse_url(url))
     scheme, bucket, prefix = location.scheme, location.bucket, location.prefix
     components = prefix.split("/") if prefix else []
@@ -87,8 +77,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def source_location(url: RepositoryUrl) -> BucketLocation:
-    """The bucket and the prefix that a URL names, if others have put the objects there: such
-    objects may have any keys. Raises ConfigError."""
+    """The bucket and the prefix of objects that others have put there, under any keys. Raises
+    ConfigError."""
     if url.scheme not in CLOUD_SCHEMES or url.meta:
         raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
     if not _BUCKET.fullmatch(url.host):
@@ -114,7 +104,6 @@ def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> Buck
 
 
 def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
-    """Endpoint, region and credentials for S3."""
     endpoint = (
         environ.get("AWS_ENDPOINT_URL_S3")
         or environ.get("AWS_ENDPOINT_URL")
@@ -139,7 +128,7 @@ def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
-    """The host and port of an endpoint's URL, and whether it is plain http."""
+    """The host and port, and whether it is plain http."""
     try:
         parts = urlsplit(endpoint)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
@@ -154,7 +143,6 @@ def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
 
 
 def _files(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The files `config` and `credentials` of the AWS tools."""
     folder = os.path.join(environ.get("HOME", ""), ".aws")
     config = environ.get("AWS_CONFIG_FILE") or os.path.join(folder, "config")
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.join(folder, "credentials")
@@ -163,7 +151,7 @@ def _files(environ: Mapping[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """The settings in the user's AWS profile; a setting that is not there is empty."""
+    """Absent settings are empty."""
 
     endpoint: str = ""
     region: str = ""
@@ -172,8 +160,7 @@ class _Profile:
 
 
 def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
-    """The user's AWS profile, with its credentials if `credentials` is true. Raises as
-    `resolve_access`; no error shows a line of a file."""
+    """Raises as `resolve_access`; no error shows a line of a file."""
     import botocore.session  # noqa: PLC0415  # the module's docstring says why
     from botocore.exceptions import (  # noqa: PLC0415
         BotoCoreError,
@@ -191,10 +178,10 @@ def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
     try:
         for role in ("container-role", "iam-role"):
             session.get_component("credential_provider").remove(role)
-        said = session.get_scoped_config()
-        services = session.full_config.get("services", {}).get(said.get("services", ""), {})
-        endpoint = services.get("s3", {}).get("endpoint_url") or said.get("endpoint_url", "")
-        region = said.get("region", "")
+        settings = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(settings.get("services", ""), {})
+        endpoint = services.get("s3", {}).get("endpoint_url") or settings.get("endpoint_url", "")
+        region = settings.get("region", "")
         found = session.get_credentials() if credentials else None
         if found is None:
             return _Profile(endpoint, region)

@@ -1,8 +1,5 @@
-"""Opens buckets in the way that suits this process.
-
-The library that speaks to buckets hangs in a forked child, and training processes fork, so buckets
-are opened through a helper process (`proxy.py`). `direct.py` changes that for our own programs.
-"""
+"""Opens buckets through a helper process (`proxy.py`), or as `direct.py` has set it for our own
+programs."""
 
 from collections.abc import Callable
 
@@ -21,11 +18,10 @@ _opener: BucketOpener = _by_helper
 
 
 def open_bucket(url: str, *, create: bool) -> ObjectStore:
-    """The object store in a bucket. Raises ConfigError, ObjectStoreError, ObjectMissing."""
+    """Raises ConfigError, ObjectStoreError, ObjectMissing."""
     return _opener(url, create)
 
 
 def open_buckets_by(opener: BucketOpener) -> None:
-    """Open buckets with this function from now on in this process."""
     global _opener  # noqa: PLW0603  # a process has one way
     _opener = opener

@@ -1,15 +1,11 @@
 """An object store in a bucket for processes that may fork: a helper process speaks to the bucket.
 
-The library that speaks to buckets hangs in a forked child, and users' training processes fork. So
-this process starts a **helper** (`proxy_process.py`), in which that library runs, and forwards each
-call of `ObjectStore` to it.
-
-The helper serves any number of connections, one call at a time on each. A socket pair connects it
-with this process, the **control** socket: over it this process, and each of its forked children,
-sends the helper one end of a new connection. So children share their parent's helper, but none of
-its connections. The helper ends when no process holds our end of the control socket any more: the
-processes have ended or called `close_idle`. If a helper is killed, each process that notices it
-starts another one.
+The library that speaks to buckets hangs in a forked child. So this process starts a **helper**
+(`proxy_process.py`), in which that library runs, and forwards each call of `ObjectStore` to it.
+Over a socket pair, the **control** socket, this process and each of its forked children send the
+helper one end of a new connection, which serves one call at a time. So children share their
+parent's helper, but none of its connections. The helper ends when no process holds our end of the
+control socket any more. A process that notices that its helper was killed starts another.
 
 A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
 payload.
@@ -51,11 +47,10 @@ START_S = 90.0
 """How long a helper may take to start: it opens the store first, with retries."""
 
 ANSWER_TIMEOUT_S = 600.0
-"""How long an answer may take. The helper has shorter deadlines, which depend on the size: this one
-is for a helper that was stopped (SIGSTOP)."""
+"""The helper has shorter deadlines, which depend on the size: this one is for a helper that was
+stopped (SIGSTOP)."""
 
 NAMES_AT_ONCE = 10_000
-"""Items of a listing in one answer."""
 
 _FRAME = struct.Struct("<IQ")
 _LOG = "buckets.log"
@@ -66,7 +61,7 @@ class HelperDisconnected(Exception):
 
 
 def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -> None:
-    """Send a message. Raises HelperDisconnected."""
+    """Raises HelperDisconnected."""
     body: bytes = msgpack.packb(head)
     views = byte_views(payload)
     front = _FRAME.pack(len(body), sum(map(len, views))) + body
@@ -77,8 +72,8 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
 
 
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
-    """Receive a message: its head and its payload. The payload is in `room` if that has exactly its
-    size, otherwise in new memory. Raises HelperDisconnected."""
+    """A message's head and its payload, which is in `room` if that has exactly its size, otherwise
+    in new memory. Raises HelperDisconnected."""
     body_bytes, total = _FRAME.unpack(_receive_exactly(at, memoryview(bytearray(_FRAME.size))))
     head: object = msgpack.unpackb(_receive_exactly(at, memoryview(bytearray(body_bytes))))
     if room is None or len(room) != total:
@@ -87,7 +82,6 @@ def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[ob
 
 
 def _receive_exactly(at: socket.socket, room: memoryview) -> memoryview:
-    """Fill `room` from a socket, and return it."""
     left = room
     try:
         while len(left):
@@ -105,15 +99,14 @@ _Batch = list[str] | list[tuple[str, int, int]]
 
 
 class _Sockets:
-    """The sockets of a proxy: the control socket, and connections that no call is using."""
+    """The control socket, and connections that no call is using."""
 
     def __init__(self, control: socket.socket | None) -> None:
         self.control = control
         self.idle: list[socket.socket] = []
 
     def close(self) -> None:
-        """Close all of them: if no other process holds the control socket, the helper ends. May be
-        called repeatedly."""
+        """If no other process holds the control socket, the helper ends. Repeatable."""
         for each in (*self.idle, *filter(None, [self.control])):
             each.close()
         self.control, self.idle = None, []
@@ -125,7 +118,7 @@ class CloudProxy(ObjectStore):
     fork_safe = True
 
     def __init__(self, url: str, control: socket.socket, store_id: uuid.UUID) -> None:
-        """For `open`, which has started the helper."""
+        """Callers use `open`."""
         self.store_id = store_id
         self._url = url
         self._sockets = _Sockets(control)
@@ -136,7 +129,7 @@ class CloudProxy(ObjectStore):
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> Self:
-        """The store at `s3://bucket/prefix` (gs://, az:// likewise). Raises as `open_cloud`."""
+        """Raises as `open_cloud`."""
         return cls(url, *_start_helper(url, create=create))
 
     # Calls
@@ -144,8 +137,8 @@ class CloudProxy(ObjectStore):
     def _call(
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
-        """The value and the bytes that a call of the store returns. If the helper has ended, the
-        call is repeated once with a new helper. Raises the error of the call."""
+        """The value and the bytes that a call returns. If the helper has ended, the call is
+        repeated once with a new one. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:
@@ -158,8 +151,7 @@ class CloudProxy(ObjectStore):
     def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
     ) -> tuple[object, memoryview]:
-        """As `_call`, without repeating. Raises HelperDisconnected; the next call then starts
-        another helper."""
+        """Raises HelperDisconnected; the next call then starts another helper."""
         control = self._control()
         connection = None
         try:
@@ -181,8 +173,7 @@ class CloudProxy(ObjectStore):
         return answer["value"], body
 
     def _take_connection(self, control: socket.socket) -> socket.socket:
-        """A connection to the helper behind `control` that no other call uses. Raises
-        HelperDisconnected."""
+        """A connection that no other call uses. Raises HelperDisconnected."""
         with self._lock:
             if self._sockets.control is control and self._sockets.idle:
                 return self._sockets.idle.pop()
@@ -205,7 +196,6 @@ class CloudProxy(ObjectStore):
         connection.close()  # its helper has ended meanwhile
 
     def _control(self) -> socket.socket:
-        """The control socket of the helper, which is started if there is none."""
         with self._lock:
             if self._sockets.control is None:
                 control, store_id = _start_helper(self._url, create=False)
@@ -216,7 +206,6 @@ class CloudProxy(ObjectStore):
             return self._sockets.control
 
     def _drop_helper(self, control: socket.socket) -> None:
-        """Forget the helper behind `control`, which has ended."""
         with self._lock:
             if self._sockets.control is control:
                 log.warning(
@@ -230,7 +219,7 @@ class CloudProxy(ObjectStore):
         )
 
     def _forget_parents_connections(self) -> None:
-        """Called in a forked child: the existing connections belong to the parent."""
+        """In a forked child: the existing connections belong to the parent."""
         self._lock = threading.Lock()
         self._sockets.idle = []
         for each in list(self._connections):
@@ -244,8 +233,7 @@ class CloudProxy(ObjectStore):
         return _ProxyHousekeeping(self)
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """As `ObjectStore.put`. The call is not repeated if the helper ends: then it is unknown
-        whether the object was written."""
+        """Not repeated if the helper ends: it is then unknown whether the object was written."""
         try:
             self._call_once(("put", name), parts, None)
         except HelperDisconnected as error:
@@ -270,7 +258,7 @@ class CloudProxy(ObjectStore):
             yield from (ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", batch))
 
     def _batches(self, listing: str, prefix: str, after: str) -> Iterator[_Batch]:
-        """The answers of the helper to one listing, each of `NAMES_AT_ONCE` items but the last."""
+        """The answers to one listing, each of `NAMES_AT_ONCE` items but the last."""
         while True:
             value, _ = self._call(listing, prefix, after)
             batch = cast("_Batch", value)
@@ -305,14 +293,14 @@ class _ProxyHousekeeping(Housekeeping):
 
 
 def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
-    """Start a helper. Returns our end of its control socket, and the UUID of the store that it has
-    opened. Raises DieselError."""
+    """Returns our end of the control socket, and the UUID of the helper's store. Raises
+    DieselError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [*HELPER, url, str(theirs.fileno()), *["--create"] * create]
     with theirs, daemons.log_file(_log_path()) as file:
         start = file.tell()
         try:
-            said = daemons.start(
+            ready = daemons.start(
                 command, b"", file, log, daemon_name=f"the helper process for {url}",
                 deadline_s=START_S, pass_fds=[theirs.fileno()],
             )  # fmt: skip
@@ -321,7 +309,7 @@ def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
             if isinstance(error, DieselError):
                 daemons.add_log_tail(error, file, start)
             raise
-    return ours, uuid.UUID(hex=str(said["store"]))
+    return ours, uuid.UUID(hex=str(ready["store"]))
 
 
 def _log_path() -> Path:

@@ -2,8 +2,8 @@
 
 `python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
 at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
-A thread of its own serves each connection that arrives over it. The helper ends when the other ends
-of the control socket and of all connections are closed.
+A thread serves each connection that arrives over it. The helper ends when the control socket and
+all connections are closed.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger("diesel.objects")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run as a helper with these arguments. Returns the exit code."""
+    """Returns the exit code."""
     url, descriptor, *options = words
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +59,6 @@ def _connections(control: socket.socket) -> Iterator[socket.socket]:
 
 
 def _serve(connection: socket.socket, store: ObjectStore) -> None:
-    """Answer the calls on a connection until it ends."""
     with connection:
         try:
             while True:
@@ -72,7 +71,7 @@ def _serve(connection: socket.socket, store: ObjectStore) -> None:
 def _answer(
     store: ObjectStore, call: object, payload: memoryview
 ) -> tuple[Mapping[str, object], Sequence[Bytes]]:
-    """Make a call of the store. Returns the head and the payload of the answer."""
+    """Returns the head and the payload of the answer."""
     try:
         match call:
             case ["get", str(name), int(start), int() | None as length]:

@@ -1,26 +1,22 @@
 """Single requests to a bucket (S3, Google, Azure) through the library `obstore`, by key.
 
-This is the only module that knows obstore: its clients, its options, and the meaning of its errors.
-It bounds the time of each request and the number of requests that a process has under way (an
-upload in parts counts as one). Neither this module nor the library repeats a request; `retry.py`
-does that.
+Only this module knows obstore. It bounds the time of each request, and the number that a process
+has under way over all stores (an upload in parts counts as one): 2,000 readers at the start of a
+task must not need 2,000 sockets. `retry.py` repeats requests; the library does not. It follows a
+redirect of a GET, without our signature if the host changes, and never from https to http; a PUT is
+not redirected.
 
-Redirects: the library follows a redirect of a GET by itself, without our signature if the host
-changes, and never from https to http. A PUT is not redirected.
+Two things have no bound. A listing does not end if all its pages are empty and promise more. A
+signal does not interrupt a request, so ^C takes effect when it ends.
 
-Two things have no bound. If all pages of a listing are empty and promise more, the listing does not
-end. A signal does not interrupt a request, so ^C takes effect when the request ends.
+Concurrency: any thread. All threads share one client for each time limit.
 
-Concurrency: any thread. All threads share one client for each time limit. A semaphore of the
-process bounds the requests under way, whatever the number of stores: 2,000 readers at the start of
-a task must not need 2,000 sockets.
-
-Fork: the library's runtime (tokio, with threads of its own, started by the first request of a
-process) does not survive in a forked child: every request there would hang for ever (obstore
-0.12.1; measured with the parent's client, with a new client, with all clients of the parent
-deleted, and with the module imported again). If the parent has imported this module, and even made
-clients, but sent no request, its child can send requests; then a child of that child cannot. So a
-request raises at once (`check_process`) if a process that this one was forked from has sent one.
+Fork: the library's runtime (tokio; the first request starts its threads) does not survive in a
+forked child: every request there would hang for ever (obstore 0.12.1; measured with the parent's
+client, with a new client, with all clients of the parent deleted, and with the module imported
+again). If a parent has made clients but sent no request, its children can send requests; after
+that, their children cannot. So a request raises at once (`check_process`) if a process that this
+one was forked from has sent one.
 """
 
 import os
@@ -64,9 +60,9 @@ Item = TypeVar("Item")
 _Client = S3Store | GCSStore | AzureStore
 
 REQUESTS_MAX = 64
-"""Requests under way in one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
+"""In one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
-_PARTS_AT_ONCE = 4  # parts under way of one upload; memory holds each of them twice
+_PARTS_AT_ONCE = 4  # of one upload; memory holds each of them twice
 _WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
@@ -81,8 +77,6 @@ class UnlistableKey(PermanentStoreError):
 
 
 class _Process:
-    """Whether this process, or one that it was forked from, has sent requests."""
-
     def __init__(self) -> None:
         self.sent = False
         self.inherited = False
@@ -97,8 +91,8 @@ os.register_at_fork(after_in_child=_process.forked)
 
 
 def check_process() -> None:
-    """Raise PermanentStoreError if a request in this process would hang. Otherwise note that this
-    process has sent one."""
+    """Raise PermanentStoreError if a request would hang; otherwise note that this process sends
+    one."""
     if _process.inherited:
         raise PermanentStoreError(
             "an object store in the cloud was used before this process was forked",
@@ -108,7 +102,7 @@ def check_process() -> None:
 
 
 class ResponseBody:
-    """The body of an answer that is still to be read; the object's size and ETag are known."""
+    """A body that is still to be read."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -120,11 +114,9 @@ class ResponseBody:
         self._limits = limits
 
     def fill(self, view: memoryview, until: float) -> None:
-        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody.
-
-        Takes pieces as they come from the socket, so memory holds only one piece more (at most
-        some 400 KB), and notices a body that arrives too slowly.
-        """
+        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody. Takes pieces
+        as they come, so memory holds only one more (some 400 KB), and notices a body that is too
+        slow."""
         done = done_at_check = 0
         checked_s = time.monotonic()
         check_bytes_min = self._limits.stall_s * self._limits.bytes_per_s_min / 64
@@ -147,7 +139,7 @@ class ResponseBody:
 
 
 class CloudRequests:
-    """Requests to one bucket. Nothing is sent and no credential is read before the first one."""
+    """Nothing is sent and no credential is read before the first request."""
 
     def __init__(
         self,
@@ -155,25 +147,22 @@ class CloudRequests:
         environ: Mapping[str, str] | None = None,
         limits: AttemptLimits | None = None,
     ) -> None:
-        """`environ` (None: this process's environment) has the credentials and the endpoint."""
+        """`environ` (None: this process's) has the credentials and the endpoint."""
         self.location = location
         self.limits = limits or AttemptLimits()
         self._environ = environ
         self._access: BucketAccess | None = None
-        self._clients: dict[float, _Client] = {}  # by the time that a request may take
-        self._opening = threading.Lock()  # held while credentials are read and clients made
+        self._clients: dict[float, _Client] = {}  # by the time of a request
+        self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
 
     # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
-        """Write an object in one request: it is never there in part, and a failure leaves nothing.
-
-        The buffers are not copied. With `create`, raises ObjectExists if the key has an object, and
-        ConditionsUnsupported if the store cannot tell. S3 gets a SHA-256 with the request (in a
-        header, and in the signature) and refuses content that differs; with other vendors only TLS
-        protects the content on its way.
-        """
+        """Write an object in one request: it is never there in part. The buffers are not copied.
+        With `create`, raises ObjectExists, and ConditionsUnsupported if the store cannot tell. S3
+        gets a SHA-256 (in a header, and in the signature) and refuses content that differs; with
+        other vendors only TLS protects the content."""
         views = byte_views(parts)
         size = sum(map(len, views))
 
@@ -189,12 +178,9 @@ class CloudRequests:
         self._send("write", key, send, self.limits.attempt_s(size, put=True))
 
     def put_in_parts(self, key: str, parts: Sequence[Bytes]) -> None:
-        """Write or replace a large object in parts, a few of which are under way at once. The last
-        request makes the whole object appear.
-
-        If a part fails, all are given up. The parts of a process that was killed are not an object
-        and are never listed; only a rule of the bucket for incomplete uploads removes them.
-        """
+        """Write or replace a large object in parts, a few at once; the last request makes it
+        appear. If a part fails, all are given up. A killed process's parts are never listed; only a
+        rule of the bucket for incomplete uploads removes them."""
         views = byte_views(parts)
 
         def send(client: _Client) -> None:
@@ -213,12 +199,9 @@ class CloudRequests:
     def open(
         self, key: str, start: int, end: int | None, etag: str | None
     ) -> Iterator[ResponseBody]:
-        """Begin to read the bytes from `start` to `end` (None: to the object's end).
-
-        The body holds as much of the range as the object has. Raises ObjectMissing; ChangedObject
-        if `etag` is given and the object now has another; RangeNotSatisfiable if the object ends
-        before `start`.
-        """
+        """Read from `start` to `end` (None: to the object's end), as many bytes as there are.
+        Raises ObjectMissing; ChangedObject if the object's ETag is not `etag`; RangeNotSatisfiable
+        if it ends before `start`."""
         options: GetOptions = {}
         if end is not None:
             options["range"] = (start, end)
@@ -240,19 +223,18 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
-        """Size, time and ETag of an object. Raises ObjectMissing (also for a missing bucket)."""
+        """Raises ObjectMissing (also for a missing bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
-        """Make sure that an object is absent."""
         try:
             self._send("delete", key, lambda client: obstore.delete(client, key))
         except ObjectMissing:
             return
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of the objects that the store lists below the key `folder` ("": all) and behind the
-        key `after`, unchecked: they may be unordered, repeated, or outside `folder`."""
+        """Pages of the store's listing below the key `folder` ("": all) and behind the key `after`,
+        unchecked: they may be unordered, repeated, or outside `folder`."""
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
@@ -270,7 +252,7 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """The listing; nothing is sent before the caller takes its first page."""
+        """Nothing is sent before the first page is taken."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -286,8 +268,7 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Take one of the `REQUESTS_MAX` slots of this process. Raises AttemptFailed if none gets
-        free in time."""
+        """Raises AttemptFailed if none of the `REQUESTS_MAX` slots gets free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
@@ -303,7 +284,7 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """One request; a second one with new credentials if the store says that they expired."""
+        """One request; another with new credentials if they expired."""
 
         def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
@@ -315,7 +296,6 @@ class CloudRequests:
             return send()
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
-        """The result of `act`, with errors of the library as errors of DIESEL-FS."""
         try:
             return act()
         except (BaseError, OSError, ValueError) as error:
@@ -323,12 +303,8 @@ class CloudRequests:
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """The client with the time limit `request_s`: in the library a client, not a request, has a
-        time-out.
-
-        Only the client that reads bodies has a read time-out, since that also runs while a request
-        is being sent.
-        """
+        """In the library a client, not a request, has a time-out. Only the client that reads bodies
+        has a read time-out: that also runs while a request is being sent."""
         access, clients = self._access, self._clients
         if access is None or access.is_over() or request_s not in clients:
             with self._opening:
@@ -336,8 +312,7 @@ class CloudRequests:
         return clients[request_s]
 
     def _open_client(self, request_s: float) -> dict[float, _Client]:
-        """The clients, with one for `request_s` among them, and with credentials that do not end
-        soon."""
+        """All clients, also one for `request_s`; their credentials do not end soon."""
         access = self._access
         if access is None or access.is_over():
             access = resolve_access(
@@ -359,7 +334,7 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """The DIESEL-FS error for an error of the library, without the addresses in its text."""
+        """Leaves out the addresses in the library's text."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
@@ -384,7 +359,7 @@ class CloudRequests:
 
 
 def _fault_of_key(text: str) -> str:
-    """The key that the library refuses as a path, and the reason, as far as its text names them."""
+    """The refused key and the reason, as far as the library names them."""
     match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
     key = match[1] if match else ""
     named = f"the key {shown(key.encode())}" if key else "a key there"
@@ -394,7 +369,7 @@ def _fault_of_key(text: str) -> str:
 
 
 def _no_answer(what: str, text: str) -> DieselError:
-    """The error for a request without an HTTP status, from the text of the library's error."""
+    """The error for a request without an HTTP status."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return ObjectStoreRefused(
             f"{what}: there are no credentials",
@@ -431,7 +406,7 @@ def _no_answer(what: str, text: str) -> DieselError:
 def _make_client(
     location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
-    """A client of the library, which repeats nothing. Raises PermanentStoreError."""
+    """A client that repeats nothing. Raises PermanentStoreError."""
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match location.scheme:
@@ -457,7 +432,7 @@ def _make_client(
                     client_options=client,
                     retry_config=retry,
                 )
-    except (BaseError, ValueError):  # the error's text may show a secret that it could not parse
+    except (BaseError, ValueError):  # its text may show a secret
         raise PermanentStoreError(
             f"{location}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
@@ -466,5 +441,5 @@ def _make_client(
 
 def _found(meta: "ObjectMeta") -> CloudObject:
     modified = meta["last_modified"]
-    # Whole seconds: listings have fractions of a second, and the headers of an object do not.
+    # Whole seconds: listings have fractions, headers of objects do not
     return CloudObject(meta["path"], meta["size"], int(modified.timestamp()) * 10**9, meta["e_tag"])

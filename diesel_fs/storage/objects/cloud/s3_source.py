@@ -1,12 +1,9 @@
-"""Objects that others have put into an S3 bucket, under any key: lists and reads them.
+"""Lists and reads objects that others have put into an S3 bucket, under any key.
 
-This module uses botocore, and no other module sends requests for objects through it. The reason is
-that `requests.py`, which reads and writes the chunks of a repository, treats keys as paths: its
-library removes the slash at the end of a key, and lists nothing of a page that has a key like
-`a//b`. botocore returns keys unchanged, and knows everything that `~/.aws` may contain: profiles,
-SSO, roles, programs that print credentials.
-
-No request is repeated here; `retry.py` does that. Concurrency: any thread; a fork is allowed.
+The library of `requests.py` treats keys as paths: it removes a final slash, and lists nothing of a
+page that has a key like `a//b`. So this module uses botocore, which also knows everything in
+`~/.aws`: profiles, SSO, roles, programs that print credentials. `retry.py` repeats requests. Any
+thread; a fork is allowed.
 """
 
 import os
@@ -43,14 +40,14 @@ from .location import BucketLocation
 
 Item = TypeVar("Item")
 
-REQUESTS_MAX = 64  # under way at once
+REQUESTS_MAX = 64
 _READ_BYTES = 256 << 10
 _NO_ANSWER = (ConnectionError, HTTPClientError)
 _YES = ("1", "true", "yes", "on")
 
 
 class _Client(Protocol):
-    """The methods that this module uses of botocore's client, which has no types."""
+    """botocore's client, which has no types."""
 
     def list_objects_v2(self, **fields: object) -> Mapping[str, object]: ...
     def head_object(self, **fields: object) -> Mapping[str, object]: ...
@@ -63,7 +60,7 @@ class _Stream(Protocol):
 
 
 class S3Source:
-    """Requests to one bucket. Nothing is sent and no credential is read before the first one."""
+    """Nothing is sent and no credential is read before the first request."""
 
     def __init__(self, location: BucketLocation, limits: AttemptLimits | None = None) -> None:
         self.location = location
@@ -71,8 +68,8 @@ class S3Source:
         self._host = "S3"
 
     def pages(self, prefix: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of the objects with keys that begin with `prefix` and come after the key `after`,
-        in the order of the store's listing."""
+        """Objects with keys that begin with `prefix` and come after `after`, in the store's
+        order."""
         token: dict[str, object] = {"StartAfter": after} if after else {}
         while True:
             found = self._send("list", prefix, lambda client, token=token: client.list_objects_v2(  # type: ignore[misc]  # mypy infers no lambda with defaults
@@ -86,7 +83,7 @@ class S3Source:
             token = {"ContinuationToken": found["NextContinuationToken"]}
 
     def head(self, key: str) -> CloudObject:
-        """Size, time and ETag of an object. Raises ObjectMissing (also for a missing bucket)."""
+        """Raises ObjectMissing (also for a missing bucket)."""
         found = self._send(
             "stat", key,
             lambda client: client.head_object(Bucket=self.location.bucket, Key=key),
@@ -95,21 +92,18 @@ class S3Source:
 
     @contextmanager
     def open(self, key: str, start: int, end: int, etag: str | None) -> Iterator["_Body"]:
-        """Begin to read the bytes from `start` to `end`.
-
-        Raises ObjectMissing; ChangedObject if `etag` is given and the object now has another;
-        RangeNotSatisfiable if the object ends before `start`; ObjectArchived.
-        """
+        """Read the bytes from `start` to `end`. Raises as `CloudRequests.open`, and
+        ObjectArchived."""
         fields = {"Range": f"bytes={start}-{end - 1}", **({"IfMatch": etag} if etag else {})}
         found = self._send("read", key, lambda client: client.get_object(
             Bucket=self.location.bucket, Key=key, **fields
         ))  # fmt: skip
         body = cast("_Stream", found["Body"])
         try:
-            said = str(found.get("ContentRange", "")).removeprefix("bytes ").partition("/")[0]
-            if said and said != f"{start}-{end - 1}":
+            answered = str(found.get("ContentRange", "")).removeprefix("bytes ").partition("/")[0]
+            if answered and answered != f"{start}-{end - 1}":
                 raise RangeNotSatisfiable(f"{self._at(key)}: it ends before byte {end}")
-            if not said and start:
+            if not answered and start:
                 raise AttemptFailed(f"{self._at(key)}: the answer is of another range")
             yield _Body(body, self._at(key), self.limits)
         finally:
@@ -119,8 +113,7 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """botocore's client, set up to repeat nothing, with the settings of the environment and of
-        `~/.aws`."""
+        """A client with the settings of the environment and of `~/.aws`; it repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
@@ -147,7 +140,6 @@ class S3Source:
         return cast("_Client", client)
 
     def _send(self, doing: str, key: str, act: Callable[[_Client], Item]) -> Item:
-        """The result of a request, with errors of the library as errors of DIESEL-FS."""
         try:
             return act(self._client)
         except (BotoCoreError, ClientError, ValueError) as error:
@@ -169,7 +161,7 @@ class S3Source:
             return PermanentStoreError(f"{what}: its certificate is not trusted")
         if isinstance(error, _NO_ANSWER):
             return AttemptFailed(f"{what}: {_reason(error)}")
-        # All other errors arise before a request is sent: from credentials, profiles, settings
+        # Other errors arise before a request is sent: from credentials, profiles, settings
         return ObjectStoreRefused(
             f"{what}: {_first_line(error)}",
             advice="check the environment (AWS_...) and ~/.aws/config, with `aws s3 ls`",
@@ -181,8 +173,6 @@ class S3Source:
 
 
 class _Body:
-    """The body of an answer, which is still to be read."""
-
     def __init__(self, stream: _Stream, where: str, limits: AttemptLimits) -> None:
         self._stream = stream
         self._where = where
@@ -207,7 +197,7 @@ class _Body:
 def _object(key: str, size: str, found: Mapping[str, object]) -> CloudObject:
     modified = found["LastModified"]
     assert hasattr(modified, "timestamp")
-    # Whole seconds: listings have fractions of a second, and the headers of an object do not.
+    # Whole seconds: listings have fractions, headers of objects do not
     modified_ns = int(modified.timestamp()) * 10**9
     tag = found.get("ETag")
     return CloudObject(key, cast("int", found[size]), modified_ns, cast("str | None", tag))
@@ -218,15 +208,13 @@ def _is_set(name: str) -> bool:
 
 
 def _trusted() -> str | None:
-    """The certificates that the machine trusts, unless the user names others in a variable that
-    botocore reads itself (None)."""
+    """The machine's certificates; None if a variable that botocore reads names others."""
     if os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE"):
         return None
     return ssl.get_default_verify_paths().cafile
 
 
 def _reason(error: BotoCoreError) -> str:
-    """Why there was no answer."""
     text = f"{error} {error.kwargs.get('error')}"
     for symptom, reason in (
         ("Connection refused", "connection refused"),

@@ -1,20 +1,12 @@
 """The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
 `CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
-overwrites an object, resumes a read if the body breaks off, and lists in order whatever order the
-bucket answers in. `open_cloud` adds retries (`retry.py`).
+overwrites an object, resumes a read if the body breaks off, and lists in order whatever the
+bucket's order. `open_cloud` adds retries (`retry.py`). Importing this module imports `obstore`, so
+only programs of DIESEL-FS do.
 
-An object is written by one request, or in parts if it is large, and is there whole or not at all.
-So a bucket has no leftovers that can be listed; a rule of the bucket for incomplete uploads removes
-the parts of processes that were killed.
-
-Importing this module imports `obstore`, so only programs of DIESEL-FS import it (`requests.py` says
-why, and which requests are possible after a fork).
-
-Concurrency: any thread. Threads share two facts that they have found out about the store: whether
-it supports "put only if absent", and whether it lists out of order. Each is one field, set by a
-single assignment. If two threads find out the same fact at once, the race costs only a repeated
-request.
+Any thread. Threads share two facts about the store: whether it supports "put only if absent", and
+whether it lists out of order. Each is set by one assignment; a race costs only a repeated request.
 """
 
 import re
@@ -46,11 +38,11 @@ from .answers import (
 from .location import parse_bucket_url
 from .requests import CloudRequests, ResponseBody
 
-_RESUMES_MAX = 8  # per read, and one more for each MiB: a link that breaks more often is useless
-_RELISTS_MAX = 4  # listings of a bucket that lists out of order, until two of them agree
-_STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
-_ENCODED = re.compile(r"%2[Ff]")  # a slash in a name that the store has listed in URL encoding
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these in an offset
+_RESUMES_MAX = 8  # per read, and one more for each MiB: a worse link is useless
+_RELISTS_MAX = 4  # of an unordered bucket, until two agree
+_STRAY_KEYS_MAX = 5000  # repeated keys before a listing counts as endless
+_ENCODED = re.compile(r"%2[Ff]")  # a slash that the store lists in URL encoding
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these as an offset
 
 
 def open_cloud(
@@ -62,8 +54,7 @@ def open_cloud(
     policy: RetryPolicy | None = None,
     clock: RetryClock | None = None,
 ) -> RetryingStore:
-    """The store at `s3://bucket/prefix` (also gs://, az://), with retries. `create` makes it if the
-    prefix is empty. Raises as `CloudStore.open` and `CloudStore.create`."""
+    """`create` makes the store if the prefix is empty. Raises as `CloudStore.open` and `create`."""
     limits, policy, clock = (
         limits or AttemptLimits(),
         policy or RetryPolicy(),
@@ -78,9 +69,9 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """A store that keeps each object as an object of a bucket, under a key below one prefix."""
+    """Each object has a key below one prefix."""
 
-    fork_safe = False  # `requests.py` says why
+    fork_safe = False
 
     def __init__(
         self,
@@ -89,20 +80,17 @@ class CloudStore(ObjectStore):
         *,
         supports_conditional_put: bool | None = None,
     ) -> None:
-        """For `open` and `create`, which know that a store is there.
-
-        `supports_conditional_put`: whether the bucket supports "put only if absent"; None: the
-        first put finds out.
-        """
+        """Callers use `open` or `create`. `supports_conditional_put`: whether the bucket supports
+        "put only if absent"; None: the first put finds out."""
         self.store_id = store_id
         self.supports_conditional_put = supports_conditional_put
         self._requests = requests
         self._location = requests.location
-        self._unordered = False  # whether the bucket has listed out of order
+        self._unordered = False
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """The store at the location of `requests`. Raises ObjectMissing if there is none."""
+        """Raises ObjectMissing if there is no store."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -113,15 +101,13 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def create(cls, requests: CloudRequests) -> "CloudStore":
-        """Make a store if the prefix in the bucket is empty; open the store if there is one.
-
-        Raises ConflictError if anything else lies below the prefix.
-        """
+        """Make a store if the prefix is empty, or open the one that is there. Raises ConflictError
+        if anything else is there."""
         with suppress(ObjectMissing):
             return cls.open(requests)
         location = requests.location
         if any(page for page in requests.pages(location.prefix, "")):
-            with suppress(ObjectMissing):  # another process may have made one since
+            with suppress(ObjectMissing):  # another process may have made one
                 return cls.open(requests)
             raise ConflictError(
                 f"{location}: neither empty nor a DIESEL-FS store; no store is made in it",
@@ -129,7 +115,7 @@ class CloudStore(ObjectStore):
             )
         content = contract.encode_marker(uuid.uuid4())
         try:
-            with suppress(ObjectExists):  # another process has made it
+            with suppress(ObjectExists):
                 requests.put(location.key(STORE_MARKER), [content], create=True)
         except ConditionsUnsupported:
             requests.put(location.key(STORE_MARKER), [content], create=False)
@@ -146,13 +132,10 @@ class CloudStore(ObjectStore):
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """As `ObjectStore.put`, except for the following.
-
-        If the bucket does not support conditional requests, or the object is put in parts, the
-        store first asks whether the object exists. Two callers that put one name at the same moment
-        can then both succeed. In practice that is harmless: names of chunks are drawn at random,
-        and two snapshots of one version are equal.
-        """
+        """If the bucket does not support conditional requests, or the object is put in parts, the
+        store first asks whether the object exists, and two callers at the same moment can both
+        succeed. That is harmless: names of chunks are random, and two snapshots of one version are
+        equal."""
         contract.check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
@@ -167,7 +150,7 @@ class CloudStore(ObjectStore):
             self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
-        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, once more."""
+        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, again."""
         key = self._location.key(STORE_MARKER)
         content = self._get(key, STORE_MARKER, 0, None)
         try:
@@ -179,7 +162,6 @@ class CloudStore(ObjectStore):
         return False
 
     def _is_there(self, key: str) -> bool:
-        """Whether the bucket has an object with this key."""
         try:
             self._requests.head(key)
         except ObjectMissing:
@@ -213,7 +195,7 @@ class CloudStore(ObjectStore):
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
         except RangeNotSatisfiable:
             size = self._check_end(key, name, start + (length or 0))
-            if length is None and start == size:  # nothing is left behind `start`
+            if length is None and start == size:
                 return bytearray()
             raise _denied(name) from None
         except ObjectMissing as error:
@@ -227,7 +209,7 @@ class CloudStore(ObjectStore):
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
-        """Fill `view` from the version with this ETag (None: any). Returns the version's ETag."""
+        """Fill `view` from the version with this ETag (None: any); returns its ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
@@ -246,7 +228,6 @@ class CloudStore(ObjectStore):
         return etag
 
     def _until(self, size: int) -> float:
-        """The monotonic time by which an attempt to read `size` bytes must end."""
         return time.monotonic() + self._requests.limits.attempt_s(size, put=False)
 
     def _resume(
@@ -259,8 +240,8 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Resume a read after its body broke off (`cause`), from the same version of the object, as
-        long as each request brings some bytes."""
+        """Resume a read of the same version after its body broke off, while each request brings
+        some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
             late = time.monotonic() > until
@@ -278,7 +259,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """The size of an object. Raises TruncatedError if it ends before `end`."""
+        """Returns the object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -294,7 +275,7 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """ObjectMissing, but only if the store itself is still there."""
+        """ObjectMissing if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
@@ -306,12 +287,9 @@ class CloudStore(ObjectStore):
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """As `ObjectStore.list`: each object once and in order, or an error.
-
-        Neither the order nor the end of the bucket's own listing is trusted: a listing has ended
-        when a new one, which begins behind the last name, brings nothing more. A listing of the
-        whole store must contain the marker.
-        """
+        """Neither order nor end of the bucket's own listing is trusted: it has ended when a new one
+        behind the last name brings nothing more. A listing of the whole store must contain the
+        marker."""
         contract.check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
@@ -324,8 +302,7 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """The objects in order. They are yielded lazily until a page is out of order; then all
-        objects are read and sorted."""
+        """Lazy until a page is out of order; then all objects are read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -343,15 +320,15 @@ class CloudStore(ObjectStore):
                 last = name
                 yielded.add(name)
                 yield found
-            # Azure lists from the start each time, so listing again would bring nothing new
+            # Azure lists from the start each time: listing again would bring nothing new
             if last == before or self._location.scheme == "az":
                 return
 
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. Raises PermanentStoreError if the caller has not yet
-        yielded an object before `last`."""
+        """Objects behind `last`, sorted. Raises PermanentStoreError if one before `last` was not
+        yielded."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -359,7 +336,7 @@ class CloudStore(ObjectStore):
                 again.add(name)
             else:
                 rest.append(found)
-        if again != yielded:  # an object before `last` was skipped
+        if again != yielded:
             raise PermanentStoreError(
                 f"{self._location}: the listing is not in order",
                 advice="list again: it will be sorted",
@@ -367,7 +344,7 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """All objects, sorted. Lists the bucket again until a listing shows nothing new."""
+        """Lists the bucket until a listing shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -380,7 +357,7 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """The store's objects as the bucket lists them behind `last`, in its order."""
+        """Objects behind `last`, in the bucket's order."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -393,8 +370,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages of the listing of the folder that `prefix` lies in, from the first name that can
-        begin with it."""
+        """Pages of the folder of `prefix`, from the first name that can begin with it."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -403,8 +379,7 @@ class CloudStore(ObjectStore):
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
-        """The name of the object with a key. A key outside the store gets a name that no object
-        has."""
+        """A key outside the store gets a name that no object has."""
         if not self._location.prefix:
             return key
         start = f"{self._location.prefix}/"
@@ -417,8 +392,7 @@ class _CloudReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """As `FastReads.read_ranges`. All ranges are of one version of the object: later requests
-        demand the ETag of the first."""
+        """All ranges are of one version: later requests demand the first one's ETag."""
         etag: str | None = None
         for start, size in ranges:
             contract.check_range(name, start, size)
@@ -444,8 +418,7 @@ class _CloudHousekeeping(Housekeeping):
 
 
 class _Digest:
-    """A set of names that can only be compared: two numbers, however many names it has and in
-    whatever order they came."""
+    """A set of names that can only be compared; its size is constant."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -462,7 +435,7 @@ class _Digest:
 
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
-    """The UUID of the store at a location. Raises ObjectMissing."""
+    """Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, contract.MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
@@ -472,7 +445,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Read a body. If it breaks off, returns the error, which says how many bytes arrived."""
+    """Returns the error if the body breaks off; it has the number of received bytes."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -492,7 +465,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A name before all names that begin with `prefix`, and behind most of the smaller names."""
+    """A name before all with `prefix`, and behind most smaller ones."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
@@ -500,7 +473,7 @@ def _just_before(prefix: str) -> str:
 
 def _topmost_foreign(name: str) -> str:
     """The shortest beginning of a foreign name that is no folder of the store. Empty for a key
-    outside the store, and for a key that only stands for a folder."""
+    outside the store, and for one that stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

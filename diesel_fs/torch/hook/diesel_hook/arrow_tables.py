@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 _OF_FILES = frozenset(("Image", "Audio", "Video", "Pdf", "Nifti"))
-"""Features with a column that has a path and, if the content is in the table, bytes."""
+"""Their columns have a path and, if the content is in the table, bytes."""
 
 
 class _Column(Protocol):
-    """The used part of an Arrow column of structs."""
+    """An Arrow column of structs."""
 
     chunks: list[_Column]
     null_count: int
@@ -25,13 +25,13 @@ class _Column(Protocol):
 
 
 class _Rows(Protocol):
-    """The used part of an Arrow table."""
+    """An Arrow table."""
 
     def column(self, name: str) -> _Column: ...
 
 
 class _Dataset(Protocol):
-    """The used part of a `datasets.Dataset`."""
+    """A `datasets.Dataset`."""
 
     features: Mapping[str, object]
     format: Mapping[str, list[str]]
@@ -42,14 +42,13 @@ class _Dataset(Protocol):
 
 
 def paths(dataset: object) -> Iterable[str] | None:
-    """The path of each row's file, "" for a row without one; None for any other dataset, and if the
-    table has the contents themselves. If several columns have files, the first one counts."""
+    """The path of each row's file, or ""; None for other datasets, and if the table has the
+    contents. Only the first column with files counts."""
     found = _column(dataset)
     return None if found is None else _paths(found[0][:].column(found[1]))
 
 
 def path_at(dataset: object, index: int) -> str | None:
-    """The path of one row's file; None if `paths` gives none."""
     found = _column(dataset)
     if found is None:
         return None
@@ -58,7 +57,7 @@ def path_at(dataset: object, index: int) -> str | None:
 
 
 def _column(dataset: object) -> tuple[_Dataset, str] | None:
-    """The column of a dataset that names files, as a dataset of Arrow values, and its name."""
+    """The column that names files, as a dataset of Arrow values, and its name."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return None
     table: _Dataset = dataset  # type: ignore[assignment] # by its module

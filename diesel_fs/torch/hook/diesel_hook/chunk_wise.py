@@ -1,12 +1,12 @@
 """Replaces random orders of torch's samplers by chunk-wise ones (`dlcmd run --shuffle chunk`).
 
 Chunk-wise shuffle (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups,
-and the samples of each group are shuffled among themselves. The lengths of the orders, the seeds,
-and the rules for `drop_last` are those of the sampler that is replaced. A `DistributedSampler`
-gives each rank a contiguous part, so that a chunk is read by one rank.
+and the samples of each group are shuffled among themselves. The lengths, seeds and rules for
+`drop_last` are those of the replaced sampler. A `DistributedSampler` gives each rank a contiguous
+part, so that one rank reads a chunk.
 
-A sampler is chunk-wise while it has the attribute `_diesel_chunks` (`Grouping`). A copy of the
-sampler has the attribute, too, so orders can be predicted.
+A sampler is chunk-wise while it has the attribute `_diesel_chunks` (`Grouping`). Copies have it,
+too, so orders can be predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _installed: list[bool] = []  # one, once the classes are wrapped
 
 
 class _Tensor(Protocol):
-    """The used part of a tensor."""
+    """torch's tensor."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: object) -> _Tensor: ...
@@ -34,7 +34,7 @@ class _Tensor(Protocol):
 
 
 class _Sampler(Protocol):
-    """The used parts of torch's samplers; none has all of them."""
+    """torch's samplers; none has all of these."""
 
     data_source: Sequence[object]
     dataset: Sequence[object]
@@ -52,12 +52,9 @@ class _Sampler(Protocol):
 
 
 class Grouping(NamedTuple):
-    """Determines the groups in which the samples of a dataset are shuffled."""
-
     chunks: _Tensor
-    """For each index of the dataset the number of a chunk, or -1."""
+    """The number of each sample's chunk, or -1."""
     group_size: int
-    """Chunks in a group."""
 
 
 def _install() -> None:
@@ -71,10 +68,10 @@ def _install() -> None:
 
 
 def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str | None:
-    """Make a sampler of a dataset chunk-wise, if it is random.
+    """Make a random sampler chunk-wise.
 
     `is_whole` is False if this process alone knows the chunks, so that its order may differ from
-    that of other ranks. Returns a note for the user if a random order stays as it is.
+    other ranks'. Returns a note for the user if a random order stays as it is.
     """
     dataset_size = len(grouping.chunks)
     data = sys.modules["torch.utils.data"]
@@ -107,7 +104,7 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
 
 def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
     """The positions of samples in chunk-wise order. Samples without a chunk are spread over the
-    chunks of the others. All random numbers come from `generator`."""
+    others' chunks."""
     torch = sys.modules["torch"]
     chunks, group_size = grouping
     unknown = chunks < 0
@@ -118,7 +115,7 @@ def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
         chunks[unknown] = known[drawn]  # type: ignore[index] # a tensor
     numbers, inverse = torch.unique(chunks, return_inverse=True)
     group = torch.randperm(len(numbers), generator=generator) // group_size
-    # Equal keys are rare, so any order among them is good, if it is always the same.
+    # Equal keys are rare; any order among them is good that is always the same.
     keys = group[inverse] + torch.rand(len(chunks), generator=generator, dtype=torch.float64)
     order: list[int] = torch.argsort(keys, stable=True).tolist()
     return order
@@ -136,7 +133,6 @@ def _replace(kind: type, ordered: Callable[[_Sampler, Grouping], Iterator[int]])
 
 
 def _random(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `RandomSampler` without replacement."""
     torch = sys.modules["torch"]
     generator = sampler.generator
     if generator is None:
@@ -150,7 +146,6 @@ def _random(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `SubsetRandomSampler`."""
     indices = sys.modules["torch"].as_tensor(sampler.indices)
     inside = Grouping(grouping.chunks[indices], grouping.group_size)
     for position in chunk_wise(inside, sampler.generator):
@@ -158,7 +153,7 @@ def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _distributed(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `DistributedSampler`, but each rank's part is contiguous."""
+    """Each rank's part is contiguous, unlike in torch's `DistributedSampler`."""
     generator = sys.modules["torch"].Generator()
     generator.manual_seed(sampler.seed + sampler.epoch)
     order = chunk_wise(grouping, generator)

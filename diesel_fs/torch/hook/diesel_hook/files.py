@@ -15,33 +15,29 @@ from .link import Link
 
 if TYPE_CHECKING:
     Steps = Sequence[str | int]
-    """The way from a loader's dataset to one inside: attributes, and indices of lists."""
+    """Attributes and indices of lists that lead from a loader's dataset to one inside."""
 
 _Row = TypeVar("_Row")
 
 _PART = 1 << 16  # paths of one message
 
 NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
-"""The module of `DieselDataset`."""
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; lists and ranges read no files
 
 _FOLDERS = ("samples", "imgs", "paths")
-"""Attributes of datasets of files: a list of paths, or of tuples that begin with a path."""
+"""Attributes with a list of paths, or of tuples that begin with a path."""
 
 
 _SAMPLED = 256  # rows of a list that are compared again: lists change as a whole
 
 
 class NestedDataset(NamedTuple):
-    """A dataset that reads files: a loader's dataset, or one inside it."""
+    """A loader's dataset, or one inside it, that reads files."""
 
     steps: Steps
-    """The way to it from the loader's dataset."""
     table: str
-    """The launcher's name of its table of files."""
     is_listed: bool
-    """Whether it has a list of its files."""
 
 
 def _never_changes(_: object) -> bool:
@@ -49,8 +45,6 @@ def _never_changes(_: object) -> bool:
 
 
 class KnownDataset:
-    """A dataset that the launcher knows."""
-
     def __init__(
         self,
         number: int,
@@ -58,21 +52,18 @@ class KnownDataset:
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
     ) -> None:
-        """`is_unchanged` returns whether the dataset is still as the launcher knows it."""
         self.number = number
         self.is_whole = all(each.is_listed for each in parts)
-        """Whether the dataset lists all of its files."""
         self.parts = parts
         self.size = size
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
-        """Whether all files that its samples open are known."""
         self._seen = bytearray(size if parts else 0)
         self._news = 0  # new indices since the last call
         self._has_begun = False
 
     def begin(self) -> None:
-        """Begin an epoch. Learning ends after the first epoch without a new sample."""
+        """Learning ends after the first epoch without a new sample."""
         if self.is_learned:
             return
         news, self._news = self._news, 0
@@ -82,7 +73,6 @@ class KnownDataset:
         self._has_begun = True
 
     def saw(self, indices: Sequence[int]) -> None:
-        """Record that these samples were read while their dataset was learned."""
         seen = self._seen
         for index in indices:
             if index < len(seen) and not seen[index]:
@@ -94,13 +84,10 @@ class KnownDatasets:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
-        """Each dataset: a weak reference, and its `KnownDataset`."""
-
         self._count = 0
 
-    def told(self, dataset: object) -> KnownDataset | None:
-        """The launcher's record of a dataset; None if it has no files by index. A dataset that has
-        changed is sent again."""
+    def record(self, dataset: object) -> KnownDataset | None:
+        """A changed dataset is sent again. None without files by index."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -109,19 +96,19 @@ class KnownDatasets:
                 return known[1]
             del self._known[id(dataset)]
             self._link.send({"do": "forget", "dataset": known[1].number})
-        told = self._tell(dataset, size)
-        if told is not None:
+        record = self._send(dataset, size)
+        if record is not None:
             with suppress(TypeError):  # no weak references: it is sent each time
-                self._known[id(dataset)] = weakref.ref(dataset), told
-        return told
+                self._known[id(dataset)] = weakref.ref(dataset), record
+        return record
 
     def _forget_gone(self) -> None:
-        for key, (reference, told) in list(self._known.items()):
+        for key, (reference, record) in list(self._known.items()):
             if reference() is None:
                 del self._known[key]
-                self._link.send({"do": "forget", "dataset": told.number})
+                self._link.send({"do": "forget", "dataset": record.number})
 
-    def _tell(self, dataset: object, size: int) -> KnownDataset | None:
+    def _send(self, dataset: object, size: int) -> KnownDataset | None:
         name = type(dataset).__name__
         inner = getattr(dataset, "dataset", None)
         indices = getattr(dataset, "indices", None)
@@ -152,28 +139,27 @@ class KnownDatasets:
         return None
 
     def _subset(self, inner: object, indices: Sequence[int]) -> KnownDataset | None:
-        of = self.told(inner)
+        of = self.record(inner)
         if of is None:
             return None
         column = array("q", map(int, indices))
         seen = _sampled(indices, int)
 
         def is_unchanged(dataset: object) -> bool:
-            now = dataset.dataset, dataset.indices  # type: ignore[attr-defined] # see `_tell`
-            return self.told(now[0]) is of and _sampled(now[1], int) == seen
+            now = dataset.dataset, dataset.indices  # type: ignore[attr-defined] # see `_send`
+            return self.record(now[0]) is of and _sampled(now[1], int) == seen
 
         number = self._next({"do": "subset", "of": of.number}, memoryview(column))
         parts = [each._replace(steps=("dataset", *each.steps)) for each in of.parts]
         return KnownDataset(number, parts, len(column), is_unchanged)
 
     def _concat(self, parts: Sequence[object], size: int) -> KnownDataset | None:
-        told = [self.told(each) for each in parts]
-        known = [each for each in told if each is not None]
-        if len(known) < len(told):
+        known = [each for each in map(self.record, parts) if each is not None]
+        if len(known) < len(parts):
             return None
 
         def is_unchanged(dataset: object) -> bool:
-            return [self.told(each) for each in dataset.datasets] == known  # type: ignore[attr-defined] # see `_tell`
+            return [self.record(each) for each in dataset.datasets] == known  # type: ignore[attr-defined] # see `_send`
 
         number = self._next({"do": "concat", "of": [each.number for each in known]})
         inner = [
@@ -205,16 +191,15 @@ class KnownDatasets:
 
 
 class FileListing:
-    """Looks up the file that a dataset lists for an index. It holds no reference to the dataset."""
+    """Looks up a dataset's listed files, without a reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
         self.is_slow = self._place is None
-        """Whether a look-up takes milliseconds, because the list is an Arrow table."""
+        """Look-ups in an Arrow table take milliseconds."""
 
     def path(self, dataset: object, index: int) -> str:
-        """The path that `dataset` now lists; empty if it lists none. May raise any exception of the
-        dataset."""
+        """ "" if it lists none. May raise any exception of the dataset."""
         if self._place is None:
             return arrow_tables.path_at(dataset, index) or ""
         return _path(_rows_at(dataset, self._place)[index])
@@ -228,13 +213,11 @@ def _size(dataset: object) -> int:
 
 
 def _rows(dataset: object, size: int) -> Sequence[object] | None:
-    """The list of a dataset's files: paths, or tuples that begin with one; None if it has none."""
     place = _place(dataset, size)
     return None if place is None else _rows_at(dataset, place)
 
 
 def _place(dataset: object, size: int) -> Sequence[str] | None:
-    """The attributes that lead from a dataset to the list of its files."""
     for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
         try:
             found = _rows_at(dataset, place)
@@ -261,6 +244,5 @@ def _path(row: object) -> str:
 
 
 def _sampled(rows: Sequence[_Row], what: Callable[[_Row], object]) -> list[object]:
-    """A value of each of some rows that are spread over a list."""
     size = len(rows)
     return [what(rows[at]) for at in range(0, size, max(size // _SAMPLED, 1))]

@@ -1,16 +1,15 @@
 """Finds out which files a dataset opens for each index: whether those of its list, if it has one.
 
-While the samples of a dataset are read, the `__getitem__` of its class records the index, and an
-audit hook records the files that Python opens meanwhile. Native readers open files that Python does
-not see: some are wrapped by name. This happens in the process that reads the samples: in the
-workers of a `DataLoader`, or in the process itself if it has none. The launcher gets the result,
-and keeps the files that lie in mounts.
+In the processes that read the samples (the loader's workers, if it has any), the `__getitem__` of
+the dataset's class records the index, and an audit hook records the files that Python opens
+meanwhile. Python does not see native readers open files: some are wrapped by name. The launcher
+gets the result, and keeps the files that lie in mounts.
 
-A few samples are *checked*: the first ones of an epoch, and one in a second. For these, the opened
-files are sent in any case, so that the launcher notices a plan of files that are never read. If a
-listed file was not seen, the next checks look with inotify (`opens.py`): a native library may have
-read it. All other samples are *learned* in the first epochs, unless the dataset opens its list and
-nothing else. In between the class is left unwrapped, so a loop pays only for the checks.
+A few samples are *checked*: the first ones of an epoch, and one in a second. Their files are sent
+in any case, so that the launcher notices a plan of files that are never read. If a listed file was
+not seen, the next checks look with inotify (`opens.py`): a native library may have read it. All
+other samples are *learned* in the first epochs, unless the dataset opens its list and nothing else.
+In between the class is left unwrapped, so a loop pays only for the checks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .link import Link
 _SEND_S = 0.02
 _CHECKED_FIRST = 16  # first samples of an epoch, in each process
 _CHECK_S = 1.0  # between two checks after these
-_CHECKED_ROWS_MAX = 256  # of a batch that is read at once
+_CHECKED_ROWS_MAX = 256  # in a batch
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -43,9 +42,9 @@ _READERS = (
     ("h5py", "File.__init__"),
     ("soundfile", "SoundFile.__init__"),
 )
-"""Functions that open the file in their first argument (of a method, the first after `self`)."""
+"""They open the file in their first argument (after `self`)."""
 
-_WITH_INDICES = 2  # arguments of `__getitems__`: the dataset and a list
+_WITH_INDICES = 2  # the dataset and a list
 
 if TYPE_CHECKING:
     from .files import Steps
@@ -53,12 +52,10 @@ if TYPE_CHECKING:
 
     Path = str | bytes
     Row = tuple[int, bool, Sequence[Path]]
-    """A sample, whether it was checked, and what it opened."""
+    """A sample, whether it was checked, and its opened files."""
 
 
 class _Function(Protocol):
-    """A function or a method of other code."""
-
     def __call__(self, *arguments: object, **named: object) -> object: ...
 
 
@@ -73,11 +70,8 @@ class _Known:
         self._listing = FileListing(dataset) if part.is_listed else None
         self.may_learn = may_learn
         self.learns = may_learn and not part.is_listed
-        """Whether every sample is observed."""
         self.indices: set[int] = set()
-        """Its known samples."""
         self.is_suspected = False
-        """Whether a file of its list was not seen although it should have been opened."""
         self._checked = 0  # samples
         self._checked_s = 0.0
 
@@ -85,7 +79,6 @@ class _Known:
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
 
     def is_idle(self) -> bool:
-        """Whether no sample is observed until the next check."""
         return not self.learns and not self.is_due()
 
     def checks(self, samples: int) -> None:
@@ -93,12 +86,11 @@ class _Known:
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """A listed file was not seen. Check as many samples as at the beginning of an epoch."""
+        """Check as many samples as when an epoch begins."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """The files that the dataset lists for these samples; empty if it has no list, or a list
-        that is slow to look up, unless `always`."""
+        """Empty without a list, or if it is slow to look up, unless `always`."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -106,18 +98,13 @@ class _Known:
 
 
 class _Reading:
-    """The files that are opened while samples are read."""
-
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self.thread = threading.get_ident()
         self.is_mixed = False
-        """Whether another thread has read samples at the same time."""
 
 
 class Learner:
-    """Records the files that datasets open, and sends them."""
-
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, _Known] = {}  # by id of the dataset
@@ -134,8 +121,7 @@ class Learner:
         self._timers: list[threading.Timer] = []
 
     def learn(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
-        """Record from now on the files that this dataset opens; without `may_learn`, only those of
-        a few samples."""
+        """Record the files that this dataset opens; without `may_learn`, only for the checks."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
         if not self._is_watching:
@@ -147,14 +133,13 @@ class Learner:
             self._wrap_all()
 
     def stop(self) -> None:
-        """Send the records, and stop recording."""
         if not self._known:
             return
         self.flush()
         with self._wraps:
             self._unwrap()
             self._known.clear()
-        # No thread of the hook may exist when the program forks: Python warns of threads then.
+        # Python warns if the program forks while threads exist.
         timers, self._timers = self._timers, []
         for each in timers:
             each.cancel()
@@ -180,7 +165,6 @@ class Learner:
         self._seen_modules.clear()
 
     def _rest(self) -> None:
-        """Unwrap the classes until the next check."""
         with self._wraps:
             if self._undo and all(each.is_idle() for each in self._known.values()):
                 self._unwrap()
@@ -223,8 +207,8 @@ class Learner:
         self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Python's audit hook. It cannot be removed, so it must cost nothing when idle; an
-        exception here would be raised in the program."""
+        """An audit hook cannot be removed, so it must cost nothing when idle; an exception here
+        would be raised in the program."""
         reading = self._reading
         if reading is not None and event == "open":
             with suppress(Exception):  # any code may raise such an event, with any arguments
@@ -253,8 +237,8 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """The observed dataset to which a method belongs, if its next samples must be observed;
-        None if another observed dataset reads them."""
+        """None unless the dataset's next samples must be observed, or if another observed dataset
+        reads them."""
         known = self._known.get(id(arguments[0]))
         if known is None:
             return None
@@ -285,8 +269,7 @@ class Learner:
     def _read_suspected(
         self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
     ) -> object:
-        """Read samples, and check with inotify whether the files of their list are opened at
-        all."""
+        """Check with inotify whether the listed files are opened at all."""
         with self._opens_lock:
             opens = None
             with suppress(Exception):  # if this fails, they count as opened
@@ -311,7 +294,7 @@ class Learner:
             result = read()
         finally:
             self._reading = None
-        with suppress(Exception):  # the loop runs on as without the hook
+        with suppress(Exception):
             if not reading.is_mixed:
                 self._note(known, wanted, reading.paths, opens, is_due=is_due)
             if known.is_idle():
@@ -327,7 +310,6 @@ class Learner:
         *,
         is_due: bool,
     ) -> None:
-        """Keep the files that were opened for samples, unless they are the listed ones."""
         if len(wanted) == 1:
             opened = list(dict.fromkeys(opened))
         listed = known.listed(wanted, always=is_due)
@@ -401,7 +383,6 @@ class Learner:
         return reader
 
     def _wrap(self, owner: object, name: str, make: Callable[[_Function], _Function]) -> None:
-        """Replace a function of a class or a module until `stop`."""
         self._replace(owner, name, make(getattr(owner, name)))
 
     def _replace(self, owner: object, name: str, value: object) -> None:
@@ -415,7 +396,7 @@ _ABSENT = object()
 
 
 def _restore(owner: object, name: str, value: object, ours: object) -> None:
-    """Undo a replacement, unless the program has replaced it, too."""
+    """Keeps a value by which the program has replaced ours."""
     if vars(owner).get(name) is not ours:
         return
     if value is _ABSENT:
@@ -425,7 +406,7 @@ def _restore(owner: object, name: str, value: object, ours: object) -> None:
 
 
 def _add(opened: list[Path], path: object) -> None:
-    """Record a path; other values, such as a file descriptor, are ignored."""
+    """Ignores other values, such as a file descriptor."""
     if isinstance(path, (str, bytes)):
         opened.append(path)
     elif isinstance(path, os.PathLike):
@@ -433,7 +414,6 @@ def _add(opened: list[Path], path: object) -> None:
 
 
 def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
-    """The elements of `paths` that are not among others."""
     left = set(map(os.fsdecode, paths)) - set(map(os.fsdecode, among))
     if not left:
         return []
@@ -442,7 +422,6 @@ def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
 
 
 def inside(dataset: object, steps: Steps) -> object:
-    """The dataset inside another one, found by `steps`."""
     for step in steps:
         dataset = dataset[step] if isinstance(step, int) else getattr(dataset, step)  # type: ignore[index] # a list
     return dataset
@@ -452,12 +431,11 @@ _REMAKE = (
     "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
     "(__import__('sys').modules.get('diesel_hook'))"
 )
-"""The expression in a pickle of `LearningWorkers`: it needs nothing but Python."""
+"""The expression in a pickle of `LearningWorkers`, which needs nothing but Python."""
 
 
 class LearningWorkers:
-    """The `worker_init_fn` of a loader with learning workers. It then calls the user's own
-    function.
+    """The `worker_init_fn` of a loader with learning workers, which calls the user's own.
 
     It is pickled if workers are spawned. A worker that has not joined, because the script has
     changed PYTHONPATH, cannot import this module: there the pickle yields the user's own function.
@@ -476,13 +454,13 @@ class LearningWorkers:
         self._may_learn = may_learn
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Only plain values: a worker that has not joined cannot import a class of ours.
+        # A worker that has not joined cannot import our classes.
         wanted = [tuple(each) for each in self._wanted]
         parts = self._socket_path, wanted, self._users, self._may_learn
         return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
-        with suppress(Exception):  # the worker runs on as without the hook
+        with suppress(Exception):
             self._learn()
         if self._users is not None:
             self._users(worker)

@@ -1,8 +1,8 @@
 """The connection of a training process to the launcher.
 
 A message is two lengths (4 bytes for a JSON object, 8 for a payload after it; little-endian), the
-object and the payload. The launcher answers only requests (`ask`), with a length of 8 bytes and a
-payload. A launcher that is gone is no error: the process runs on without it.
+object and the payload. The launcher answers a `request` only, by a length of 8 bytes and a payload.
+If it is gone, the process runs on without it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ _SEND_S = 20.0  # a launcher that takes nothing for this long is given up
 
 
 class HookSettings(TypedDict):
-    """The launcher's settings for a training process."""
-
     socket: str
-    """The path of the launcher's socket."""
     ahead: int
-    """The number of further epochs that are announced if they can be foreseen."""
+    """Further epochs to announce."""
     group_size: int
-    """The number of chunks in a group of the chunk-wise orders that replace random ones; 0: none
-    do."""
+    """Chunks in a group of the chunk-wise orders that replace random ones; 0: none do."""
     own_seed: bool
-    """Whether samplers that draw from the global generator get a generator of their own."""
+    """Whether samplers that draw from the global generator get their own."""
 
 
 class Link:
-    """Sends messages to the launcher. Any thread, and any process that was forked from this one."""
+    """Any thread and any forked child."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,16 +45,16 @@ class Link:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def send(self, message: dict[str, object], payload: bytes | memoryview = b"") -> None:
-        """Send a message. Never raises: without a launcher it does nothing."""
+        """Never raises: without a launcher it does nothing."""
         self._exchange(message, payload, has_answer=False)
 
-    def ask(self, message: dict[str, object]) -> bytes | None:
-        """Send a request, and wait for the payload of the answer; None without a launcher."""
+    def request(self, message: dict[str, object]) -> bytes | None:
+        """None without a launcher."""
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
-        """As `send`; may also be called while objects are collected, perhaps within `send`. The
-        message is sent now, or after the one that is being sent."""
+        """The garbage collector may call it, even within `send`: the message then follows the
+        current one."""
         self._later.append(message)
         self._send_waiting()
 
@@ -99,12 +95,11 @@ class Link:
         return connected
 
     def note(self, text: str) -> None:
-        """Have the launcher show the user a note. The same text is shown once."""
+        """The launcher shows the same text once."""
         self.send({"do": "note", "text": text})
 
     @staticmethod
     def _answer(connected: socket.socket) -> bytes:
-        """The payload of an answer, which follows its length."""
         with connected.makefile("rb") as stream:
             head = stream.read(_LENGTH.size)
             content = stream.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
@@ -119,8 +114,7 @@ class Link:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket, self._owner = made, os.getpid()
             self._place = _place_of(made.fileno())
-            # In blocking mode. Otherwise it fails at once if many processes connect at the same
-            # time
+            # In blocking mode: otherwise it fails at once if many processes connect together.
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(_SEND_S), 0))
             made.connect(self.path)
             made.settimeout(_SEND_S)
@@ -129,8 +123,7 @@ class Link:
         return self._socket
 
     def _is_ours(self) -> bool:
-        """Whether the descriptor is still that of the socket: a program may close all descriptors,
-        and then open others, which get the same numbers."""
+        """The program may have closed all descriptors, and opened others with the same numbers."""
         assert self._socket is not None
         try:
             return _place_of(self._socket.fileno()) == self._place
@@ -138,7 +131,7 @@ class Link:
             return False
 
     def _forget(self) -> None:
-        """Drop the socket: close it, unless its descriptor now belongs to the user's program."""
+        """Close the socket, unless its descriptor now belongs to the program."""
         if self._socket is not None:
             if self._is_ours():
                 self._socket.close()

@@ -1,10 +1,10 @@
 """Watches the `DataLoader`s of this process: the orders of their samplers, and the loop's progress.
 
-When torch's `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. With the first
-epoch of a loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class
-are wrapped too. All of these are public. The hook iterates the sampler only when torch does, so it
-draws at the same moments as without the hook. The files of a dataset are sent when its loader is
-made, so that the launcher has found them when the first epoch begins.
+When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped; with a loader's first
+epoch, so are the `__iter__` of its sampler's class and the `__next__` of its iterator's class. All
+of these are public. The hook iterates the sampler only when torch does, so it draws at the same
+moments as without the hook. The files of a dataset are sent when its loader is made, so that the
+launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
-"""By module, the classes of loaders that have an `__init__` and an `__iter__` of their own."""
+"""The loader classes with their own `__init__` and `__iter__`, by module."""
 
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
-"""Packages that take a batch from a loader before the user's loop wants it."""
+"""They take a batch from a loader before the user's loop wants it."""
 
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
-_expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
+_expected = threading.local()  # `pair`: the next sampler for torch, and its epoch
 _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
 _current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
@@ -51,7 +51,7 @@ _DROPPED_MIN = 1 << 18  # received indices that are dropped together
 
 
 class _Loader(Protocol):
-    """The used part of torch's `DataLoader`."""
+    """torch's `DataLoader`."""
 
     dataset: object
     sampler: object
@@ -65,8 +65,6 @@ class _Loader(Protocol):
 
 
 class Watch:
-    """The state of the loaders of this process."""
-
     def __init__(self, link: Link, settings: HookSettings) -> None:
         self.link = link
         self.ahead = settings["ahead"]
@@ -81,7 +79,7 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
-        """The datasets of loaders with persistent workers, which keep reading the first one."""
+        """Loaders with persistent workers keep reading their first dataset."""
         self._count = 0
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
@@ -95,17 +93,16 @@ class Watch:
         self._loaders.clear()
         self._kept.clear()
 
-    def tell_files(self, loader: _Loader) -> KnownDataset | None:
-        """The launcher's record of the loader's dataset; None if it has no files by index."""
+    def send_files(self, loader: _Loader) -> KnownDataset | None:
+        """None if the loader's dataset has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
             return None  # the sampler of datasets that choose their samples themselves
-        return self.datasets.told(loader.dataset)
+        return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
-        """The stream of a loader, which is made with its first epoch."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -114,15 +111,15 @@ class Watch:
 
     def begin(self, loader: _Loader) -> LoaderEpoch:
         sampler = _index_sampler(loader)
-        dataset, told = loader.dataset, self.tell_files(loader)
-        if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
+        dataset, record = loader.dataset, self.send_files(loader)
+        if record is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
-        if told is not None and loader.num_workers and loader.persistent_workers:
-            self._kept[loader] = told
+        if record is not None and loader.num_workers and loader.persistent_workers:
+            self._kept[loader] = record
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        epoch = LoaderEpoch(self, sampler, told, stream, batches)
+        epoch = LoaderEpoch(self, sampler, record, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # otherwise torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
@@ -135,25 +132,23 @@ class Watch:
             is_counted = is_counted and _passes_all_on(each)
             if self._has_own_seed:
                 self._seed(each, stream.number)
-        if self.group_size and told is not None:
+        if self.group_size and record is not None:
             *_, innermost = _nested(sampler)
-            self._make_chunk_wise(innermost, told)
+            self._make_chunk_wise(innermost, record)
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
-        """Give a sampler that draws from torch's global generator one of its own."""
         torch = sys.modules["torch"]
         if type(sampler).__name__ in DRAWS and getattr(sampler, "generator", None) is None:
             generator = torch.Generator()
             generator.manual_seed((torch.initial_seed() + number) % _SEEDS)
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
-    def _make_chunk_wise(self, sampler: object, told: KnownDataset) -> None:
-        """Replace the order of a sampler by a chunk-wise one, if it is random."""
-        grouping = self._groupings.get(told)
+    def _make_chunk_wise(self, sampler: object, record: KnownDataset) -> None:
+        grouping = self._groupings.get(record)
         if grouping is None:
-            content = self.link.ask({"do": "chunks", "dataset": told.number})
-            if content is None or len(content) != 8 * told.size:
+            content = self.link.request({"do": "chunks", "dataset": record.number})
+            if content is None or len(content) != 8 * record.size:
                 self.link.note("a sampler keeps its order: the chunks of its files are not known")
                 return
             torch = sys.modules["torch"]
@@ -161,22 +156,21 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if told.is_whole or told.is_learned:  # otherwise more will be known later
-                self._groupings[told] = grouping
-        note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
+            if record.is_whole or record.is_learned:  # otherwise more will be known later
+                self._groupings[record] = grouping
+        note = chunk_wise.mark(sampler, grouping, is_whole=record.is_whole)
         if note is not None:
             self.link.note(note)
 
-    def look(self, loader: _Loader, told: KnownDataset) -> LearningWorkers | None:
-        """Begin to observe which files the loader's dataset opens, for an epoch that begins.
-        Returns the function that the workers of the loader must run when they start, if it has any.
-        """
-        told.begin()
-        may_learn = not told.is_learned
+    def look(self, loader: _Loader, record: KnownDataset) -> LearningWorkers | None:
+        """An epoch begins. Returns the function that starting workers must run, if there
+        are any."""
+        record.begin()
+        may_learn = not record.is_learned
         self._learner.stop()
         if loader.num_workers:
-            return LearningWorkers(self.link.path, told.parts, loader.worker_init_fn, may_learn)
-        for part in told.parts:
+            return LearningWorkers(self.link.path, record.parts, loader.worker_init_fn, may_learn)
+        for part in record.parts:
             self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
 
@@ -185,7 +179,7 @@ class Watch:
 
 
 class _LoaderStream:
-    """The launcher's stream of a loader. It ends when the loader and its iterator have gone."""
+    """It ends when the loader and its iterator have gone."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
@@ -198,7 +192,7 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """The loop over an iterator of a loader; with persistent workers, one loop for each epoch."""
+    """Persistent workers have one loop for each epoch."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -208,48 +202,42 @@ class _Loop:
 
 
 class LoaderEpoch:
-    """One iteration over a loader."""
-
     def __init__(
         self,
         watch: Watch,
         sampler: object,
-        told: KnownDataset | None,
+        record: KnownDataset | None,
         stream: _LoaderStream,
         lag: int,
     ) -> None:
-        """`lag` is the number of batches that the workers may have in hand, and may read in any
-        order."""
+        """`lag` is the number of batches that workers have in hand and may read in any order."""
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
         self.has_begun = False
-        """Whether the loop has got a batch."""
         self.has_failed = False
-        """Whether the loop has got an error instead of a batch."""
         self.is_counted = True
-        """Whether the user's loop has got all received batches, and none is missing."""
+        """False if the user's loop lacks some received batches."""
         self.loaders_generator: object = None
-        """The generator from which the loader draws when an epoch begins."""
+        """The loader draws from it when an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
-        self.told = told
-        self._dataset = None if told is None else told.number
+        self.record = record
+        self._dataset = None if record is None else record.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
-        self._order: PredictedOrder | None = None  # the predicted order
+        self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
         self._received = self._sent = 0  # batches
         self._drawn_sent = 0  # indices, if the order is not known
         self._drawn_s = 0.0
         self._waited_s = self._computed_s = 0.0
         self._left_s = 0.0  # time at which the loop got its last batch
-        self._told_s = time.monotonic()
+        self._progress_sent_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
-        """Announce the order of the epoch, just before the sampler's iterator gives its first
-        element."""
+        """Announce the order, just before the sampler's iterator gives its first element."""
         if self._dataset is None:
             return
         orders = predict(
@@ -270,7 +258,7 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """The order is announced while it is drawn. That is too late if no workers take batches
+        """An order that is announced while it is drawn comes too late if no workers take batches
         ahead."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
@@ -281,15 +269,12 @@ class LoaderEpoch:
             )
 
     def _batch_size(self) -> int:
-        """The number of indices in a batch: that of the first predicted one, or the sampler's own
-        number."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
         size = getattr(self._sampler(), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
-        """The sampler gave an element: an index, or the indices of a batch."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
@@ -308,31 +293,30 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Send the indices that the sampler has given, if they were not predicted."""
+        """Predicted indices are not sent again."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The loop has got a batch, which it requested at `before_s`."""
+        """The loop has got a batch that it requested at `before_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
-        if self.told is not None and not self.told.is_learned:
-            self.told.saw(self._drawn.between(self.position(-1), self.position()))
+        if self.record is not None and not self.record.is_learned:
+            self.record.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
         if self._left_s:
             self._computed_s += before_s - self._left_s
         self._left_s = after_s
-        if after_s - self._told_s >= _PROGRESS_S:
-            self.tell(after_s)
+        if after_s - self._progress_sent_s >= _PROGRESS_S:
+            self.send_progress(after_s)
         elif after_s - self._drawn_s >= _MORE_S and self._dataset is not None:
             self._send_drawn()
 
-    def tell(self, now_s: float, *, is_over: bool = False) -> None:
-        """Send the progress of the loop."""
-        self._told_s = now_s
+    def send_progress(self, now_s: float, *, is_over: bool = False) -> None:
+        self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
         self.link.send(
@@ -351,8 +335,7 @@ class LoaderEpoch:
             self._watch.end()
 
     def leave(self) -> None:
-        """The loop has dropped the iterator. If it has not read the epoch to its end, the stream
-        ends."""
+        """The loop has dropped the iterator: an epoch not read to its end ends its stream."""
         if not self.is_over:
             self.is_over = True
             foreseen = 0 if self._order is None else len(self._order.indices)
@@ -364,14 +347,13 @@ class LoaderEpoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """The number of indices in the batches that the loop has received, and in `more` further
-        ones."""
+        """Indices in the received batches, and in `more` further ones."""
         return self._drawn.end_of(self._received + more)
 
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """While a sampler itself runs, it may iterate itself, or samplers inside it."""
+    """A sampler may iterate itself, or samplers inside it."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -381,8 +363,6 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
-    """Iterates a sampler for torch, and passes each element to the epoch."""
-
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
         self._epoch: LoaderEpoch | None = epoch
@@ -401,7 +381,7 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """Take a step of the hook; if it fails, stop watching the epoch."""
+        """A failed step ends the watch of the epoch."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -411,7 +391,7 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
-    """An iterator that can continue where another one was, like those of torchdata's samplers."""
+    """It can continue where another one was."""
 
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
@@ -420,7 +400,7 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
-    """A `_WatchedSampler` with a state, which torchdata's loader saves and restores."""
+    """torchdata's loader saves and restores its state."""
 
     def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
@@ -429,12 +409,11 @@ class _WatchedStateful(_WatchedSampler):
 
 
 def _index_sampler(loader: _Loader) -> object:
-    """The sampler that torch iterates for a loader."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """Returns a sampler without keeping it: an epoch lives as long as its sampler."""
+    """Does not keep the sampler: an epoch lives as long as it."""
     try:
         return weakref.ref(sampler)
     except TypeError:  # its class allows no weak references
@@ -442,7 +421,7 @@ def _weak(sampler: object) -> Callable[[], object]:
 
 
 def _when_collected(thing: object, act: Callable[[], object]) -> None:
-    """Call `act` in this process when `thing` has gone, unless the process ends before."""
+    """Does nothing at this process's end, or in a forked child."""
     process = os.getpid()
 
     def call() -> None:
@@ -461,8 +440,8 @@ def _nested(sampler: object) -> Iterator[object]:
 
 
 def _passes_all_on(sampler: object) -> bool:
-    """Whether a sampler gives all elements of the one inside, in the same order. A class of the
-    user's may sort them, skip some or deal them to several processes."""
+    """Whether all elements of the sampler inside come, in the same order. A user's class may sort,
+    skip or deal them."""
     kinds = [
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
@@ -472,10 +451,10 @@ def _passes_all_on(sampler: object) -> bool:
 
 
 def received(sampler: object) -> int | None:
-    """The number of indices of a sampler in the batches that the loop has received in the current
-    epoch. None if these were not the first ones, or the number is unknown: if no loop iterates the
-    sampler through a `DataLoader`, or only through one that does not pass all elements on; if a
-    library takes batches ahead of the loop; and if the loop continued after a batch that failed."""
+    """The number of a sampler's indices in the batches that the loop has received in this epoch.
+    None if these were not the first ones, or the number is unknown: no loop iterates the sampler
+    through a `DataLoader` that passes all elements on, a library takes batches ahead of the loop,
+    or the loop continued after a batch that failed."""
     try:
         epoch = _current.get(sampler)
     except TypeError:
@@ -494,8 +473,6 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
-    """Waits for the import of a module of loaders."""
-
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
         self._state = state
@@ -520,7 +497,7 @@ class _Finder:
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
             try:
                 _wrap_loader(getattr(module, _LOADERS[name]), state)
-            except Exception as error:  # the import continues as without the hook
+            except Exception as error:
                 state.link.note(f"cannot follow this version of torch: {error!r}")
 
         spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign] # of this loader alone
@@ -534,8 +511,8 @@ def _wrap_loader(kind: type, state: Watch) -> None:
     def __init__(self: _Loader, *arguments: object, **named: object) -> None:
         made(self, *arguments, **named)
         try:
-            state.tell_files(self)
-        except Exception as error:  # the program runs on as without the hook
+            state.send_files(self)
+        except Exception as error:
             state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
     @functools.wraps(original)
@@ -545,8 +522,8 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
-            workers = None if epoch.told is None else state.look(self, epoch.told)
-        except Exception as error:  # the loop runs on as without the hook
+            workers = None if epoch.record is None else state.look(self, epoch.record)
+        except Exception as error:
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
         if workers is not None:
@@ -575,7 +552,6 @@ def _wrap_loader(kind: type, state: Watch) -> None:
 
 
 def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
-    """Let the iterators of a class of samplers report to the epoch that waits for them."""
     if kind in _wrapped:
         return
     original = kind.__iter__  # type: ignore[attr-defined] # every sampler has it
@@ -599,8 +575,7 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
 
 
 def _wrap_iterator(kind: type) -> None:
-    """Let the iterators of a class report each batch to their epoch."""
-    # The method that all others call: torch's own for the classes of torchdata.
+    # The method that all others call: torch's own for torchdata's classes.
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
     ][-1]
@@ -618,7 +593,7 @@ def _wrap_iterator(kind: type) -> None:
         try:
             batch = original(self)
         except StopIteration:
-            epoch.tell(time.monotonic(), is_over=True)
+            epoch.send_progress(time.monotonic(), is_over=True)
             raise
         except Exception:
             epoch.has_failed = True

@@ -1,7 +1,7 @@
 """Sees which files are opened while a sample is read, by any library: with inotify(7).
 
-Python's audit hooks see only the files that Python opens. This sees all, but only among files that
-are named beforehand, and it costs more: some 0.2 ms, and 8 ms in a thread to close it.
+Python's audit hooks see only Python's own opens. This sees all, but only of files named beforehand,
+and costs more: some 0.2 ms, and 8 ms in a thread to close.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _LINK = "anon_inode:inotify"
 
 
 class Opens:
-    """An inotify descriptor. Not safe for concurrent use."""
+    """Not safe for concurrent use."""
 
     def __init__(self) -> None:
-        """Raises OSError if the kernel gives none."""
+        """Raises OSError."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor = self._checked(self._libc.inotify_init1(_FLAGS))
         self._paths: dict[int, str] = {}  # by number of the watch
 
     def watch(self, paths: Iterable[str]) -> None:
-        """Watch these files instead of others. Raises OSError for a missing file, and if the
-        program has closed the descriptor."""
+        """Watch only these files from now on. Raises OSError for a missing file, and if the program
+        has closed the descriptor."""
         self.opened()
         for each in self._paths:
             self._libc.inotify_rm_watch(self._descriptor, each)
@@ -40,7 +40,7 @@ class Opens:
             self._paths[self._checked(watch)] = path
 
     def opened(self) -> set[str]:
-        """The files that were opened or read since `watch`. Raises OSError as `watch`."""
+        """The files that were opened or read since `watch`. Raises as that."""
         found = set()
         self._check_ours()
         try:
@@ -56,7 +56,7 @@ class Opens:
         return found
 
     def close(self) -> None:
-        """Close the descriptor. It takes some 8 ms, in which other threads run on."""
+        """Takes some 8 ms, in which other threads run on."""
         try:
             self._check_ours()
         except OSError:
@@ -64,8 +64,7 @@ class Opens:
         os.close(self._descriptor)
 
     def _check_ours(self) -> None:
-        """Raise OSError if the descriptor is no longer ours: a program may close all descriptors,
-        and open others, which get the same numbers."""
+        """The program may have closed all descriptors, and opened others with the same numbers."""
         if os.readlink(f"/proc/self/fd/{self._descriptor}") != _LINK:
             raise OSError("the descriptor is not ours")
 

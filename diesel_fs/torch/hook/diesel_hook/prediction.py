@@ -1,10 +1,10 @@
 """Predicts the order that a sampler is about to give, without a trace.
 
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
-global generator or from one of their own, and change nothing else. A twin of such a sampler, with
-copies of its generators, is iterated to its end; then torch's generator gets its state back. The
-sampler itself is then iterated as lazily as ever, and draws the same numbers. The order of any
-other sampler is not predicted, as iterating it might change it.
+global generator or one of their own, and change nothing else. A twin, with copies of the
+generators, is iterated to its end; then torch's generator gets its state back. The sampler is
+iterated as lazily as ever, and draws the same numbers. Other samplers' orders are not predicted, as
+iterating them might change them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,17 @@ _KNOWN = frozenset(
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
-"""These draw from torch's global generator if they have no generator of their own."""
+"""They draw from torch's global generator if they have none of their own."""
 
 _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
 )
 _NESTED = ("sampler", "batch_sampler")
 ENTRIES_MAX = 1 << 24
-"""Only this many indices of a longer order, which may be endless, are predicted: each index takes
-eight bytes here, and more in the launcher."""
+"""Orders may be endless; each index takes eight bytes here, and more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""Nor are more indices predicted than can be drawn in this time: the loop waits for its first
-batch."""
+"""The loop waits for its first batch."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
@@ -63,20 +61,17 @@ class BetweenEpochs:
     """The numbers that a program draws from torch's global generator between two epochs of a
     loader.
 
-    Most programs draw nothing but the numbers that torch's loaders draw themselves, to seed their
-    workers. When an epoch begins, the generator's state shows this: it is compared with the state
-    after the sampler's draws for the epoch before. A program that drew only such numbers is
-    expected to do so again.
+    Most programs draw only what torch's loaders draw to seed their workers. Then the generator's
+    state, when an epoch begins, shows how many numbers were drawn since the sampler's draws of the
+    epoch before; such a program is expected to do so again.
     """
 
     def __init__(self) -> None:
         self.draws = -1
-        """The number of such numbers; -1 if it is not known, or the program draws something
-        else."""
+        """-1 if it is not known, or the program draws something else."""
         self._behind: object = None  # the state after the sampler's draws of the last epoch
 
     def begin(self) -> None:
-        """An epoch begins; the sampler's draws come next."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -91,30 +86,24 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
-        """The sampler's draws for this epoch have just been made."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
     def draw(count: int) -> None:
-        """Draw `count` numbers, as torch's loaders do."""
         torch = sys.modules["torch"]
         for _ in range(count):
             torch.empty((), dtype=torch.int64).random_()
 
 
 class PredictedOrder:
-    """Indices in the order in which they will be drawn."""
-
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
-        """The end of each batch, if the sampler gives batches."""
         self.is_whole = True
         """Whether the sampler is exhausted."""
 
     def append(self, element: object) -> bool:
-        """Add an element of a sampler: an index, or the indices of a batch. False for anything
-        else."""
+        """Add an index, or the indices of a batch. False for anything else."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -127,8 +116,7 @@ class PredictedOrder:
 
 
 class DrawnIndices:
-    """The indices that a sampler has given in an epoch, without those at the beginning that were
-    dropped."""
+    """The indices that were drawn in an epoch, without dropped ones."""
 
     def __init__(self) -> None:
         self._kept = PredictedOrder()
@@ -140,13 +128,11 @@ class DrawnIndices:
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
-        """As `PredictedOrder.append`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
 
     def between(self, start: int, end: int | None = None) -> array[int]:
-        """The indices from the position `start` on, as far as they are kept."""
         last = None if end is None else max(end - self._dropped, 0)
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
@@ -157,7 +143,7 @@ class DrawnIndices:
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """Drop the first `batches` batches, if at least `least` of their indices are kept."""
+        """Drop the first batches, if at least `least` of their indices are kept."""
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
@@ -178,13 +164,12 @@ def predict(
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
 ) -> list[PredictedOrder]:
-    """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
-    Empty for an unknown sampler.
+    """The orders of this epoch and at most `ahead` further ones; empty for an unknown sampler.
 
     `iterator` is the sampler's for this epoch, which has not given anything yet. If it has a state
-    (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
-    `loaders_generator` is one from which the loader draws a number whenever an epoch begins: torch
-    seeds its workers with it. `between` has seen the earlier epochs of this loader.
+    (torchdata's), it may have drawn already, and may begin in the middle of the epoch. From
+    `loaders_generator` the loader draws a number whenever an epoch begins: torch seeds its workers
+    with it.
     """
     copies: dict[int, object] = {}
     twin = _twin(sampler, copies)
@@ -214,8 +199,7 @@ def predict(
 
 
 def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
-    """The elements of an iterator, within bounds of time and memory; None if one is of an unknown
-    type."""
+    """Time and memory are bounded. None if an element is of an unknown type."""
     order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
@@ -229,7 +213,7 @@ def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """An iterator of a twin that continues where the iterator `like` of its original will."""
+    """It continues where `like` will."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
@@ -239,14 +223,13 @@ def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[ob
 
 
 def is_known(sampler: object) -> bool:
-    """Whether a sampler is of a class whose order can be learned without a trace."""
     kind = type(sampler)
     return (kind.__module__, kind.__qualname__) in _KNOWN
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler; None if that is not certain. The
-    copies of its generators are added to `copies`, by the ids of their originals."""
+    """A copy that can be iterated without a change to the sampler, or None. The copies of its
+    generators go to `copies`, by the originals' ids."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -264,7 +247,7 @@ def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None
 
 
 class _Generator(Protocol):
-    """The used part of torch's `Generator`."""
+    """torch's `Generator`."""
 
     device: object
 
@@ -301,10 +284,8 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
-    """Afterwards restore the present states of this process's global generators."""
     torch = sys.modules["torch"]
-    # Only if the program has imported it: the import takes 0.2 s, and its state is a random one
-    # then.
+    # Only if it is imported: the import takes 0.2 s, and gives it a random state.
     of_numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate()
     state_of_numpy = None if of_numpy is None else of_numpy.get_state()
