@@ -26,7 +26,6 @@ register_profiles()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count what tests cost, in the processes that run them."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(costs.CostsPlugin())
 
@@ -70,7 +69,6 @@ def no_mount_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Iterator[LocalRepository]:
-    """An empty repository in a folder of the test's own."""
     with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
         yield opened
 
@@ -85,7 +83,6 @@ def device_for_all() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that chooses tests by the changed files."""
     parser.addoption(
         "--affected",
         metavar="COMMIT",

@@ -12,11 +12,9 @@ make one, only processes that have ended are counted.
 Counts hardly depend on how busy the machine is, so they guard the suite against growth:
 `tests/budget.json` has the programs, mounts and torch processes that each folder may start in the
 fast tier, and `python -m tests.costs --check FILE` fails beyond them. If a change needs more,
-`--write` writes the table anew, and the change shows it. It leaves some room: some tests start a
-program again and again until something has happened.
-
-Programs that a test starts from its own process are counted, and daemons that it starts without a
-program; programs that these start are only in the processor time.
+`--write` writes the table anew, with some room for tests that start programs until something has
+happened. Programs and daemons that a test starts from its own process are counted; programs that
+these start are only in the processor time.
 """
 
 import argparse
@@ -58,7 +56,6 @@ class Counts(Counter[str]):
     """The numbers of things that this process has started; an audit hook counts them."""
 
     def hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Handle an audit event of the interpreter (`sys.addaudithook`)."""
         if event == "subprocess.Popen":
             command = arguments[1]
             words = [os.fsdecode(each) for each in command] if isinstance(command, Sequence) else []
@@ -69,7 +66,6 @@ class Counts(Counter[str]):
             self["slept_ms"] += round(arguments[0] * 1000)
 
     def add(self, words: Sequence[str]) -> None:
-        """Count a program that is started with these words."""
         is_python = any(Path(word).name.startswith("python") for word in words[:6])
         if words[1:4] == _PROBE and words[1:5] != [*DETACH]:
             self["probes"] += 1  # of a mount: the longer a test waits, the more
@@ -120,7 +116,6 @@ class ProcessorTime:
                 group.rmdir()
 
     def seconds(self) -> float:
-        """The processor time until now."""
         if self._group is None:
             return _own_cpu_s()
         try:
@@ -190,7 +185,7 @@ class TestCosts:
 
 
 def read(junit: Path) -> list[TestCosts]:
-    """The tests of a run, from the file that `--junitxml` has written."""
+    """The tests in the file of `--junitxml`."""
     found = []
     for case in ET.parse(junit).iter("testcase"):  # noqa: S314  # our own file
         properties = {each.get("name"): each.get("value") for each in case.iter("property")}
@@ -221,7 +216,6 @@ _COLUMNS = (
 
 
 def table(tests: Sequence[TestCosts]) -> str:
-    """The table by folder, and the slowest tests."""
     rows = by_folder(tests)
     rows["all"] = sum(rows.values(), Counter())
     lines = ["folder".ljust(24) + "".join(title.rjust(9) for title, _ in _COLUMNS)]

@@ -49,11 +49,9 @@ def content(repository: Repository, path: bytes, name: str = "ds") -> bytes | No
 
 
 def stored_bytes(repository: Repository, name: str = "ds") -> int:
-    """The number of bytes that the chunks of a dataset take in the object store."""
     prefix = chunk_prefix(repository.dataset(name).identity)
     return sum(info.bytes for info in repository.objects.list(prefix))
 
 
 def forget_private_copies() -> None:
-    """Delete this user's private copies of snapshots."""
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "diesel", ignore_errors=True)

@@ -73,7 +73,7 @@ def test_programs_are_counted_however_they_start() -> None:
 
 
 def test_the_examples_of_a_property_are_counted() -> None:
-    said: list[str] = []
+    described: list[str] = []
     tried = []
 
     @settings(max_examples=7, database=None)
@@ -81,9 +81,9 @@ def test_the_examples_of_a_property_are_counted() -> None:
     def law(number: int) -> None:
         tried.append(number)
 
-    with collector.with_value(lambda found: said.append(describe_statistics(found))):  # type: ignore[arg-type]  # Hypothesis declares its first value, None
+    with collector.with_value(lambda found: described.append(describe_statistics(found))):  # type: ignore[arg-type]  # Hypothesis declares its first value, None
         law()
-    assert costs.examples(said[0]) == len(tried) == 7
+    assert costs.examples(described[0]) == len(tried) == 7
 
 
 BURNS = "import time\nwhile time.process_time() < 0.3: pass"

@@ -145,29 +145,19 @@ def test_the_options_of_all_verbs_are_documented() -> None:
         assert options_of(command).items() >= SHARED.items()
 
 
-def test_the_options_of_the_server_are_documented() -> None:
-    cells = [row[0] for row in rows(page("server/diesel_server/README.md"), "Options")]
-    known = options_of(server.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
-    assert documented_options(" ".join(cells)) == known
-
-
-def test_the_options_of_the_csi_driver_are_documented() -> None:
-    cells = [row[0] for row in rows(page("server/diesel_kubernetes/README.md"), "Options")]
-    known = options_of(csi.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
-    assert documented_options(" ".join(cells)) == known
-
-
-def test_the_options_of_the_operator_are_documented() -> None:
-    cells = [
-        row[0] for row in rows(page("server/diesel_kubernetes/operator/OPERATOR.md"), "Options")
-    ]
-    known = options_of(operator.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
+@each_row(
+    ("name", "program"),
+    [
+        ("server/diesel_server/README.md", server.program),
+        ("server/diesel_kubernetes/README.md", csi.program),
+        ("server/diesel_kubernetes/operator/OPERATOR.md", operator.program),
+    ],
+)
+def test_the_options_of_each_program_are_documented(name: str, program: click.Command) -> None:
+    cells = [row[0] for row in rows(page(name), "Options")]
+    known = options_of(program)
+    for option in ("--version", "-h", "--help"):
+        del known[option]
     assert documented_options(" ".join(cells)) == known
 
 
@@ -418,10 +408,11 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         body = ast.parse(page(name)).body
         readers += [each for each in body if getattr(each, "name", "") in parts]
     found = {name for reader in readers for name in left_out(reader)}
-    said = (
+    omissible = (
         page("diesel_fs/net/WIRE.md")
         .partition("These fields may be left out")[2]
         .partition("Every other field")[0]
     )
     assert len(found) > 8
-    assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # these two are read by name
+    # these two are read by name
+    assert set(CODE.findall(omissible)) == found | {"since_s", "chunks"}

@@ -132,9 +132,7 @@ class _ErrorWithPaths(errors.BusyError):
         ("", DieselError),
     ],
 )
-def test_an_error_of_another_process_gets_its_class_back(
-    name: str, kind: type[DieselError]
-) -> None:
+def test_an_error_of_another_process_keeps_its_class(name: str, kind: type[DieselError]) -> None:
     error = errors.error_by_class_name(name, "what", "do this")
     assert type(error) is kind
     assert (error.message, error.advice) == ("what", "do this")

@@ -190,8 +190,8 @@ BLOCKS = blocks()
 def commands(name: str, before: str) -> str:
     """The text that a shell must run for a block."""
     body = BLOCKS[name]
-    for said, meant in INSTEAD.items():
-        body = body.replace(said, meant)
+    for placeholder, meant in INSTEAD.items():
+        body = body.replace(placeholder, meant)
     if name.split()[1] == "python":
         body = f"python - <<'END'\n{PYTHON_BEFORE.get(name, '')}\n{body}END\n"
     return f"{before}\n{body}"

@@ -130,7 +130,7 @@ def test_a_cut_sentence_is_found(text: str, cut: list[str]) -> None:
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    """Otherwise `find` would leave it out of the distribution without a word."""
+    """Otherwise `find` would silently leave it out of the distribution."""
     folders = {path.parent for path in SOURCES}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 

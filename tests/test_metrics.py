@@ -17,8 +17,8 @@ LINE = re.compile(
 )
 
 
-def value(said: str, line: str) -> float:
-    (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", said, re.MULTILINE)
+def value(page: str, line: str) -> float:
+    (found,) = re.findall(rf"^{re.escape(line)} (\S+)$", page, re.MULTILINE)
     return float(found)
 
 
@@ -26,13 +26,13 @@ def test_the_text_has_the_format_of_Prometheus() -> None:
     cells = private_cells()
     cells.add("diesel_requests_total", "read", "ok")
     cells.observe("diesel_request_seconds", "read", value=0.003)
-    said = exposition([cells])
-    assert said.endswith("\n")
-    for line in said.splitlines():
+    page = exposition([cells])
+    assert page.endswith("\n")
+    for line in page.splitlines():
         assert LINE.fullmatch(line), line
-    names = re.findall(r"^# TYPE (\S+)", said, re.MULTILINE)
+    names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
     assert names == [metric.name for metric in metrics.TABLE]
-    samples = [line.rpartition(" ")[0] for line in said.splitlines() if line[0] != "#"]
+    samples = [line.rpartition(" ")[0] for line in page.splitlines() if line[0] != "#"]
     assert len(samples) == len(set(samples))
 
 
@@ -45,9 +45,9 @@ def test_a_total_is_the_sum_over_processes() -> None:
     second.add("diesel_commits_total", amount=3)
     second.add("diesel_refusals_total", "login")
     assert first.get("diesel_commits_total") == 2
-    said = exposition([first, second])
-    assert value(said, "diesel_commits_total") == 5
-    assert value(said, 'diesel_refusals_total{reason="login"}') == 1
+    page = exposition([first, second])
+    assert value(page, "diesel_commits_total") == 5
+    assert value(page, 'diesel_refusals_total{reason="login"}') == 1
 
 
 @each_row(
@@ -57,11 +57,11 @@ def test_a_total_is_the_sum_over_processes() -> None:
 def test_the_buckets_of_a_histogram_are_cumulative(seconds: float, buckets: int) -> None:
     cells = private_cells()
     cells.observe("diesel_request_seconds", "put", value=seconds)
-    said = exposition([cells])
-    found = re.findall(r'^diesel_request_seconds_bucket{do="put",.*} (\d+)$', said, re.MULTILINE)
+    page = exposition([cells])
+    found = re.findall(r'^diesel_request_seconds_bucket{do="put",.*} (\d+)$', page, re.MULTILINE)
     assert found == ["0"] * (9 - buckets) + ["1"] * buckets
-    assert value(said, 'diesel_request_seconds_count{do="put"}') == 1
-    assert value(said, 'diesel_request_seconds_sum{do="put"}') == pytest.approx(seconds)
+    assert value(page, 'diesel_request_seconds_count{do="put"}') == 1
+    assert value(page, 'diesel_request_seconds_sum{do="put"}') == pytest.approx(seconds)
 
 
 def test_unlisted_label_values_make_no_new_lines() -> None:
@@ -70,13 +70,13 @@ def test_unlisted_label_values_make_no_new_lines() -> None:
     for name in ('x"} 1\nevil 2', "a" * 10_000, ""):
         cells.add("diesel_requests_total", name, "ok")
         cells.observe("diesel_request_seconds", name, value=1)
-    said = exposition([cells])
-    assert len(said.splitlines()) == before
-    assert value(said, 'diesel_requests_total{do="other",outcome="ok"}') == 3
-    assert "evil" not in said
+    page = exposition([cells])
+    assert len(page.splitlines()) == before
+    assert value(page, 'diesel_requests_total{do="other",outcome="ok"}') == 3
+    assert "evil" not in page
 
 
-def test_another_process_goes_on_counting_in_the_same_cells() -> None:
+def test_another_process_continues_counting_in_the_same_cells() -> None:
     memory = memoryview(bytearray(cells_bytes()))
     before = MetricCells(memory)
     before.add("diesel_logins_total")

@@ -76,9 +76,7 @@ def test_pythons_library_there_and_back(
     assert facts(request.getfixturevalue("mounted")) == expected
 
 
-def test_all_oddities_there_and_back(
-    url: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_oddities_there_and_back(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source = odd_tree(tmp_path / "source")
     expected = facts(source)
     put(url, source)
@@ -98,9 +96,7 @@ def test_300_MB(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Non
     assert got(url, tmp_path / "back") == expected
 
 
-def test_100000_files_in_one_folder(
-    url: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_100000_files_in_a_folder(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source = write(tmp_path / "source", {f"{i:06}": b"" for i in range(100_000)})
     put(url, source)
     point: Path = request.getfixturevalue("mounted")

@@ -98,7 +98,7 @@ def test_a_row_of_another_form_is_refused() -> None:
 
 @pytest.mark.parametrize("repeat", [1, 2])
 @each_row("number", [0, 1])
-def test_each_row_has_fixtures_of_its_own(
+def test_each_row_has_its_own_fixtures(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

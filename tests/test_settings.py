@@ -110,9 +110,7 @@ def test_N9_a_file_that_cannot_be_read_is_an_error(config: Path) -> None:
     assert load_settings({}, {}) == Settings()
 
 
-def test_N9_a_relative_folder_for_configuration_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_N9_a_relative_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the owner of the working directory would choose the repository."""
     (tmp_path / "here/diesel").mkdir(parents=True)
     (tmp_path / "here/diesel/config.toml").write_text('url = "file:///evil"\n')
@@ -170,9 +168,7 @@ SECRET_FILES = {"key": _account_key, "task's key": read_key_file, "Redis passwor
 
 @each_row("mode", [0o644, 0o640, 0o602])
 @each_row("kind", SECRET_FILES)
-def test_a_file_with_a_secret_that_others_may_read_is_refused(
-    tmp_path: Path, kind: str, mode: int
-) -> None:
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, kind: str, mode: int) -> None:
     """The rule is the same for keys and passwords. The error tells the user how to repair it."""
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")

@@ -14,11 +14,16 @@ def wait_until(
     within_s: float = PATIENCE_S,
     otherwise: Callable[[], str] = lambda: "the condition never held",
 ) -> None:
-    """Returns when the condition holds. Fails after `within_s`, with the message of `otherwise`."""
+    """Return when the condition holds; fail with the message of `otherwise` after `within_s`."""
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, otherwise()
         time.sleep(0.005)
+
+
+def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    """As `wait_until`, with the name of the awaited event."""
+    wait_until(condition, within_s, lambda: f"waited in vain for: {what}")
 
 
 async def soon(

@@ -1,8 +1,8 @@
-"""Mounts, unmounts and queries of a mount, for `dlcmd` and the Python API.
+"""Mounts, unmounts and queries mounts, for `dlcmd` and the Python API.
 
 `mount` starts the processes of a mount (`daemon/supervisor.py`) and waits until they serve it;
 `umount` ends them. This module imports neither numpy, trio nor FUSE, because a user waits for it.
-Any thread.
+Functions may be called from any thread.
 """
 
 import json
@@ -58,8 +58,8 @@ from .plans.socket_folder import remove_dead_sockets
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long a mount may take for each step until it is ready: to fetch the snapshot, and to try each
-session, of which one may have to make a tree of millions of entries."""
+"""How long each step of a mount's start may take: to fetch the snapshot, and to try each session,
+one of which may have to make a tree of millions of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,10 @@ class Patience:
     """How long `umount` waits for the daemon of a mount that it has unmounted."""
 
     idle_s: float = 5.0
-    """How long the daemon may use no processor time and not end. It needs milliseconds, unless the
-    kernel knows millions of files, which it forgets first, 200,000 a second."""
+    """How long the daemon may live without using processor time. It needs milliseconds, unless the
+    kernel knows millions of files: it forgets them first, 200,000 a second."""
     total_s: float = 600.0
-    """How long the daemon may take to end in all."""
     log_interval_s: float = 5.0
-    """How often a log line says that the daemon is still waited for."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -80,7 +78,7 @@ class Patience:
 PATIENCE = Patience()
 
 OWN_PROCESSES_BUSY_S = 10.0
-"""How long the mount's own prefetch worker may keep it busy: a worker of an ordinary user opens
+"""How long the mount's own prefetch worker may keep it busy: the worker of an ordinary user opens
 folders of the mount, and closes them after each piece of work. That takes milliseconds, unless the
 machine is overloaded."""
 
@@ -96,15 +94,14 @@ def mount(
     program: Sequence[str] = DAEMON,
     deadline_s: float | None = None,
 ) -> None:
-    """Mounts in the background and returns when reads work. Each step to that must end within
-    `deadline_s` (None: `START_DEADLINE_S`).
+    """Mounts in the background and returns when reads work. Each step of the start must end within
+    `deadline_s` (by default `START_DEADLINE_S`).
 
-    A missing folder is created, and removed when the mount ends. Raises DieselError with the
-    reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
-    leaves nothing mounted. The daemon's warnings are also warnings of the logger `diesel.mount`
-    here.
+    A missing folder is created, and removed when the mount ends. Raises DieselError with the reason
+    and the end of the daemon's log, if any. A call that fails or is interrupted leaves nothing
+    mounted. The logger `diesel.mount` of this process repeats the daemon's warnings.
     """
-    asked, request = request, _checked(request)
+    original, request = request, _checked(request)
     deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
     try:
         try:
@@ -112,8 +109,9 @@ def mount(
         except DieselError:
             if request.made_folders or os.path.lexists(request.mountpoint):
                 raise
-            # A mount that had made the folder was unmounted there a moment ago, and has removed it.
-            request = _checked(asked)
+            # Another mount, which had created the folder, was unmounted there a moment ago, and has
+            # removed it.
+            request = _checked(original)
             _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
@@ -127,8 +125,8 @@ def mount(
 
 
 def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> None:
-    # autofs makes every process wait for the mount that it has ordered, except those of the process
-    # group that mounts: the daemon, too, must be one of them.
+    # autofs makes every process wait for the mount, except those of the process group that mounts:
+    # the daemon, too, must belong to it.
     by_autofs = file_system_of(Path(request.mountpoint)).kind == "autofs"
     with log_file(log_path(request)) as log:
         start = log.tell()
@@ -172,12 +170,12 @@ def umount(
     A mount in use stays, and BusyError names the processes that use it. `lazy` removes it from the
     tree at once, and it ends with its last user. `force` ends it now, and its users get errors.
 
-    Where the file system is mounted elsewhere too, as in another mount namespace, the daemon goes
-    on serving it there, and a warning of the logger `diesel.mount` says so. A daemon that takes
-    long is waited for as long as it uses processor time; a warning says that, too.
+    If the file system is also mounted elsewhere, for example in another mount namespace, the daemon
+    goes on serving it there. The call waits for a slow daemon as long as it uses processor time. In
+    both cases the logger `diesel.mount` warns.
 
-    Raises DeadlineError for a daemon that neither ends nor works, PermissionDenied for another
-    user's mount.
+    Raises DeadlineError if a daemon neither ends nor works, PermissionDenied for another user's
+    mount.
     """
     lazy, force = flag("lazy", lazy), flag("force", force)
     found = our_mount(local_path("directory", directory))
@@ -202,7 +200,7 @@ def umount(
     if not ends_within(daemon, patience.before_signal_s):
         now = other_mounts_of(found, retired)
         left = {each: now[each] for each in now if each in others}
-        if left:  # only those from before: the device number may belong to a new mount now
+        if left:  # only earlier ones: the device number may belong to a new mount now
             _warn_still_mounted(left, found.path, daemon)
             return
         if not lazy:
@@ -214,8 +212,8 @@ def umount(
 def stats(
     directory: str | os.PathLike[str], *, deadline_s: float | None = None
 ) -> dict[str, object]:
-    """The statistics of a mount (`.diesel/stats`), which has as long to answer as in `is_alive`.
-    Raises DieselError."""
+    """The statistics of a mount (`.diesel/stats`). The mount may take as long to answer as in
+    `is_alive`. Raises DieselError."""
     found = our_mount(directory)
     try:
         text = read_through(f"{found.hidden_folder}/stats", deadline_s=deadline_s)
@@ -231,8 +229,8 @@ def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> lis
     """The paths of a mount's files in the order of an epoch: the current one of `.diesel/filelist`,
     or `epoch` with the same seed and group size.
 
-    Reading the list tells the mount that its files will be read in this order. Raises DieselError;
-    UsageError for a bad epoch.
+    By reading the list, the caller announces that it will read the files in this order. Raises
+    DieselError; UsageError for a bad epoch.
     """
     found = our_mount(local_path("directory", directory))
     if epoch is not None:
@@ -276,7 +274,6 @@ def _users_may_allow_other() -> bool:
 
 
 def log_path(request: MountRequest) -> Path:
-    """The log file that the request names; if none, one for each mount point."""
     if request.log_file:
         return Path(request.log_file)
     flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
@@ -294,10 +291,11 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
 
 
 def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
-    """Unmounts; waits while only the mount's own processes keep it busy. Raises BusyError."""
+    """Waits while only the mount's own processes keep it busy. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
-        # Without a process that has it open, so that `.diesel` is not unmounted in vain.
+        # A busy tree would be noticed only after `.diesel` had been unmounted, so look for users
+        # first.
         pids = openers_of(found) if found.is_native and not lazy else []
         if not pids:
             try:
@@ -308,7 +306,7 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
                 now = mounted_at(found.path)
                 if not found.is_native or now is None or now.device != found.device:
                     return
-                found = now  # while it switched to another tree, that one lay beneath
+                found = now  # the tree below: the mount was switching to another one
                 continue
         others = [pid for pid in pids if pid not in own]
         if others or not own or time.monotonic() > deadline_s:
@@ -318,8 +316,8 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
 
 
 def _retired_trees(found: DatasetMount) -> dict[int, str]:
-    """The trees of earlier versions of which something is in use: the device of each, by the number
-    that its mount had. None where the daemon is dead, or does not answer."""
+    """The devices of earlier trees that are still in use, by the ID of their mounts. Empty if the
+    daemon is dead or does not answer."""
     trees: dict[int, str] = {}
     if found.is_native and "@" not in found.source:  # it follows its dataset
         with suppress(DieselError):
@@ -330,14 +328,14 @@ def _retired_trees(found: DatasetMount) -> dict[int, str]:
 
 
 def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
-    """Raises BusyError where something of an earlier version stays in use; the daemon's figures may
-    be a second old. A tree that is mounted elsewhere does not count."""
+    """Raises BusyError if a file of an earlier version stays in use; the daemon's figures may be a
+    second old. A tree that is mounted elsewhere does not count."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while trees := _retired_trees(found):
         if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):
             return
         holders = holders_of_trees(trees)
-        if holders and not {*holders} - {*own}:  # what it held is being taken over
+        if holders and not {*holders} - {*own}:  # the worker takes over its contents
             return
         if time.monotonic() > deadline_s:
             raise _busy(found.path, [pid for pid in holders if pid not in own])
@@ -345,17 +343,17 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
-    """Ends the connection first, so that nothing after it can wait for the daemon."""
+    """The connection ends first, so that no later step can wait for the daemon."""
     path, device = found.path, found.device
     abort_file = syscalls.open_abort(device)
     try:
-        if is_mounted(path, device):  # else it has ended by itself
+        if is_mounted(path, device):  # otherwise it has ended by itself
             end_connection(abort_file, path, device)
     finally:
         if abort_file >= 0:
             os.close(abort_file)
     if daemon is not None:
-        # They may be stopped. The daemon comes last, as it tidies up after its children.
+        # They may be stopped. The daemon comes last, as it cleans up after its children.
         for pids in (children_of(daemon), [daemon]):
             if ends_within(daemon, 1.0):
                 break
@@ -363,10 +361,10 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     try:
-        while is_mounted(path, device):  # twice, where a switch to another tree was not finished
+        while is_mounted(path, device):  # twice, if a switch to another tree was not finished
             unmount(path, lazy=True)
     except DieselError:
-        if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
+        if is_mounted(path, device):  # otherwise its daemon has unmounted it meanwhile
             raise
     stuck = killed_servants_of(path)
     for pid in stuck:
@@ -379,20 +377,17 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
 
 
 def _abort_command(device: str) -> str:
-    """What root types to end the connection of a FUSE mount, whatever waits for it."""
     place = "/sys/fs/fuse/connections"
     mount = "" if os.path.ismount(place) else f"mount -t fusectl none {place} && "
     return f"{mount}echo 1 > {place}/{device.partition(':')[2]}/abort"
 
 
 def _remove_dead_sockets() -> None:
-    """Removes control sockets that killed daemons of this user have left behind."""
     with suppress(OSError, DieselError):
         remove_dead_sockets(runtime_folder())
 
 
 def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:
-    """Logs why a daemon goes on although its mount was unmounted."""
     places = [f"on {each.path}, as process {pid} sees it" for each, pid in left.items()]
     logger.warning(
         "%s is unmounted; its file system is still mounted elsewhere (%s), and the daemon "
@@ -404,10 +399,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the end of the processes, the daemon first: it waits for its children itself,
-    unless it was killed. Processes that work are waited for: the kernel may have to forget millions
-    of files. Raises DeadlineError.
-    """
+    """Waits for the end of the processes, the daemon first, as long as they use processor time: the
+    kernel may have to forget millions of files. Raises DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

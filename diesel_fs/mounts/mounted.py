@@ -1,6 +1,6 @@
 """`diesel_fs.mount`: mounts from Python, which last as long as a `with` statement.
 
-It is apart from `launcher.py` because it imports `Dataset`, and so numpy.
+Not part of `launcher.py` because it imports `Dataset`, and so numpy.
 """
 
 import inspect
@@ -54,14 +54,13 @@ def mount(
 ) -> Mounted:
     """Mounts a dataset (an open one, or one by name and `url`); reads work when it returns.
 
-    The folder must be empty or missing: a missing one is created, and removed when the mount ends.
+    The folder must be empty or missing; a missing one is created, and removed when the mount ends.
 
     A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
     opened at one. Files that an open dataset has not flushed are not shown. `metrics`, as
     `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is any
-    free one. `task` are the options
-    of a task's shared cache, as of `connect`; without any, an open dataset's own are used. Raises
-    DieselError with the reason.
+    free one. `task` are the options of a task's shared cache, as of `connect`; without any, an open
+    dataset's own are used. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0

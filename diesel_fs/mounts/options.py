@@ -1,6 +1,6 @@
-"""The options of a mount: one value, which its daemon gets over a pipe and not as arguments.
+"""The options of a mount: one value, which its daemon reads from a pipe and not from arguments.
 
-Arguments can be read by every user of the machine, and the options contain a key.
+Every user of the machine can read arguments, and the options contain a key.
 """
 
 import os
@@ -27,7 +27,7 @@ class MountRequest(DaemonRequest):
     """A dataset, where to mount it, and how. Paths are absolute; 0 and "" stand for the default."""
 
     BYTES_MAX: ClassVar[int] = 65_536
-    """What a pipe can hold: a foreground mount writes the request to its own stdin."""
+    """The capacity of a pipe: a foreground mount writes the request to its own stdin."""
 
     url: str
     dataset: str
@@ -37,14 +37,14 @@ class MountRequest(DaemonRequest):
     offline: bool = False
     version: int = 0  # a kept version; 0: the current one
     follow: bool = False
-    follow_interval_s: float = 0.0  # how often a mount that follows asks for a newer version
+    follow_interval_s: float = 0.0  # how often a mount that follows looks for a newer version
     session: str = "auto"
     memory_bytes: int = 0
     policy: FillPolicy = "on-demand"
     seed: int = 0
     group_size: int = 0
     allow_other: bool = False
-    uid: int = -1  # the owner of all files; -1: the user who mounts
+    uid: int = -1  # the owner of all files; -1: the user of this process
     gid: int = -1
     umask: int = 0
     log_file: str = ""
@@ -56,14 +56,13 @@ class MountRequest(DaemonRequest):
     made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
-        """The same request, by a user of a DIESEL-FS server."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """The user and key of a server; None without. Raises ConfigError."""
+        """Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
@@ -100,25 +99,23 @@ class MountRequest(DaemonRequest):
 
     @property
     def metrics_endpoint(self) -> HostPort | None:
-        """Where Prometheus gets the metrics; of this machine alone where no host is named. None
-        without. Raises ConfigError."""
+        """By default only this machine can reach it. Raises ConfigError."""
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
     def log_folder(self) -> str:
-        """The folder for order logs; empty where the mount keeps none."""
+        """The folder for order logs; empty if the mount keeps none."""
         options = self.task_options
         return "" if options.cache_layout == "chunks" else options.cache_dir
 
     @property
     def forbidden_folders(self) -> Sequence[Path]:
-        """Folders in which the mount must not lie, and which it must not hide: store and cache."""
+        """The store and the cache: the mount must neither lie in them nor hide them."""
         store = [parse_url(self.url).path] if self.url.startswith("file:") else []
         return store + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
 
     @property
     def owner_ids(self) -> tuple[int, int]:
-        """The user and group that own all files of the mount."""
         return (
             os.getuid() if self.uid < 0 else self.uid,
             os.getgid() if self.gid < 0 else self.gid,

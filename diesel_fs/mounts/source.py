@@ -1,13 +1,12 @@
-"""Where a mount's contents come from: the only module of `mounts` that knows repositories.
+"""Opens the contents of a mount. No other module of `mounts` knows repositories.
 
-It opens the snapshot that a `MountRequest` names, decides whether one that is not current may be
-mounted, makes the readers of contents, and divides the mount's memory. Where the mount takes part
-in a *task* (a training job whose machines share a cache, `peers/`), contents come from that cache;
-this machine's part of it is held by a process called the task's *master*.
+It opens the snapshot that a `MountRequest` names, decides whether a snapshot that is not current
+may be mounted, makes the readers of contents, and divides the mount's memory. In a *task* (a
+training job on machines that share a cache, `peers/`), contents come from that cache; the task's
+*master* is the process with this machine's part of it.
 
-"The server" is here the mount's own server process (`daemon/server.py`), never a DIESEL-FS server.
-It and the mount's prefetch worker (`daemon/prefetch_worker.py`), which *pushes* contents into the
-kernel's page cache before they are read, each have a `MountSource`.
+"The server" is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server. It
+and the prefetch worker (`daemon/prefetch_worker.py`) have a `MountSource` each.
 """
 
 import logging
@@ -58,50 +57,48 @@ log = logging.getLogger("diesel.mount")
 
 SERVER_DIVISOR = 8
 SERVER_BYTES_MAX = 256 << 20
-"""In a mount that pushes, the server has an eighth of the memory for chunks, but no more than this.
-It needs little, since it reads only what has not been pushed."""
+"""In a mount that pushes, the server gets an eighth of the memory for chunks, but no more than
+this: it reads only files that have not been pushed."""
 
 LOGS_DIVISOR = 8
 STAGED_BYTES_MIN, SEGMENT_BYTES_MIN = 1 << 20, 4 << 20
-"""Of a mount's memory for pages, order logs get this part (an eighth): half of it for what waits to
-be written, in two pieces, and half for the segments that are being read. With little memory they
-take more: an SSD is slow in smaller pieces."""
+"""Order logs get an eighth of a mount's memory for pages: half of it for bytes that wait to be
+written, in two pieces, and half for the segments that are being read. With little memory they take
+more, since an SSD is slow in smaller pieces."""
 
 MASTER_SHARE = 3, 4
-"""The part (numerator, denominator) of what the server leaves that the task's master on this
-machine gets. What it holds no machine fetches again, and what the kernel has dropped comes back
-from there; the kernel's part must hold what is read next."""
+"""The task's master on this machine gets this part (numerator, denominator) of the memory left by
+the server. No machine fetches again the chunks of a master, and pages that the kernel has dropped
+come back from there; the kernel's part must hold the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSnapshot:
-    """The snapshot that a mount shows, and a warning for its user."""
-
     snapshot: Snapshot
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """How the memory of a mount is divided between server, master and page cache, in bytes."""
+    """How the memory of a mount is divided between server, master and page cache."""
 
     total_bytes: int
     joins_task: bool = False
 
     @classmethod
     def of(cls, request: MountRequest) -> "MemorySplit":
-        """For the memory that the user has named; for a part of what is available, if none."""
         return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
     @staticmethod
     def total_for(push_bytes: int) -> int:
-        """The memory of a mount without a task of which `push_bytes` are for the page cache."""
+        """The memory of a mount without a task that leaves `push_bytes` for the page cache."""
         return min(
             -(-push_bytes * SERVER_DIVISOR // (SERVER_DIVISOR - 1)), push_bytes + SERVER_BYTES_MAX
         )
 
     def server_bytes(self, *, pushes: bool) -> int:
-        """For chunks in the server. In a mount that does not push, that is all but the master's."""
+        """For chunks in the server. A mount that does not push gives it everything but the master's
+        part."""
         if not pushes:
             return self.total_bytes - self.task_bytes
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
@@ -119,10 +116,10 @@ class MemorySplit:
 
 
 class MountSource:
-    """Opens what a request names (see the module). One thread at a time may call.
+    """Opens the snapshot and the contents that a request names. Not thread-safe.
 
-    A process joins the task's cache once for each version of the dataset that the mount shows, and
-    leaves it when the mount switches to another version.
+    A process joins the task's cache once for each version that the mount shows, and leaves it when
+    the mount switches to another version.
     """
 
     def __init__(self) -> None:
@@ -131,7 +128,7 @@ class MountSource:
         self._is_registered = False  # as a job in a cache folder
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """The snapshot that the request names. Raises DieselError."""
+        """Raises DieselError."""
         with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
@@ -150,8 +147,8 @@ class MountSource:
     def newest(self, request: MountRequest, identity: UUID) -> int:
         """The newest version of the dataset that is mounted.
 
-        Raises NoSuchDataset where it was deleted, ForeignError where another dataset has its name
-        now, DieselError where the newest version cannot be found out.
+        Raises NoSuchDataset if it was deleted, ForeignError if its name belongs to another dataset
+        now, and DieselError if the newest version cannot be determined.
         """
         with _open_repository(request) as repository:
             info = repository.dataset(request.dataset)
@@ -162,9 +159,8 @@ class MountSource:
             return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
-        """Takes a lease on a version, so that a purge keeps its chunks. None where the store needs
-        none. Raises DieselError.
-        """
+        """Takes a lease on a version, so that a purge keeps its chunks; None if the store needs no
+        leases. Raises DieselError."""
         with _open_repository(request) as repository:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
@@ -173,8 +169,8 @@ class MountSource:
     ) -> ContentReader:
         """A reader of contents for the server, which keeps up to `memory_bytes` of chunks.
 
-        `pushes`: only files that were not pushed are read, so they are read one by one rather than
-        by whole chunks. Raises DieselError.
+        With `pushes`, the server reads only files that were not pushed, so it reads them one by one
+        rather than by whole chunks. Raises DieselError.
         """
         with _open_repository(request) as repository:
             store = MarkedStore(repository.objects, WaitCause.STORE)
@@ -187,7 +183,7 @@ class MountSource:
             if request.task_options.cache_layout == "order":
                 try:
                     prepare_cache_folder(Path(request.log_folder), repository.objects)
-                except NoSpaceError as error:  # files are read from the store then
+                except NoSpaceError as error:  # then files are read from the store
                     log.warning("this mount keeps no order log: %s", error.message)
             folder = f"{request.log_folder}/{repository.objects.store_id.hex}"
             return LogEntryReader(snapshot, reader, f"{folder}/{snapshot.identity.hex}")
@@ -199,8 +195,8 @@ class MountSource:
         push_bytes: int,
         addresses: LogAddresses,
     ) -> OrderLogs | None:
-        """The order logs of a mount that has `push_bytes` for pages. None without a folder for
-        them, or where that cannot be used, which the log says. Raises DieselError."""
+        """The order logs of a mount with `push_bytes` for pages; None without a usable folder for
+        them. Raises DieselError."""
         if not request.log_folder:
             return None
         piece_bytes = push_bytes // LOGS_DIVISOR // 4
@@ -213,8 +209,8 @@ class MountSource:
                     by_references=request.task_options.evict == "lrfu",
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
-                    # Else the task's master does. The pin is held until this process ends, also
-                    # when the mount switches to another version: nobody closes it.
+                    # Otherwise the task's master does. This process holds the pin until it ends,
+                    # for all versions.
                     CacheJobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
@@ -230,7 +226,7 @@ class MountSource:
             return None
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
-        """The contents for the prefetch worker. Raises DieselError."""
+        """A reader for the prefetch worker. Raises DieselError."""
         with _open_repository(request) as repository:
             try:
                 objects = self._objects(request, repository, repository.objects, snapshot)
@@ -241,13 +237,13 @@ class MountSource:
             return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
-        """What tells the task's cache of plans for a version; None without a task, and where the
-        cache of that version was not joined."""
+        """Sends plans to the task's cache for a version; None if this process did not join it."""
         store = self._stores.get(snapshot.version)
         return None if store is None else PlanSender(snapshot, store.send_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Tells the task's cache that the mount has switched to a version. Blocks for a moment."""
+        """Reports to the task's cache that the mount has switched to a version. Blocks for a
+        moment."""
         before = self._stores.get(self._current_version)
         if before is not None and self._current_version != snapshot.version:
             before.switch_version(snapshot)
@@ -258,8 +254,7 @@ class MountSource:
 
     def keep_only(self, snapshot: Snapshot) -> None:
         """Makes this the current version, and leaves the task's cache for all others: files that
-        are still open in those are read from the store.
-        """
+        are still open in those are read from the store."""
         self._current_version = snapshot.version
         for version in [each for each in self._stores if each != snapshot.version]:
             self._stores.pop(version).close()
@@ -270,8 +265,8 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def cache_reads(self) -> dict[str, int]:
-        """How many parts of chunks this process has read from the task's cache, and how many that
-        has left to the store. Empty without a task."""
+        """The parts of chunks that came from the task's cache (`cache_hits`) and from the store
+        (`cache_misses`). Empty without a task."""
         store = self._stores.get(self._current_version)
         if store is None:
             return {}
@@ -285,8 +280,7 @@ class MountSource:
         objects: ObjectStore,
         snapshot: Snapshot,
     ) -> ObjectStore:
-        """Where contents are read from: the task's cache if there is a task, else `objects`, the
-        repository's store."""
+        """The task's cache if there is a task, otherwise `objects`, the repository's store."""
         if not request.task_options or snapshot.version < self._current_version:
             return objects
         store = self._stores.get(snapshot.version)
@@ -297,8 +291,8 @@ class MountSource:
             )
             # A master that runs with another size is an error only if the user has named the size.
             wanted = replace(wanted, memory_is_default=not request.memory_bytes)
-            # The first join waits for a master of an earlier mount that is ending. Later ones find
-            # the master that this mount uses, which stays and will be told of the new version.
+            # The first join waits while the master of an earlier mount ends. Later joins find the
+            # running master, which learns of the new version.
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
             store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
@@ -307,11 +301,12 @@ class MountSource:
 
 
 def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> int:
-    """A file in memory that tells the prefetch worker of a switch to another version.
+    """Describes a switch to the prefetch worker: makes a file in memory and returns its descriptor.
+    Raises OSError.
 
     It has columns with a value for each entry of the new version: its inode number (FUSE's node),
-    but not in a native mount, and its indices in the old version by `diff.same_path` and
-    `diff.unchanged`. Returns a descriptor. Raises OSError.
+    except in a native mount, and its indices in the old version by `diff.same_path` and
+    `diff.unchanged`.
     """
     descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
@@ -325,7 +320,7 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
-    """The columns of a file by `node_map_file`, mapped into memory."""
+    """The columns of a file of `node_map_file`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -334,7 +329,6 @@ def read_node_map(
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
-    """The snapshot in a file, mapped into memory."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
@@ -344,12 +338,12 @@ def _open_repository(request: MountRequest) -> Repository:
 
 
 def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
-    """The warning for a snapshot from a file that is not the current version; empty for none.
+    """The warning for a snapshot file that is not the current version; empty for none.
 
     An older snapshot is stale. A newer one means that the metadata store has lost something, which
-    is no reason not to read. Raises ForeignError for a snapshot of another dataset; ConflictError
-    for a stale one with `--stale refuse`; MetadataError where the current version cannot be found
-    out, unless `offline`.
+    does not prevent reading. Raises ForeignError for a snapshot of another dataset, ConflictError
+    for a stale one with `--stale refuse`, and MetadataError if the current version is unknown,
+    unless `offline`.
     """
     info = _dataset_info(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
@@ -377,7 +371,7 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
 
 
 def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo | None:
-    """The dataset in the metadata store; None only if it cannot be asked, with `offline`."""
+    """None only with `offline`, if the metadata store does not answer. Raises DieselError."""
     try:
         if repository.meta_problem is not None and not request.offline:
             raise repository.meta_problem

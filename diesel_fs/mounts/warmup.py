@@ -1,17 +1,16 @@
-"""Loads what lies at a path of a mount, so that its readers do not wait for the object store.
+"""Loads the files below a path of a mount, so that readers do not wait for the object store.
 
-Where to, depends on the mount:
+The way depends on the mount:
 
-- It pushes contents into the kernel's page cache: the files are announced to it as a plan that
-  nobody reads (`plans/CONTROL.md`), and withdrawn when they are there. Only as many files are
-  announced as its memory has room for.
-- It also reads through a cache of chunks, which a task's nodes share or which lies on a disk
-  (`--cache-dir`): all files are announced, and the plan's reader is said to be half of the memory
-  behind. So every chunk passes through that cache, which keeps it as far as it has room. A cache
-  on a disk keeps only what it can write in time, so this is repeated while it keeps more each time.
-- It pushes nothing (the pyfuse3 session): the files are read.
+- The mount pushes contents into the kernel's page cache: as many files as fit its memory are
+  announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
+- The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
+  `--cache-dir`): all files are announced, and the reported position of the plan's reader stays half
+  of the memory behind. So every chunk passes through that cache. A cache on a disk keeps only as
+  much as it can write in time, so the pass is repeated as long as the cache gains chunks.
+- The mount pushes nothing (the pyfuse3 session): the files are read.
 
-Files are taken in the order of their chunks, so that each chunk is fetched once. One thread calls;
+Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.
 """
 
@@ -47,50 +46,51 @@ from .prefetch.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Is told how many files of how many had their turn, and how many bytes those have."""
+"""Called with the number of files that had their turn, the number of all files, and the bytes of
+the former."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
-"""How often a mount is asked how far it is: often at first, since small folders are quick."""
+"""How often the mount's progress is queried: often at first, since small folders are quick."""
 
 WINDOW_ENTRIES = 1 << 18
-"""The plan's reader is said to be at most so many files behind what is pushed. A mount pushes only
-twice as many ahead of a reader, since it watches one file in 256 of these."""
+"""The greatest distance, in files, between the pushed files and the plan's reported reader. A mount
+pushes only twice as far ahead of a reader, since it watches one file in 256 of these."""
 
 NO_ROOM_S = 2.0
-"""A mount that has waited for room so long gets none: plans of other programs hold the rest."""
+"""If a mount has waited for room this long, it will get none: plans of other programs hold the
+rest."""
 
 FAILING_S = 30.0
-"""How long to wait while the mount cannot read its store and loads nothing: as long as a read."""
+"""How long to wait while the mount cannot read its store and loads nothing: as long as a read
+waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
-"""How old figures in a mount's statistics may be: those of its prefetch worker, which sends them
-four times a second; those of its task, which are fetched once a second; and the file with them,
-which is made once a second."""
+"""The greatest age of figures in a mount's statistics: those of its prefetch worker (sent four
+times a second), those of its task (fetched once a second), and the file itself (made once a
+second)."""
 
 SAMPLE_ENTRIES = 1024
-"""So many files are looked at to see whether the kernel has freed files that were pushed. If it has
-freed one in 200, that is seen with a probability of 99 %."""
+"""Files in a sample that shows whether the kernel has freed pushed files. If it has freed one in
+200, the sample shows it with a probability of 99 %."""
 
 READERS = 8
-"""Files that are read at once where the mount pushes nothing."""
+"""Files that are read at once if the mount pushes nothing."""
 
 READ_BYTES = 1 << 20
 
 ENDLESS_BYTES = 1 << 62
 
 PASSES_MAX = 16
-"""How often files are pushed at most, where a cache on a disk has not kept all the last time."""
+"""The greatest number of passes over the files, if a cache on a disk has not kept all of them."""
 
 VERSIONS_TRIED = 3
-"""A mount that follows its dataset may switch to another version just before the plan comes."""
+"""A mount that follows its dataset may switch to another version just before it gets the plan."""
 
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE)
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Some files, and the bytes of their contents."""
-
     files: int = 0
     content_bytes: int = 0
 
@@ -98,47 +98,43 @@ class Amount:
         return Amount(self.files - other.files, self.content_bytes - other.content_bytes)
 
     def part(self, part: float) -> "Amount":
-        """A part of it, 0 to 1."""
         return Amount(int(self.files * part), int(self.content_bytes * part))
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """What was loaded."""
-
     total: Amount
     in_memory: Amount
-    """In the kernel's page cache."""
     in_cache: Amount
-    """In the cache of chunks, and not in memory. Where that had no room for all, this is estimated
-    by the part of the reads that it served."""
+    """In the cache of chunks only. If the cache had no room for all, this is estimated from the
+    part of the reads that it served."""
     failed: tuple[tuple[bytes, str], ...]
     """Paths, and reasons."""
     failed_amount: Amount
 
     @property
     def left(self) -> Amount:
-        """What had no room."""
+        """The files that had no room."""
         return self.total - self.in_memory - self.in_cache - self.failed_amount
 
 
 class Warmup:
-    """The files at one path of a mount, which `run` loads. Made by `open`."""
+    """The files at one path of a mount. Made by `open`."""
 
     def __init__(self, mount: DatasetMount, path: bytes, stats: Mapping[str, object]) -> None:
         self.mountpoint = mount.path
         self.path = path
-        """In the mount."""
+        """The path inside the mount."""
         self._mount = mount
         self._stats = stats
         self._read_snapshot()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Warmup":
-        """The files at a path: a mount point, or a folder or file below one.
+        """The path is a mount point, or a folder or file below one.
 
-        Raises UsageError where it lies in no mount, NotFoundError, PermissionDenied, DeadlineError
-        for a mount that hangs, and DieselError for a dead one.
+        Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if
+        the mount hangs, and DieselError if it is dead.
         """
         mount, inside = locate(path)
         if not is_alive(mount.path):
@@ -156,7 +152,6 @@ class Warmup:
         return found
 
     def _read_snapshot(self) -> None:
-        """Read the version that the mount shows now."""
         with (
             _errors_of(self.mountpoint),
             open(os.path.join(self._mount.hidden_folder, "snapshot"), "rb") as file,
@@ -175,18 +170,17 @@ class Warmup:
 
     @property
     def total(self) -> Amount:
-        """What is to be loaded."""
         return self._amount(np.ones(len(self._files), np.bool_))
 
     @property
     def room(self) -> Amount:
-        """What of it the page cache has room for, by the mount's options; of a mount that pushes
-        nothing, by what memory is free."""
+        """The files that fit the page cache, by the mount's options; if the mount pushes nothing,
+        by the free memory."""
         return self._amount(self._fitting())
 
     def memory_wanted_bytes(self) -> int:
-        """The `--memory` with which a mount without a cache of chunks would have room for all; 0
-        where this machine has less."""
+        """The `--memory` that a mount without a cache of chunks needs for all files; 0 if this
+        machine has less."""
         names_bytes = len(self._files) * KNOWN_ENTRY_BYTES
         contents_bytes = int(self._costs.sum())
         wanted = contents_bytes + min(names_bytes, contents_bytes // (KNOWN_DIVISOR - 1))
@@ -196,10 +190,10 @@ class Warmup:
         return wanted if wanted <= memory_limit_bytes() else 0
 
     def run(self, show: Show) -> WarmupReport:
-        """Load the files. An interrupted run withdraws its plan; what is loaded stays.
+        """Loads the files. An interrupted run withdraws its plan; loaded files stay.
 
-        Raises ObjectStoreError where nothing can be loaded since the mount cannot read its store,
-        PermissionDenied for another user's mount, DieselError where the mount ends meanwhile.
+        Raises ObjectStoreError if nothing can be loaded because the mount cannot read its store,
+        PermissionDenied for another user's mount, and DieselError if the mount ends meanwhile.
         """
         if not len(self._files):
             return WarmupReport(Amount(), Amount(), Amount(), (), Amount())
@@ -217,7 +211,7 @@ class Warmup:
 
     @contextmanager
     def _control(self) -> Iterator[Control | None]:
-        """The mount's control socket; None where the mount takes no plans."""
+        """None if the mount takes no plans."""
         if not os.path.lexists(os.path.join(self._mount.hidden_folder, "control")):
             yield None
             return
@@ -237,7 +231,8 @@ class Warmup:
             fitting = self._files[self._fitting()]
             pushed = self._push_once(control, fitting, ENDLESS_BYTES, show)
             self._forget_freed(control)
-            # A mount believes that the READ of a missed file has brought it; it may have failed.
+            # The mount assumes that the READ of a missed file has loaded it; but it may have
+            # failed.
             absent = np.setdiff1d(fitting[~control.resident(fitting)], pushed.failed)
             if len(absent) and len(pushed.reached) == len(fitting):
                 again = self._push_once(control, absent, ENDLESS_BYTES, lambda *_: None)
@@ -262,8 +257,8 @@ class Warmup:
         )
 
     def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
-        """Have all files pushed, until the cache of chunks keeps no more of them. Returns the last
-        result, and the part of the reads that the cache has served then."""
+        """Pushes all files until the cache of chunks gains no more of them. Returns the last
+        result, and the part of its reads that the cache served."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
         if not len(order):
@@ -275,7 +270,7 @@ class Warmup:
             time.sleep(TASK_STATS_LAG_S)
             after = control.stats()
             fetched, gained = _changes(before, after)
-            # A chunk that was fetched and took the place of another one of these is no gain.
+            # A fetched chunk that replaced another one of these is no gain.
             missing = (_served_to_worker(after) - _served_to_worker(before)).missing
             missing += max(fetched - gained, 0) / chunk_count
             if not missing or gained <= 0 or len(pushed.reached) < len(order):
@@ -285,7 +280,6 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
-        """Have the mount push files in this order."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
@@ -297,21 +291,20 @@ class Warmup:
 
     @property
     def _budget_bytes(self) -> int:
-        """The mount's memory for contents in the page cache."""
         match self._stats.get("residency"):
             case {"budget_bytes": int(budget)}:
                 return budget
         return default_memory_bytes()
 
     def _fitting(self) -> npt.NDArray[np.bool_]:
-        """Which files are loaded into the page cache, as far as is known beforehand: the first ones
-        that fit its budget, together with the kernel's memory for names."""
+        """The first files that fit the page cache's budget, together with the kernel's memory for
+        names."""
         budget = self._budget_bytes
         known = 0
         match self._stats.get("residency"):
             case {"known_bytes": int(known)}:
                 pass
-        # FUSE gets to know the names of whole folders.
+        # FUSE learns the names of whole folders.
         names = np.arange(1, len(self._files) + 1) if self._mount.is_native else len(self._files)
         names_bytes = np.maximum(names * KNOWN_ENTRY_BYTES, known)
         contents_budget = budget - np.minimum(names_bytes, budget // KNOWN_DIVISOR)
@@ -322,14 +315,15 @@ class Warmup:
         return fits
 
     def _pushable(self) -> npt.NDArray[np.bool_]:
-        """Which files are pushed: larger ones are left to READs."""
+        """Which files are pushed; larger ones come by READs."""
         mask: npt.NDArray[np.bool_] = (
             self._costs <= self._budget_bytes * (KNOWN_DIVISOR - 1) // KNOWN_DIVISOR
         )
         return mask
 
     def _forget_freed(self, control: Control) -> None:
-        """Have the mount ask the kernel for files that it may have freed, if it has freed any."""
+        """Makes the mount query the kernel about its resident files, if a sample shows that some
+        were freed."""
         known = self._files[control.resident(self._files)]
         if not control.check(known[:: max(1, len(known) // SAMPLE_ENTRIES)]).all():
             control.check(known)
@@ -340,7 +334,6 @@ class Warmup:
     # a mount that does not push -------------------------------------------------------------------
 
     def _read(self, show: Show) -> WarmupReport:
-        """Read the files, so that they come into the page cache, and into the cache of chunks."""
         fitting = self._fitting()
         chosen = np.flatnonzero(np.ones_like(fitting) if self.has_cache else fitting)
         served_before = _served_to_server(self._stats)
@@ -360,8 +353,8 @@ class Warmup:
         )
 
     def _read_files(self, chosen: Indices, show: Show) -> dict[int, str]:
-        """Read these files, given by their places in the order. Returns the reasons why some cannot
-        be read, by entry. Raises DieselError where the mount has ended."""
+        """Reads the files at these places of the order. Returns error texts by entry. Raises
+        DieselError if the mount has ended."""
         failed: dict[int, str] = {}
         done = done_bytes = 0
         with ThreadPoolExecutor(READERS, "warmup") as readers:
@@ -373,7 +366,7 @@ class Warmup:
                         show(done, len(chosen), done_bytes)
                         if error is not None:
                             failed[int(self._files[at])] = error
-                    if failed and not _is_there(self.mountpoint):
+                    if failed and not _is_served(self.mountpoint):
                         raise _ended(self.mountpoint)
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
@@ -381,8 +374,8 @@ class Warmup:
         return failed
 
     def _read_one(self, at: int) -> str | None:
-        """Read a file to its end. Returns the reason if that fails. Raises OSError where the mount
-        has ended."""
+        """Returns an error text if the file cannot be read. Raises OSError if the mount has
+        ended."""
         inside = self.snapshot.path(int(self._files[at]))
         try:
             file = os.open(os.path.join(os.fsencode(self.mountpoint), inside), os.O_RDONLY)
@@ -400,12 +393,10 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pushed:
-    """What became of a plan."""
-
     reached: Indices
     """The files that had their turn; the others had no room."""
     failed: Indices
-    """Those of them that could not be pushed."""
+    """The reached files that could not be pushed."""
 
 
 class _Pushing:
@@ -424,18 +415,18 @@ class _Pushing:
         self._name = name
         self._order = order
         sizes = snapshot.columns.size[order].astype(np.int64)
-        # By position: the bytes of all files before it, as content and in whole pages.
+        # Bytes of all files before a position, as content and in whole pages.
         self._content_before = np.concatenate([[0], np.cumsum(sizes)])
         pages = -(-sizes // PAGE_BYTES) * PAGE_BYTES
         self._pages_before = np.concatenate([[0], np.cumsum(pages)])
         self._window_bytes = window_bytes
         self._show = show
-        self._position = 0  # of the reader, who has read all before it
+        self._position = 0  # of the reader, which has read all files before it
         self._failed: list[Indices] = [order[:0]]
         self._failures_before = _failed_pushes(_residency(control.stats()))
 
     def run(self) -> _Pushed:
-        """Wait until all is pushed, or the rest has no room. Raises DieselError."""
+        """Waits until all files are pushed, or the rest has no room. Raises DieselError."""
         count, poll_s = len(self._order), POLL_S_MIN
         state: tuple[object, ...] = ()
         changed_s = time.monotonic()
@@ -443,7 +434,7 @@ class _Pushing:
         while True:
             try:
                 stats = _residency(self._control.stats())
-            except DeadlineError:  # the worker waits for the store, and not for ever
+            except DeadlineError:  # the worker waits for the store, but not for ever
                 if time.monotonic() - changed_s > FAILING_S:
                     raise
                 continue
@@ -453,13 +444,13 @@ class _Pushing:
                 changed_s, failures = now_s, -1
             failed_pushes = _failed_pushes(stats)
             failures = failed_pushes if failures < 0 else failures
-            # A push that has failed is tried again after a pause.
+            # A failed push is tried again after a pause.
             has_failed = failed_pushes > self._failures_before
             quiet_s = WORKER_STATS_LAG_S + (PAUSE_S_MAX if has_failed else 0)
             waits_for_room = stats["waits_for_room"] is True
             still_s = now_s - changed_s
             self._show(pushed, count, int(self._content_before[pushed]))
-            if pushed == count and self._all_there(pushed):
+            if pushed == count and self._all_resident(pushed):
                 break
             if failed_pushes > failures:
                 if still_s > FAILING_S:
@@ -479,7 +470,7 @@ class _Pushing:
         return _Pushed(self._order[:pushed], np.concatenate(self._failed))
 
     def _frontier(self, stats: Mapping[str, object]) -> int:
-        """How many of the files had their turn."""
+        """The number of files that had their turn."""
         streams = stats["streams"]
         assert isinstance(streams, list)
         for each in streams:
@@ -487,13 +478,13 @@ class _Pushing:
                 return min(int(each["frontier"]), len(self._order))
         raise DieselError("somebody else has withdrawn the plan of this command")
 
-    def _all_there(self, end: int) -> bool:
+    def _all_resident(self, end: int) -> bool:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
     def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
-        """Say how far the reader is: as far behind what is pushed as the window allows, or where
-        the window moves and room is needed, close behind it. That is also a sign that there still
-        is one."""
+        """Reports the position of the plan's reader: as far behind the pushed files as the window
+        allows, or close behind them if room is needed. The report also shows that the reader is
+        alive."""
         moves = self._window_bytes < ENDLESS_BYTES
         behind_bytes = 0 if moves and needs_room else self._window_bytes
         before = self._pages_before[pushed] - behind_bytes
@@ -503,7 +494,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """The reader goes on to a position: note what is not there of what it passes."""
+        """Moves the reader on, and notes which of the passed files are missing."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -524,7 +515,7 @@ def _failed_pushes(residency: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """How many reads a cache of chunks has served, and how many it has left to the store."""
+    """Reads that a cache of chunks has served, and reads that went to the store."""
 
     hits: int = 0
     misses: int = 0
@@ -534,12 +525,11 @@ class _Served:
 
     @property
     def missing(self) -> float:
-        """The part that it has left to the store, 0 to 1."""
+        """The part of the reads that went to the store, 0 to 1."""
         return self.misses / (self.hits + self.misses) if self.misses else 0.0
 
 
 def _served_to_worker(stats: Mapping[str, object]) -> _Served:
-    """To the mount's prefetch worker."""
     match _residency(stats).get("store"):
         case {"cache_hits": int(hits), "cache_misses": int(misses)}:
             return _Served(hits, misses)
@@ -547,7 +537,6 @@ def _served_to_worker(stats: Mapping[str, object]) -> _Served:
 
 
 def _served_to_server(stats: Mapping[str, object]) -> _Served:
-    """To the mount's server."""
     match stats.get("task"):
         case {
             "client": {
@@ -560,8 +549,8 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
-    """How many chunks this node's master has fetched from the store between two statistics of a
-    mount, and how many more it holds of those that are its own to hold."""
+    """Between two statistics: the chunks that this node's master fetched from the store, and the
+    chunks of its own share that it gained."""
     counts = []
     for stats in (before, after):
         match stats.get("task"):
@@ -582,17 +571,17 @@ def _ended(mountpoint: str) -> DieselError:
 
 @contextmanager
 def _errors_of(mountpoint: str) -> Iterator[None]:
-    """Turn errors into that of a mount that has ended, if it has."""
+    """If the mount has ended, turns any error into the error that says so."""
     try:
         yield
     except (OSError, DieselError) as error:
         has_ended = isinstance(error, OSError) and error.errno in _DEAD
         with suppress(DieselError):
-            has_ended = has_ended or not _is_there(mountpoint)
+            has_ended = has_ended or not _is_served(mountpoint)
         if has_ended:
             raise _ended(mountpoint) from error
         raise
 
 
-def _is_there(mountpoint: str) -> bool:
+def _is_served(mountpoint: str) -> bool:
     return mounted_at(mountpoint) is not None and is_alive(mountpoint)

@@ -21,7 +21,7 @@ from . import results
 from .benchmarks import BENCHMARKS, UNTIMED, Benchmark, chosen
 from .machine import described, is_busy, machine
 from .report import Json, Row, failed, table
-from .samples import say
+from .samples import progress
 from .workbench import NATIVE, Workbench
 
 ROUNDS = 5
@@ -39,7 +39,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help=f"{ROUNDS_QUICK} round, not {ROUNDS}")
     parser.add_argument(
-        "--session", default=NATIVE, help="what the group native measures; default: %(default)s"
+        "--session",
+        default=NATIVE,
+        help="the session that the group native measures; default: %(default)s",
     )
     parser.add_argument(
         "--json", type=Path, default=TREE / "build" / "bench.json", help="default: %(default)s"
@@ -83,13 +85,13 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, 
         except Exception as error:
             traceback.print_exc()
             rows[name] = [failed(name, f"{type(error).__name__}: {error}")]
-        say(f"{name} took {time.monotonic() - start_s:.0f} s")
+        progress(f"{name} took {time.monotonic() - start_s:.0f} s")
     return rows
 
 
 def lasting_rows(by_name: Mapping[str, list[Row]], *, whole: bool) -> list[Row]:
-    """The rows of a run with inputs of full size that go to the page of results: all rows of a
-    `whole` run, otherwise only those that do not depend on rounds or on a busy machine."""
+    """The rows for the page of results: all of a `whole` run, otherwise only those that depend
+    neither on rounds nor on a busy machine."""
     return [row for name, rows in by_name.items() if whole or name in UNTIMED for row in rows]
 
 

@@ -1,6 +1,6 @@
 """Programs that read on a node of a task by orders: ours, and those of the peers.
 
-Each reads orders as lines of JSON, and answers each with a line of JSON. They stay for a whole
+Each reads orders as lines of JSON, and answers each with a line of JSON. They run during a whole
 benchmark, so that no start of a program is in a figure.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tests.peers.nodes import NodeHost, end
 
-from .samples import say
+from .samples import progress
 
 HEAD_START_S = 0.5
 """The time for clients that begin together to draw their files."""
 
 RATE = "files/s"
-_ANSWER_S = 600.0  # to fill a memcached file by file, and to refill it, takes minutes
+_ANSWER_S = 600.0  # filling a memcached file by file, and refilling it, takes minutes
 _END_S = 20.0
 
 
@@ -53,21 +53,20 @@ class ClientProcess:
         if not line:
             self._log.seek(0)
             raise self._failure(f"a reader ended: {self._log.read()[-2000:]!r}")
-        said: dict[str, float] = json.loads(line)
-        return said
+        answer: dict[str, float] = json.loads(line)
+        return answer
 
     def run(self, **order: object) -> dict[str, float]:
         self.send_order(order)
         return self.answer()
 
     def close(self) -> None:
-        """End the program as a training process ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            say("a reader does not end")
+            progress("a reader does not end")
         end(self._process)
         self._log.close()
 
@@ -75,7 +74,7 @@ class ClientProcess:
 def answers_of(
     clients: Sequence[ClientProcess], orders: Sequence[Mapping[str, object]]
 ) -> list[dict[str, float]]:
-    """Give each client its order, all at once, and wait for their answers."""
+    """Send each client its order, all at once, and wait for their answers."""
     for client, order in zip(clients, orders, strict=True):
         client.send_order(order)
     return [client.answer() for client in clients]
@@ -84,10 +83,9 @@ def answers_of(
 def rate_together(
     clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
 ) -> dict[str, float]:
-    """The files a second that all clients read together: for some seconds, from the same moment on,
-    each in an order of its own. A client may report a number of files that it `missed`: it must be
-    0."""
+    """The files a second that all clients read together from one moment on. Clients may report the
+    files that they `missed`: there must be none."""
     order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
-    said = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
-    assert not any(each.get("missed") for each in said), "files are missing from a cache"
-    return {RATE: sum(each[RATE] for each in said)}
+    answers = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
+    assert not any(each.get("missed") for each in answers), "files are missing from a cache"
+    return {RATE: sum(each[RATE] for each in answers)}

@@ -26,7 +26,7 @@ class ControlGroup:
 
     @property
     def prefix(self) -> list[str]:
-        """Arguments to put before a command, so that it and its children run in the group."""
+        """Words before a command, so that it and its children run in the group."""
         script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
         return ["sh", "-c", script, str(self.folder)]
 

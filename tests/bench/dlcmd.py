@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .control_group import ControlGroup
 from .mounts import Mount, is_mounted
-from .samples import say
+from .samples import progress
 
 PROGRAM = Path(sys.executable).parent / "dlcmd"
 TREE = Path(__file__).resolve().parents[2]
@@ -70,17 +70,15 @@ class Dlcmd:
         return [str(PROGRAM), "-q", *arguments]
 
     def seconds(self, *arguments: str) -> float:
-        """Run a command, and return the seconds that it took. Raises CalledProcessError."""
+        """Run a command; the seconds that it took. Raises CalledProcessError."""
         start_s = time.perf_counter()
         self._run(*arguments)
         return time.perf_counter() - start_s
 
     def stored_bytes(self) -> int:
-        """The bytes of all files in the repository."""
         return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
 
     def output(self, *arguments: str) -> bytes:
-        """Run a command, and return its output. Raises CalledProcessError."""
         return self._run(*arguments, kept=subprocess.PIPE).stdout
 
     @contextmanager
@@ -101,7 +99,7 @@ class Dlcmd:
             yield Mount(mountpoint, ready_s - start_s, ready_s)
         except Exception:
             for log in Path(self.environment["XDG_STATE_HOME"]).rglob("*.log"):
-                say(f"{log.name} ends so:\n{log.read_text(errors='replace')[-LOG_CHARS:]}")
+                progress(f"{log.name} ends so:\n{log.read_text(errors='replace')[-LOG_CHARS:]}")
             raise
         finally:
             if is_mounted(mountpoint):

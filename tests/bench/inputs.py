@@ -51,7 +51,6 @@ class Shape:
         return [f"image{number:07}.bin" for number in range(first, first + self.files_per_folder)]
 
     def paths(self) -> list[str]:
-        """All files, in the order of their names."""
         folders = enumerate(self.folder_names())
         return [f"{name}/{file}" for number, name in folders for file in self.file_names(number)]
 
@@ -61,7 +60,6 @@ class Shape:
         return np.frombuffer(generator.bytes(rows * size), np.uint8).reshape(rows, size)
 
     def content_sum(self) -> int:
-        """The sum of all contents as 64-bit words modulo 2^64."""
         return int(self.file_sums().sum())
 
     def check(self, *got: object) -> None:

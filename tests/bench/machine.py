@@ -21,7 +21,6 @@ _DAMON = Path("/sys/kernel/mm/damon/admin/kdamonds")
 
 
 def machine(folder: Path) -> dict[str, Json]:
-    """The machine's state now, and the disk that `folder` is on."""
     return {
         "processor": _first("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -82,7 +81,7 @@ def _idle_reclaim() -> str:
 
 
 def _disk(folder: Path) -> str:
-    """The file system, its device and its kind: `ext4 on vda (solid state)`."""
+    """File system, device and its kind: `ext4 on vda (solid state)`."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     kind = source = "unknown"

@@ -1,6 +1,5 @@
-"""Detects whether a folder is a mount point, and reads the counters of our mounts.
-
-It reads the kernel's table of mounts, which also has mounts of dead processes.
+"""Detects mount points by the kernel's table, which includes mounts of dead processes, and reads
+the counters of our mounts.
 """
 
 import ctypes
@@ -47,7 +46,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Mount:
-    """A mount of ours, with the seconds that the command took, and the time of its return
+    """A mount of ours, the seconds that the command took, and the time of its return
     (`time.monotonic()`)."""
 
     path: Path
@@ -60,14 +59,14 @@ class Mount:
         new statistics. So call it before and after the measured work, and begin the work right
         after the first call."""
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
-        said = json.loads(self._stats())
+        stats = json.loads(self._stats())
         self._looked_s = time.monotonic()
-        requests, reads = said["requests"], sum(map(said["reads"].get, ("hits", "misses")))
-        asked = reads + requests.get("open", 0) + requests.get("getattr", 0)
-        return Counts(reads, asked, sum(requests.values()), said["pid"], said["server_pid"])
+        requests, reads = stats["requests"], sum(map(stats["reads"].get, ("hits", "misses")))
+        counted = reads + requests.get("open", 0) + requests.get("getattr", 0)
+        return Counts(reads, counted, sum(requests.values()), stats["pid"], stats["server_pid"])
 
     def wait_until_loaded(self) -> None:
-        """Wait until all files have been pushed, on a mount with `--policy oneshot`."""
+        """Wait until all files have been pushed (`--policy oneshot`)."""
         end_s = time.monotonic() + LOADED_S
         while True:
             loaded = json.loads(self._stats())["residency"]
@@ -77,7 +76,7 @@ class Mount:
             time.sleep(LOADED_INTERVAL_S)
 
     def processor_s(self, supervisor: int) -> float:
-        """The processor time that all processes of the mount have taken since their starts."""
+        """The processor time of all processes of the mount since their starts."""
         return sum(map(processor_s, members(os.getsid(supervisor))))
 
     def stop_pushing(self) -> None:
@@ -98,8 +97,7 @@ class Mount:
 
 
 def processor_s(pid: int) -> float:
-    """The processor time of a process since its start, by its own clock: /proc counts in hundredths
-    of seconds."""
+    """The processor time of a process by its own clock: /proc counts in hundredths of seconds."""
     clock = ctypes.c_int()
     if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
         return 0.0  # it has ended

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .dlcmd import TREE
 from .peers import installed, output_of
-from .samples import PeerMissing, Rounds, Samples, say
+from .samples import PeerMissing, Rounds, Samples, progress
 from .workbench import Workbench
 
 PROGRAM = Path(__file__).with_name("plot_program.py")
@@ -70,6 +70,6 @@ def draw(plot: Plot, lines: Sequence[Line], *, is_whole: bool) -> None:
     try:
         output_of([installed("python"), "-P", str(PROGRAM), str(file), drawn])
     except PeerMissing as error:
-        say(f"NOT PLOTTED: {error}")
+        progress(f"NOT PLOTTED: {error}")
     else:
-        say(f"plotted as {file}")
+        progress(f"plotted as {file}")

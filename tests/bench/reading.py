@@ -137,10 +137,10 @@ def waiting_loop(
         assert process.stdout is not None
 
         def run() -> ReadReport:
-            said, _ = process.communicate(b"go\n", DEADLINE_S)
+            output, _ = process.communicate(b"go\n", DEADLINE_S)
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args)
-            report = ReadReport(**json.loads(said))
+            report = ReadReport(**json.loads(output))
             order.check(report, with_sum=False, walked=walk is not None)
             return report
 

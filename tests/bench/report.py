@@ -28,12 +28,10 @@ class Target:
 
 
 def at_least(ratio: float) -> Target:
-    """Our figure must be this many times the other's, or more."""
     return Target(ratio, at_most=False)
 
 
 def at_most(ratio: float) -> Target:
-    """Our figure must be this many times the other's, or less."""
     return Target(ratio, at_most=True)
 
 
@@ -51,7 +49,6 @@ class Row:
 
     @property
     def _both(self) -> tuple[Samples, Samples] | None:
-        """The figures, if both sides have some."""
         if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
             return self.ours, self.other
         return None
@@ -98,7 +95,6 @@ class Row:
         ]
 
     def as_json(self) -> Json:
-        """The row with all its samples, for other programs."""
         spread = self.ratio_range
         return {
             "name": self.name,
@@ -118,12 +114,12 @@ class Row:
 
 
 def no_more_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row with a figure that must be at most a fixed limit."""
+    """A row with a fixed upper limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_most(1), note)
 
 
 def no_less_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row with a figure that must be at least a fixed limit."""
+    """A row with a fixed lower limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_least(1), note)
 
 

@@ -49,6 +49,5 @@ def _line(values: Sequence[str]) -> str:
 
 
 def _key(line: str) -> tuple[str, str, str]:
-    """The benchmark, the unit, and the peer that it is compared with."""
     values = [value.strip() for value in re.split(r"(?<!\\)\|", line)[1:-1]]
     return values[0], values[2], values[4]

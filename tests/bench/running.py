@@ -19,7 +19,7 @@ from .client_process import ClientProcess, answers_of, rate_together
 from .inputs import Shape
 from .peers.clusters import Memcached
 from .reading import write_list
-from .samples import PeerMissing, Side, say
+from .samples import PeerMissing, Side, progress
 from .workbench import Workbench
 
 NODES = 4
@@ -51,7 +51,7 @@ class Running:
         self._serial = 0
 
     def start(self, **options: object) -> None:
-        """Start a new task: a master on each node, and a client of it."""
+        """Start a new task: a master and a client on each node."""
         self.stop()
         self._serial += 1
         self.task.name = f"bench{self._serial}"
@@ -61,8 +61,7 @@ class Running:
         self.task.gathered()
 
     def join(self, ranks: Sequence[int], **options: object) -> list[ClientProcess]:
-        """Start a client of the task on each of these nodes, which starts a master if the node has
-        none."""
+        """Start a client of the task on each of these nodes, and a master if the node has none."""
         clients = [connected(self.nodes[rank], {**self.member(rank), **options}) for rank in ranks]
         for client in clients:
             client.answer()
@@ -71,7 +70,7 @@ class Running:
         return clients
 
     def member(self, rank: int) -> dict[str, object]:
-        """The arguments of `connect` that make a client of the task on a node."""
+        """The arguments of `connect` for a client on a node."""
         return {
             "dataset": DATASET,
             "task": self.task.name,
@@ -86,7 +85,7 @@ class Running:
         return min(CLIENT_BYTES, int(CLIENT_PART * self.task.stored_bytes))
 
     def stop(self) -> None:
-        """End the task's clients; its masters are killed."""
+        """End the task's clients and kill its masters."""
         for client in self.clients:
             client.close()
         self.clients = []
@@ -110,14 +109,13 @@ class Running:
         return seconds
 
     def wait_whole(self, ranks: Sequence[int]) -> None:
-        """Wait until these masters have all chunks that they own, and together own all chunks."""
+        """Wait until these masters own all chunks together, and have them."""
         end_s = time.monotonic() + WARM_S
         while not self.is_whole(ranks):
             assert time.monotonic() < end_s, "the task does not get warm"
             time.sleep(0.01)
 
     def is_whole(self, ranks: Sequence[int]) -> bool:
-        """Whether these masters are all that there are, and have all chunks that they own."""
         stats = [self.task.stats(rank) for rank in ranks]
         held = [each["node_cache"] for each in stats]
         if any(each["members"] != len(stats) for each in stats):
@@ -128,18 +126,17 @@ class Running:
         )
 
     def paths(self) -> str:
-        """The list of files that a client of memcached reads."""
         file = self.nodes.folder / "paths"
         return str(file if file.exists() else write_list(self.shape.paths(), file))
 
     def put_files(self, paths: Sequence[str]) -> None:
-        """Put each of these files into the store as an object of its own."""
+        """Put each of these files into the store as an object."""
         for path in paths:
             self.task.s3.put(f"files/{path}", (self.source / path).read_bytes())
 
     @property
     def files_store(self) -> str:
-        """The address at which a client of memcached finds the objects of `put_files`."""
+        """The address of the objects of `put_files` for a client of memcached."""
         return f"{self.task.s3.endpoint.removeprefix('http://')}/bucket/files"
 
 
@@ -175,11 +172,10 @@ def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached:
 
 
 def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached | None:
-    """As `filled`; None if memcached is not installed."""
     try:
         return filled(stack, task, copies=copies)
     except PeerMissing as error:
-        say(f"NOT MEASURED: {error}")
+        progress(f"NOT MEASURED: {error}")
         return None
 
 

@@ -41,7 +41,6 @@ class NotMeasured:
     reason: str
 
     def map(self, convert: Callable[[float], float]) -> "NotMeasured":
-        """Itself, since there is no value to convert."""
         return self
 
 
@@ -79,10 +78,10 @@ def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
                 runs[name].append(sides[name]())
             except PeerMissing as error:
                 missing[name] = NotMeasured(str(error))
-                say(f"NOT MEASURED: {name}: {error}")
+                progress(f"NOT MEASURED: {name}: {error}")
             else:
                 shown = ", ".join(f"{key} {value:.4g}" for key, value in runs[name][-1].items())
-                say(f"{number + 1}/{rounds} {name}: {shown}")
+                progress(f"{number + 1}/{rounds} {name}: {shown}")
     return Rounds(runs, missing)
 
 
@@ -91,6 +90,6 @@ def repeat(rounds: int, ours: Side) -> Rounds:
     return alternate(rounds, {OURS: ours})
 
 
-def say(text: str) -> None:
+def progress(text: str) -> None:
     """Print a line of progress to stderr; stdout has only the table."""
     print(f"  {text}", file=sys.stderr, flush=True)

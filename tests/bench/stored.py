@@ -33,11 +33,10 @@ class Tree:
     mount: Mount | None = None
 
     def requests(self) -> int:
-        """The number of READs, OPENs and GETATTRs until now (`Mount.counts`); 0 for a peer."""
+        """Requests until now (`Counts.requests`); 0 for a peer."""
         return 0 if self.mount is None else self.mount.counts().requests
 
     def reads(self) -> int:
-        """The number of READs until now; 0 for a peer."""
         return 0 if self.mount is None else self.mount.counts().reads
 
 
@@ -57,7 +56,7 @@ class Stored:
         self._orders: dict[tuple[Path, int], Order] = {}
 
     def mount_once(self, *options: str) -> None:
-        """Mount and unmount; afterwards this user has a copy of the snapshot, and an image if the
+        """Mount and unmount, so that this user has a copy of the snapshot, and an image if the
         session uses images."""
         with self.dlcmd.mounted(self.shape.name, self.mountpoint, *options):
             pass

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from tests.rows import each_row
-from tests.server.program import until
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 from . import memory, results
 from .__main__ import lasting_rows
@@ -107,7 +106,7 @@ def test_a_target_is_met_or_not(row: Row, met: bool | None) -> None:
         assert row.against != "limit" or "= 0" in table([row])
 
 
-def test_a_missing_peer_is_reported_and_the_others_go_on() -> None:
+def test_a_missing_peer_is_reported_and_the_others_are_measured() -> None:
     def missing() -> dict[str, float]:
         raise PeerMissing("not installed")
 
@@ -165,9 +164,7 @@ def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) 
 
 
 @each_row(("loop", "processes"), [(loop, processes) for loop in LOOPS for processes in (1, 3)])
-def test_loops_of_python_read_all_files_on_the_signal(
-    tmp_path: Path, loop: str, processes: int
-) -> None:
+def test_python_loops_read_all_files_on_a_signal(tmp_path: Path, loop: str, processes: int) -> None:
     folder = make(SMALL, tmp_path)
     order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
     with waiting_loop(sys.executable, order, loop, processes=processes, walk=folder) as run:
@@ -185,9 +182,7 @@ def test_loops_of_python_read_all_files_on_the_signal(
         run_loop(sys.executable, order, loop, processes=processes)
 
 
-def test_another_python_is_found_where_pyenv_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_python_is_found_in_pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
     shim = tmp_path / "shims" / "python3.99"
     for program, code in ((installed, "echo 3.99"), (shim, "echo no such version >&2; exit 127")):
@@ -238,7 +233,7 @@ def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
     problems = [problem for row in rows for problem in row["not_measured"]]
     assert [problem for problem in problems if ": ours: " in problem] == []
     lost = [row for row in rows if row["against"] and row["other"] is None]
-    assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+    assert all(row["not_measured"] for row in lost), "a peer is missing, and no row reports it"
     assert not list((folder / "work" / "work").glob("*"))
     return rows
 
@@ -263,8 +258,8 @@ def test_the_group_native_measures_every_row_of_a_session(
     loops = [name for name, unit in measured if "second epoch, open()" in name]
     assert len(loops) in (3, 6)
     if requests_an_open is not None:
-        files, asked = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
-        more = asked - requests_an_open * len(loops) * files
+        files, counted = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
+        more = counted - requests_an_open * len(loops) * files
         # The requests that reading the statistics makes are subtracted, which may differ by a few;
         # and the kernel may have reclaimed some pages.
         assert abs(more) < files / 4

@@ -19,7 +19,7 @@ from .control_group import ControlGroup
 from .dlcmd import Dlcmd, help_of_mounting
 from .inputs import N1M, Shape, make, pipe, tar_stream
 from .reading import READER, Order, ReadReport, compiled, read_files, write_list
-from .samples import say
+from .samples import progress
 
 NATIVE = "native"
 """The session that has its tree in the kernel."""
@@ -45,11 +45,10 @@ class Workbench:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape to use instead of `shape`: a smaller one if the bench is only tried."""
         return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:
-        say(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
+        progress(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
         return make(shape, self._inputs)
 
     def prepared(self, wanted: Shape) -> tuple[Shape, Path]:
@@ -118,7 +117,7 @@ class Workbench:
     @cached_property
     def _n1m(self) -> tuple[Dlcmd, float]:
         shape = self.shape(N1M)
-        say(f"putting {shape.name} from a tar: {shape.files:,} empty files")
+        progress(f"putting {shape.name} from a tar: {shape.files:,} empty files")
         dlcmd = Dlcmd(self._work / shape.name)
         start_s = time.perf_counter()
         command = dlcmd.command("put", "--tar", "-", shape.name)

@@ -108,7 +108,6 @@ class Scene:
             epoch += 1
 
     def rest(self) -> None:
-        """End all reading and putting."""
         self._is_over.set()
         for each in self._threads:
             each.join(60)
@@ -161,7 +160,6 @@ def page(browser: Browser, board: Dashboard) -> Iterator[Page]:
 
 
 def check_accessibility(page: Page) -> None:
-    """Axe reports no serious or critical fault."""
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     faults = [
@@ -172,11 +170,9 @@ def check_accessibility(page: Page) -> None:
     assert faults == []
 
 
-def test_it_shows_who_waits_and_pictures_are_taken(
-    browser: Browser, board: Dashboard, scene: Scene
-) -> None:
-    """In light, dark and on a phone: no fault of accessibility, and nothing wider than the
-    screen."""
+def test_it_shows_waiting_readers(browser: Browser, board: Dashboard, scene: Scene) -> None:
+    """In light, in dark and on a phone it has no fault of accessibility, and nothing is wider than
+    the screen."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     path = str(scene.read_from)
     wait_until(lambda: len(json.loads(board.get("/history?of=all").body)["time"]) > 4)
@@ -220,7 +216,7 @@ def test_it_can_be_used_by_keyboard(page: Page) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def test_a_thousand_datasets_are_filtered_and_shown_by_and_by(page: Page, board: Dashboard) -> None:
+def test_a_thousand_datasets_are_filtered_and_shown_in_steps(page: Page, board: Dashboard) -> None:
     board.until(lambda state: at(state["datasets"], "count") == 1000)
     page.wait_for_function("document.querySelector('#datasets .count').textContent === '1000'")
     assert page.locator("#dataset-table tbody tr").count() == 25
@@ -258,8 +254,7 @@ def _shown(path: Path) -> str:
 
 def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
     """The counters of a mount; when all is quiet, the next state has the values of `dlcmd
-    stats`.
-    """
+    stats`."""
     scene.rest()
     page.get_by_role("button", name=str(scene.read_from)).click()
 
@@ -290,7 +285,6 @@ def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
 def test_a_lost_server_and_dashboard_are_reported(
     page: Page, scene: Scene, board: Dashboard
 ) -> None:
-    """A server that is killed, and then the dashboard itself."""
     scene.server.kill()
     page.wait_for_selector("#server-table .badge.lost")
     assert "Connection refused" in page.locator("#problems").inner_text()

@@ -30,8 +30,8 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.plan import Entries
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.system.syscalls import punch_hole
+from tests.waiting import until
 
-from ..server.program import until
 from ..small_disks import remount, small_disk
 from .conftest import Counting, put_files
 from .disk_tier import STORE, put, tier_at

@@ -24,26 +24,10 @@ class CommandResult:
 
     @property
     def objects(self) -> list[dict[str, object]]:
-        """The lines of JSON on stdout."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def is_running(process: int) -> bool:
-    """Whether a process runs. A zombie, which nobody has reaped, does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(process: int) -> list[int]:
-    return [
-        int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ]
-
-
 def program_environment() -> dict[str, str]:
-    """The environment in which a program started by a test finds the packages of this tree."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -66,7 +50,6 @@ class Dlcmd:
     def start(
         self, *words: str | Path, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
-        """The program itself, running."""
         return subprocess.Popen(
             [sys.executable, "-m", "dlcmd", *words],
             stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=program_environment(),
@@ -75,7 +58,6 @@ class Dlcmd:
     def program(
         self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0
     ) -> CommandResult:
-        """The program itself, to its end."""
         with self.start(*arguments, stdin=subprocess.PIPE) as process:
             out, err = process.communicate(stdin or b"", timeout=60)
         result = CommandResult(process.returncode, out, err.decode())
@@ -83,7 +65,6 @@ class Dlcmd:
         return result
 
     def fifo(self, *arguments: str | Path) -> bytes:
-        """The bytes that the command writes to a fifo, its last argument."""
         fifo = self.store.parent / "fifo"
         os.mkfifo(fifo)
         reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

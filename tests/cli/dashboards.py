@@ -1,4 +1,4 @@
-"""`dlcmd dashboard` as a user starts it, and what a page asks it for."""
+"""`dlcmd dashboard` as a user starts it, and the requests of its page."""
 
 import http.client
 import json
@@ -17,8 +17,6 @@ Value = str | int | float | bool | None | list["Value"] | Object
 
 
 class Got(NamedTuple):
-    """An answer by HTTP; headers by their lower-case names."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -62,14 +60,12 @@ class Dashboard:
             link.close()
 
     def state(self, after: int = 0) -> Object:
-        """The state that the page gets each second."""
         got = self.get(f"/state?after={after}")
         assert (got.status, got.headers["content-type"]) == (200, "application/json")
         found: Object = json.loads(got.body)
         return found
 
     def until(self, holds: Callable[[Object], object]) -> Object:
-        """The first state of which something holds."""
         newest: Object = {}
 
         def check() -> object:
@@ -83,7 +79,6 @@ class Dashboard:
 
 
 def items(state: Value, kind: str) -> list[Object]:
-    """The objects in a list of the state."""
     found = at(state, kind)
     assert isinstance(found, list)
     return [each for each in found if isinstance(each, dict)]
@@ -100,7 +95,6 @@ def item(state: Object, kind: str, **values: Value) -> Object:
 
 
 def at(found: Value, *names: str | int) -> Value:
-    """What stands in JSON at a path."""
     for name in names:
         if isinstance(found, list) and isinstance(name, int):
             found = found[name]

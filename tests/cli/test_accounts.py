@@ -22,7 +22,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture(params=fast_first(["file", "redis"]))
 def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The place of the accounts: a file of the repository, or Redis."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
         server = emptied_server()
@@ -36,7 +35,7 @@ def users(dlcmd: Dlcmd) -> dict[str, dict[str, object]]:
 
 
 def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """`user add` makes the repository. stdout has the key alone; stderr says how to use it."""
+    """`user add` makes the repository. stdout has the key alone; stderr explains its use."""
     result = dlcmd("user", "add", "root", "--admin")
     seed = parse_key(result.out.decode())
     assert result.out.decode().count("\n") == 1
@@ -47,11 +46,11 @@ def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, tmp_path: Path, pla
     assert found["admin"] is True
     assert parse_public_key(str(found["public_key"])) == keys.public_key(seed)
     FolderStore.open(dlcmd.store)
-    (told,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
-    public = public_key_text(keys.public_key(parse_key(str(told["key"]))))
-    assert told == {"user": "ann", "admin": True, "public_key": public, "key": told["key"]}
-    (told,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
-    assert (told["key_file"], "key" in told) == (str(tmp_path / "key"), False)
+    (added,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
+    public = public_key_text(keys.public_key(parse_key(str(added["key"]))))
+    assert added == {"user": "ann", "admin": True, "public_key": public, "key": added["key"]}
+    (added,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
+    assert (added["key_file"], "key" in added) == (str(tmp_path / "key"), False)
     assert dlcmd("-q", "user", "add", "eve").err == ""
     assert dlcmd("user", "add", "joe", "--public-key", public).out == b"added joe\n"
     assert users(dlcmd)["joe"]["public_key"] == public
@@ -117,7 +116,7 @@ def test_a_key_goes_to_a_new_file_of_its_owner(dlcmd: Dlcmd, tmp_path: Path, pla
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     public = users(dlcmd)["ann"]["public_key"]
     assert public_key_text(keys.public_key(parse_key(file.read_text()))) == public
-    # One that is there is not written over, and no account is made; where none is, no file is left
+    # An existing file is not written over, and no account is made; no new file is left either
     assert "exists; name a new file" in dlcmd("user", "add", "bo", "--key-out", file, code=12).err
     dlcmd("user", "add", "ann", "--key-out", tmp_path / "other", code=12)
     assert set(users(dlcmd)) == {"ann"}
@@ -133,7 +132,7 @@ def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
 
 
 def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """Also into another store: an account is a name, a public key and roles, nothing else."""
+    """Another store takes them, too: an account is a name, a public key and roles, nothing else."""
     dlcmd("user", "add", "root", "--admin")
     dlcmd("user", "add", "ann")
     dlcmd("grant", "pets", "ann", "write")
@@ -147,7 +146,7 @@ def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place:
     assert first == {"diesel-accounts": 1}
     assert (ann["user"], ann["admin"], ann["grants"]) == ("ann", False, {"pets": "write"})
     assert set(parse_accounts(file.read_bytes())) == {"ann", "root"}
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")  # it is no dataset
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")  # the accounts are no dataset
     assert b"accounts" not in dlcmd("verify", "pets").out
     assert dlcmd("ls").out == b"pets\n"
 

@@ -1,5 +1,5 @@
-"""A bucket as the source of `dlcmd put`, with keys of all kinds that others' programs make: on a
-real S3 server (moto). The handling of objects in a put is tested in tests/ingest/test_bucket.py.
+"""A bucket as the source of `dlcmd put`, on a real S3 server (moto), with keys of all kinds that
+other programs make. tests/ingest/test_bucket.py tests the handling of objects in a put.
 """
 
 import json
@@ -70,7 +70,7 @@ REFUSED = ["a//b", "./x", "../x", "y/./z", "y/../z", "/slash", "n" * 256, "both"
 
 
 def test_I16_keys_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
-    """Each key becomes a path or is named; none stands in the way of the others."""
+    """Each key becomes a path or an error that names it, and does not affect the others."""
     keys.put(GOOD | dict.fromkeys(REFUSED, b"refused"))
     keys.put({"cat/": b"", "deep/": b"", "": b"", "full/": b"with content"})
     failed = dlcmd("--json", "put", keys.url, "pets", code=3).objects[-1]["failed"]
@@ -90,7 +90,7 @@ def test_markers_of_folders_alone_are_no_files(dlcmd: Dlcmd, keys: Keys) -> None
 
 
 def test_prefixes_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
-    """What a URL gives a meaning of its own is written with %, as in all URLs."""
+    """Characters with a meaning in URLs are written with %, as usual."""
     for number, (prefix, written) in enumerate(
         [("a&b [c]", "a&b [c]"), ("50%", "50%25"), ("\u00fc", "\u00fc"), ("x#?y", "x%23%3Fy")]
     ):
@@ -110,7 +110,7 @@ def test_I16_an_archived_object_is_named_and_the_others_are_put(dlcmd: Dlcmd, ke
     assert dlcmd("ls", "pets").out == b"fine\n"
 
 
-def test_a_glob_of_archives_takes_keys_as_they_are(dlcmd: Dlcmd, keys: Keys) -> None:
+def test_a_glob_of_archives_takes_keys_literally(dlcmd: Dlcmd, keys: Keys) -> None:
     keys.put({"a b/x+y%.tar": tar_of(("m", b"1")), "a b//z.tar": tar_of(("n", b"1"))})
     keys.put({"a b/folder.tar/": b""})
     dlcmd("put", "--unpack", f"{keys.url}/a b/*.tar", "pets")
@@ -144,7 +144,7 @@ def test_the_settings_of_the_vendors_tools_are_honoured(
 
 @pytest.fixture
 def other_vendor(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    """The same bucket, spoken to by the library that Google's and Azure's buckets are spoken to."""
+    """The same bucket, read by the library that reads Google's and Azure's buckets."""
     monkeypatch.setattr(buckets, "_requests_to", buckets._PathRequests)
     return keys
 
@@ -171,10 +171,10 @@ def test_a_key_that_another_vendors_library_refuses_is_named(
     )
 
 
-def test_O3_a_store_that_asks_for_a_minute_and_more_is_waited_for(
+def test_O3_a_store_that_requests_a_pause_of_a_minute_and_more_gets_it(
     keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `Retry-After` says, which is longer than our own deadline."""
+    """`Retry-After` requests it, and it is longer than our own deadline."""
     waited: list[float] = []
     monkeypatch.setattr(LongPauses, "wait", lambda _, seconds, __: waited.append(seconds))
     busy = Rule("GET", "", status=503, headers={"Retry-After": "90"}, times=2)

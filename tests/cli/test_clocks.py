@@ -1,8 +1,8 @@
 """Tests of `dlcmd` and `diesel-server` on hosts with a wrong clock (K2 and K4 in tests/FAULTS.md).
 
 libfaketime shows another time to one program; Redis and the file system have the right time. It is
-loaded by `LD_PRELOAD`: the program `faketime`, when it is killed with a server, leaves a semaphore
-behind, and whichever `faketime` later has its process ID fails with exit code 1.
+loaded by `LD_PRELOAD`, since the program `faketime`, when it is killed with a server, leaves a
+semaphore behind, and a later `faketime` with the same process ID would fail with exit code 1.
 """
 
 import os
@@ -44,13 +44,11 @@ def url(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.Monkey
 
 
 def clock(when: str) -> dict[str, str]:
-    """The environment of a program that believes it is `when`; with a sign, so much later or
-    earlier than now."""
+    """The environment of a program whose clock shows `when`; with a sign, an offset from now."""
     return {"LD_PRELOAD": "/usr/$LIB/faketime/libfaketimeMT.so.1", "FAKETIME": when}
 
 
 def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`dlcmd` on a host that believes it is `when`."""
     return subprocess.run(
         [sys.executable, "-m", "dlcmd", *map(str, words)],
         check=False, capture_output=True, text=True, timeout=60, env=os.environ | clock(when),
@@ -58,14 +56,13 @@ def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]
 
 
 def objects(store: Path) -> Facts:
-    """All objects in the store, without the files of SQLite."""
     found = {path: what for path, what in facts(store).items() if what[0] == "file"}
     return {path: found[path] for path in found if not path.startswith(b"meta.sqlite")}
 
 
 @contextmanager
 def clock_ahead(seconds: float) -> Iterator[None]:
-    """A wrong time for this process and for the metadata stores: so nobody can notice it."""
+    """A wrong time for this process and for the metadata stores, so no comparison reveals it."""
     now, now_ns = time.time, time.time_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: now() + seconds)
@@ -76,7 +73,7 @@ def clock_ahead(seconds: float) -> Iterator[None]:
 
 
 def test_K2_a_clock_that_is_ahead_writes_nothing(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
-    """They are refused before anything is written; all other verbs work, and so does a put by a
+    """A put is refused before anything is written. All other verbs work, and so does a put by a
     clock that is a little ahead or far behind."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     dlcmd("put", source, "pets")
@@ -114,8 +111,8 @@ def test_K2_behind_a_server_only_its_clock_counts(
         assert "ahead of the repository's" in result.err
         assert objects(dlcmd.store) == before
     with Server(tmp_path / "right", "--store", url) as server:
-        said_ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
-        assert said_ahead.returncode == 0, said_ahead.stderr
+        ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
+        assert ahead.returncode == 0, ahead.stderr
     with LocalRepository.open(url) as repository:
         chunk = repository.view("pets").chunk_ids[-1]
         assert abs(id_seconds(chunk) - time.time()) < 3600

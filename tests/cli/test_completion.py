@@ -1,4 +1,4 @@
-"""The shells' own reaction to a TAB behind `dlcmd`: real shells, each at a terminal of its own."""
+"""The reaction of real shells, each at a terminal of its own, to a TAB after `dlcmd`."""
 
 import os
 import pty
@@ -37,7 +37,7 @@ CONTROL_A, CONTROL_E, TAB = "\x01", "\x05", "\t"
 
 
 def _words(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
-    """The words of which each of these lines consists for the shell, after a TAB at its end."""
+    """The words into which the shell splits each of these lines, after a TAB at its end."""
     main, end = pty.openpty()
     environment = program_environment() | {"TERM": "dumb", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
     programs = folder / "programs"
@@ -58,7 +58,7 @@ def _words(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
         try:
             os.write(main, f"{LOAD[shell]}\r".encode())
             for line, file in zip(lines, files, strict=True):
-                # A file that has its name is complete: a rename is the last command
+                # A file under its final name is complete: the last command renames it
                 keys = f"{line}{TAB}{CONTROL_A}printf '%s\\n' {CONTROL_E} >{file}.new"
                 os.write(main, f"{keys}; mv {file}.new {file}\r".encode())
                 wait_until(file.exists, 20, screen.decode)
@@ -79,7 +79,6 @@ def _read(terminal: int, screen: bytearray) -> None:
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
-    """A dataset in two versions; the older of them."""
     files = {"train/cat/1.jpg": b"a", "it's $x/deep er/file": b"b", "README": b"c"}
     source = write(tmp_path / "source", files)
     dlcmd("put", source, "pets")
@@ -107,7 +106,7 @@ def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: 
     assert dict(zip(expected, found, strict=True)) == expected
 
 
-def test_what_is_completed_depends_on_the_place(pets: str, dlcmd: Dlcmd) -> None:
+def test_completions_depend_on_the_place(pets: str, dlcmd: Dlcmd) -> None:
     def found(line: str) -> list[tuple[str, str]]:
         return [(each.type, each.value) for each in completions(program, line)]
 
@@ -128,7 +127,7 @@ def test_what_is_completed_depends_on_the_place(pets: str, dlcmd: Dlcmd) -> None
     assert older == f"pets@{pets}/"
 
 
-def test_of_a_large_folder_only_the_common_beginning_is_completed(
+def test_in_a_large_folder_only_the_common_beginning_is_completed(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dlcmd.args.completing.WORDS_MAX", 3)
@@ -140,12 +139,12 @@ def test_of_a_large_folder_only_the_common_beginning_is_completed(
 
 @each_row("url", ["diesel://192.0.2.1:9300", "file:///nowhere", "bad"])
 def test_a_repository_that_cannot_be_read_completes_nothing(url: str, tmp_path: Path) -> None:
-    """One that does not answer ends the program: a TAB must not hang."""
-    asked = {"_DLCMD_COMPLETE": "zsh", "_DLCMD_LINE": "dlcmd ls pe", "DIESEL_URL": url}
+    """If it does not answer, the program ends: a TAB must not hang."""
+    request = {"_DLCMD_COMPLETE": "zsh", "_DLCMD_LINE": "dlcmd ls pe", "DIESEL_URL": url}
     key = {"DIESEL_USER": "me", "DIESEL_KEY": "A" * 43}
     done = subprocess.run(
         [sys.executable, "-m", "dlcmd"], check=True, capture_output=True, timeout=60,
-        env=program_environment() | asked | key, cwd=tmp_path,
+        env=program_environment() | request | key, cwd=tmp_path,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (b"", b"")
 

@@ -50,8 +50,6 @@ NO_TASK = TaskOptions()
 
 
 class Place:
-    """A repository with a dataset `pets`, and mounts of it."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = (folder / "store").as_uri()
@@ -196,8 +194,9 @@ def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard)
     assert "totals" in known(lost)
 
 
-def test_a_server_is_shown_and_its_death_too(tmp_path: Path) -> None:
-    """With what a put through it did; when it comes again at its port, it is live again."""
+def test_a_server_and_its_death_are_shown(tmp_path: Path) -> None:
+    """It shows the figures of a put through it. When it comes again at its port, it is live
+    again."""
     store = (tmp_path / "store").as_uri()
     credentials = new_repository(store)["root"]
     port = free_port()
@@ -312,7 +311,7 @@ def test_requests_that_have_no_answer_are_refused(board: Dashboard) -> None:
     assert board.get("/").status == 200
 
 
-def test_connections_that_say_nothing_shut_nobody_out(board: Dashboard) -> None:
+def test_silent_connections_shut_no_client_out(board: Dashboard) -> None:
     with ExitStack() as stack:
         silent = []
         for _ in range(2 * CONNECTIONS_MAX):
@@ -325,7 +324,7 @@ def test_connections_that_say_nothing_shut_nobody_out(board: Dashboard) -> None:
 
 
 def test_a_page_of_another_name_cannot_read_it(board: Dashboard) -> None:
-    """As after DNS rebinding: a name that leads to 127.0.0.1."""
+    """DNS rebinding makes such a page: its name leads to 127.0.0.1."""
     for path in ("/", "/state", "/datasets"):
         assert board.get(path, Host="evil.example:9320").status == 421
         assert board.get(path, Host="").status == 421
@@ -379,9 +378,9 @@ def test_a_signal_ends_it_and_nothing_is_left_to_finish(
         board.state()
         board.process.send_signal(number)
         assert board.process.wait(20) == code
-    said = capfd.readouterr().err
-    assert ("ended by SIGTERM" in said) == (number == signal.SIGTERM)
-    assert "again" not in said
+    errors = capfd.readouterr().err
+    assert ("ended by SIGTERM" in errors) == (number == signal.SIGTERM)
+    assert "again" not in errors
 
 
 @each_row(
@@ -392,7 +391,7 @@ def test_a_signal_ends_it_and_nothing_is_left_to_finish(
         ("http://[::1]:1/m", "[::1]:1/m"),
     ],
 )
-def test_where_a_servers_metrics_are(text: str, place: str) -> None:
+def test_the_address_of_a_servers_metrics(text: str, place: str) -> None:
     host, path = parse_metrics_place(text)
     assert f"{host}{path}" == place
     for bad in ("https://gpu7:9400", "http://user:secret@gpu7:9400", "gpu7", "gpu7:x"):
@@ -402,7 +401,7 @@ def test_where_a_servers_metrics_are(text: str, place: str) -> None:
 
 
 def test_a_servers_metrics_are_understood() -> None:
-    """As Prometheus's own parser understands them."""
+    """Prometheus's own parser gives the same values."""
     cells = private_cells()
     cells.add("diesel_requests_total", "put", "ok", amount=7)
     cells.add("diesel_requests_total", "stat", "refused", amount=2)

@@ -19,7 +19,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1" * 9000, "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("a")
     os.utime(source / "a", ns=(0, 1_700_000_000_123_456_789))
@@ -75,7 +74,7 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
 def test_recover_since_prints_how_it_understood_the_time(
     dlcmd: Dlcmd, pets: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
 ) -> None:
-    """And refuses one in the future."""
+    """It refuses one in the future."""
     assert pets.exists()
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
@@ -139,7 +138,7 @@ def test_du_counts_files_and_bytes(dlcmd: Dlcmd, pets: Path) -> None:
     whole, part = (dlcmd("du", "--json", each).objects[0] for each in ("pets", "pets/sub"))
     assert (whole["files"], whole["bytes"]) == (3, 9005)
     assert (part["files"], part["bytes"], part["stored_bytes"]) == (2, 5, 5)
-    assert int(str(whole["stored_bytes"])) < 1000  # 9,000 ones
+    assert int(str(whole["stored_bytes"])) < 1000  # 9,000 bytes
     assert dlcmd("du").out.startswith(b"3 files, 9.0 kB (9005 bytes), stored as ")
 
 
@@ -156,7 +155,7 @@ def test_rm_deletes_all_or_nothing(dlcmd: Dlcmd, pets: Path) -> None:
     assert dlcmd("ls", "-R", "pets").out == b"link\n"
 
 
-def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
+def test_delete_dataset_needs_a_confirmation(dlcmd: Dlcmd, pets: Path) -> None:
     assert "--yes" in dlcmd("delete-dataset", "pets", code=2).err
     dlcmd("delete-dataset", "gone", code=10)
     (result,) = dlcmd("delete-dataset", "--json", "pets", "--yes").objects
@@ -216,7 +215,7 @@ def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
     listing = dlcmd("ls", "-l", "-R", "pets").out
     for file in dlcmd.store.glob("meta.sqlite*"):
         file.unlink()
-    assert dlcmd("ls", "-l", "-R", "pets").out == listing  # by the snapshot
+    assert dlcmd("ls", "-l", "-R", "pets").out == listing  # from the snapshot
     assert "dlcmd recover" in dlcmd("verify", "pets", code=15).out.decode()
     assert b"recovered 1 chunk with 7 entries: pets has 3 files" in dlcmd("recover", "pets").out
     assert dlcmd("ls", "-l", "-R", "pets").out == listing
@@ -243,7 +242,7 @@ def test_recover_names_chunks_that_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> N
     "name",
     ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661", "a\udcff"],
 )
-def test_M9_for_bad_names_nothing_is_made(dlcmd: Dlcmd, tmp_path: Path, name: str) -> None:
+def test_M9_bad_names_make_nothing(dlcmd: Dlcmd, tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     verbs = [
         ["delete-dataset", "--yes", "--", name],
@@ -252,7 +251,7 @@ def test_M9_for_bad_names_nothing_is_made(dlcmd: Dlcmd, tmp_path: Path, name: st
         ["save-meta", "--", name, str(tmp_path / "file")],
         ["mount", "--", name, str(tmp_path)],
     ]
-    if name != "a/b":  # there it is a path
+    if name != "a/b":  # here it is a path
         verbs += [["put", "--", str(source), name], ["ls", "--", name], ["cat", "--", name]]
     for words in verbs:
         result = dlcmd(*words, code=2)

@@ -12,7 +12,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The folder that the dataset `pets` was put from."""
     found = write(tmp_path / "source", {"a/x": b"1", "a/y": b"2", "b/z": b"3"})
     dlcmd("put", found, "pets")
     return found
@@ -37,8 +36,8 @@ def test_a_folder_and_a_version_give_the_same_lines(dlcmd: Dlcmd, source: Path) 
     back = dlcmd("diff", "pets", f"pets@{before}").out
     assert back.splitlines()[:4] == [b"+ a/y", b"M a", b"M a/x", b"- a/\xff"]
     first, *lines, done = dlcmd("--json", "diff", f"pets@{before}", "pets").objects
-    told = [(each["event"], each["path"]) for each in lines]
-    assert told == [("changed", "a"), ("changed", "a/x"), ("removed", "a/y")]
+    changes = [(each["event"], each["path"]) for each in lines]
+    assert changes == [("changed", "a"), ("changed", "a/x"), ("removed", "a/y")]
     assert first["path_b64"] == "YS//"
     assert done == {"event": "done", "added": 1, "changed": 2, "removed": 1, "unchanged": 3}
 

@@ -1,5 +1,4 @@
-"""Tests of errors that disks return at odd moments, and of killed processes; strace injects
-them."""
+"""Errors that disks return at unusual moments, and killed processes; strace injects the errors."""
 
 import os
 import re
@@ -14,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
+from tests.processes import children, is_running
 from tests.rows import each_row
 from tests.trees import facts, write
 
 from ..waiting import wait_until
-from .conftest import Dlcmd, children, is_running, program_environment
+from .conftest import Dlcmd, program_environment
 
 DEADLINE_S = 60.0
 CLOSE = "close:error=EIO"
@@ -70,7 +70,9 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_of_errors_of_close_those_of_files_say(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+def test_errors_of_close_are_reported_for_files_and_ignored_for_folders(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     for folder in (source, source / "sub"):
         assert ended("put", source, "more", inject=CLOSE, path=folder) == (0, "")
@@ -105,7 +107,7 @@ def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: 
         os.kill(coordinator, signal.SIGKILL)
         wait_until(lambda: not is_running(packer))
     assert [*dlcmd.store.rglob(".tmp-*")] == []
-    assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the one before
+    assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the chunk before
     dlcmd("put", source, "pets")
     dlcmd("verify", "pets")
 
@@ -114,7 +116,7 @@ def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: 
 def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str) -> None:
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)
-    dlcmd("ls", "pets")  # which keeps the snapshot: the get renames only files that it writes
+    dlcmd("ls", "pets")  # to keep the snapshot: the get renames only files that it writes
     killed = "/^rename(at2?)?$:signal=KILL:when=1"
     with chdir(tmp_path), traced("get", *words.split(), inject=killed) as process:
         assert process.wait(DEADLINE_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -128,11 +130,10 @@ def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, word
 
 
 def of_a_stranger() -> str:
-    """The name of a temporary file of a process that is not known here."""
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 
-def test_files_of_strangers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_files_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
         (tmp_path / left).touch()
     remove_leftovers(tmp_path)

@@ -1,6 +1,6 @@
 """`dlcmd doctor` names planted faults and their cures, and leaves nothing behind.
 
-What facts mean is a table of values. How facts are found is tested with real faults: a device is
+A table of values tests the meaning of facts. Real faults test how facts are found: a device is
 hidden in a mount namespace, disks are full, daemons are killed or stopped, servers refuse. If a
 fault needs a namespace, or a process of its own, the program runs in one; there it does not see the
 mounts of other tests, which may be dying.
@@ -59,7 +59,7 @@ OUR_PATH = os.pathsep.join(filter(None, sys.path))
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Answer:
     """The doctor's answer: its exit code, its findings, and its output."""
 
     code: int
@@ -77,20 +77,19 @@ class Said:
 
     @property
     def faults(self) -> list[str]:
-        """The checks that have found a fault."""
         return [str(each["check"]) for each in self.findings if each["state"] == "fault"]
 
 
-def parsed(code: int, out: bytes, err: str) -> Said:
+def parsed(code: int, out: bytes, err: str) -> Answer:
     assert out, err
     answer = json.loads(out)
     assert (code == 0) == answer["runs_well"] == (answer["faults"] == 0), answer
     assert code in (0, 3), err
     assert "Traceback" not in err
-    return Said(code, answer["findings"], err)
+    return Answer(code, answer["findings"], err)
 
 
-def by_program(*words: str | Path, environment: Mapping[str, str]) -> Said:
+def by_program(*words: str | Path, environment: Mapping[str, str]) -> Answer:
     done = subprocess.run(
         [sys.executable, "-m", "dlcmd", "doctor", "--json", *words],
         check=False, capture_output=True, timeout=60, env=environment,
@@ -104,7 +103,7 @@ def examined(
     prefix: Sequence[str] = (),
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
-) -> Said:
+) -> Answer:
     """The answer of the program in a mount namespace of its own, after the commands `before`;
     `prefix` stands before the program."""
     command = [*prefix, python, "-m", "dlcmd", "doctor", "--json", *map(str, words)]
@@ -124,37 +123,37 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
     return dlcmd
 
 
-class Ask(Protocol):
-    def __call__(self, *words: str | Path) -> Said: ...
+class Doctor(Protocol):
+    def __call__(self, *words: str | Path) -> Answer: ...
 
 
 @pytest.fixture
-def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
-    """Asks the doctor in this process, without a mount that is tried. The mounts of other tests may
-    add findings."""
+def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Doctor:
+    """Runs the doctor in this process, without the trial mount. The mounts of other tests may add
+    findings."""
 
-    def ask(*words: str | Path) -> Said:
+    def examine(*words: str | Path) -> Answer:
         capfdbinary.readouterr()
         code = run(["doctor", "--json", "--quick", *map(str, words)])
         captured = capfdbinary.readouterr()
         return parsed(code, captured.out, captured.err.decode())
 
-    return ask
+    return examine
 
 
 @needs_root
 @pytest.mark.fuse
-def test_a_machine_without_faults_gets_0_and_nothing_stays(pets: Dlcmd, tmp_path: Path) -> None:
+def test_a_machine_without_faults_gets_0_and_nothing_is_left(pets: Dlcmd, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     before = facts(pets.store, times=False)
-    said = examined(environment={"TMPDIR": str(tmp_path / "tmp")})
-    assert (said.code, said.faults) == (0, []), said
-    session = said.one("session", "ok", "a mount works, with the session")
+    answered = examined(environment={"TMPDIR": str(tmp_path / "tmp")})
+    assert (answered.code, answered.faults) == (0, []), answered
+    session = answered.one("session", "ok", "a mount works, with the session")
     assert "session native" in str(session) or "session kernel" in str(session)
     for check in ("fuse.device", "memory", "files", "store", "store.latency", "store.bandwidth",
                   "store.rights", "metadata", "clock", "folder.state", "folder.cache",
                   "folder.tmp"):  # fmt: skip
-        said.one(check, "ok")
+        answered.one(check, "ok")
     assert os.listdir(tmp_path / "tmp") == []
     assert examined("--write", "--quick").one("store.rights", "ok", "tried")
     assert facts(pets.store, times=False) == before
@@ -168,18 +167,18 @@ def test_the_worst_comes_first_and_the_cure_stands_below() -> None:
         "fault store it is gone", "do: bring it back", "warning clock it is late",
         "ok files enough",
     ]  # fmt: skip
-    said = summary([enough, gone, late])
-    assert said == "a job would not run well here (1 fault and 1 warning)"
+    answered = summary([enough, gone, late])
+    assert answered == "a job would not run well here (1 fault and 1 warning)"
     assert summary([enough]) == "a job would run well here"
 
 
-def test_a_new_user_can_begin(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_user_begins(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     doctor().one("store", "warning", "there is no repository yet", cure="dlcmd put")
     assert not (tmp_path / "data").exists()
 
 
-def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> None:
+def test_a_check_that_hangs_is_left_behind_and_its_earlier_findings_count() -> None:
     never = threading.Event()
     begun = Finding("store", "ok", "it can be read")
 
@@ -206,31 +205,35 @@ def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> N
         Finding("store", "fault", "the store has not answered within 0 s", "look at it"),
         Finding("meta", "fault", "it is gone", "bring it back"),
     ]
-    assert (full.state, full.found) == ("fault", "No space left on device"), "it is no bug"
+    assert (full.state, full.found) == ("fault", "No space left on device"), (
+        "a full disk is a fault, not a bug"
+    )
     assert full.cure.startswith("free some space there")
 
 
 @needs_root
 def test_no_temporary_file_can_be_written() -> None:
     lock = "mount --bind $at $at; mount -o remount,bind,ro $at"
-    said = examined(before=f"for at in /var/tmp /tmp; do {lock}; done; cd /tmp")
-    said.one("folder.tmp", "fault", "Read-only file system", cure="name another folder in TMPDIR")
-    said.one("session", "fault", "no mount can be tried", cure="name another folder in TMPDIR")
+    answered = examined(before=f"for at in /var/tmp /tmp; do {lock}; done; cd /tmp")
+    answered.one(
+        "folder.tmp", "fault", "Read-only file system", cure="name another folder in TMPDIR"
+    )
+    answered.one("session", "fault", "no mount can be tried", cure="name another folder in TMPDIR")
 
 
 @needs_root
 def test_a_missing_proc_is_named_and_nothing_else_is_blamed(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "DIESEL_URL": "file:///nowhere"}
-    said = examined("--quick", before="umount -l /proc", environment=home)
-    said.one("cache.old", "fault", "/proc/sys/kernel/random/boot_id: No such file")
-    assert not [each for each in said.faults if each.startswith(("folder.", "fuse.", "memory"))]
+    answered = examined("--quick", before="umount -l /proc", environment=home)
+    answered.one("cache.old", "fault", "/proc/sys/kernel/random/boot_id: No such file")
+    assert not [each for each in answered.faults if each.startswith(("folder.", "fuse.", "memory"))]
 
 
 @needs_root
 def test_no_thread_can_be_started(open_home: Mapping[str, str]) -> None:
     prefix = ["prlimit", "--nproc=1", "--", *as_user()]
-    said = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)
-    said.one("folder.tmp", "fault", "there is no memory or no process left", cure="`ulimit -u`")
+    answered = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)
+    answered.one("folder.tmp", "fault", "there is no memory or no process left", cure="`ulimit -u`")
 
 
 def fuse(facts: checks.FuseFacts) -> Finding:
@@ -262,7 +265,7 @@ REDIS = ServerFacts("7.0", "noeviction", used_bytes=500, limit_bytes=540, keeps_
         (checks.redis_finding(REDIS, "it"), "fault", "it will refuse writes", "maxmemory"),
     ],
 )
-def test_what_facts_mean(found: Finding, state: str, text: str, cure: str) -> None:
+def test_the_meaning_of_facts(found: Finding, state: str, text: str, cure: str) -> None:
     assert found.state == state
     assert text in found.found
     assert cure in found.cure
@@ -278,19 +281,19 @@ cp $HELPER "$DEV/helper"; chmod 755 "$DEV/helper"; mount --bind "$DEV/helper" $H
 @needs_root
 @pytest.mark.fuse
 def test_a_user_may_neither_use_the_device_nor_fusermount3(open_home: Mapping[str, str]) -> None:
-    """Nor open many files."""
+    """The user may open only few files, too."""
     helper = str(shutil.which("fusermount3"))
-    said = examined(
+    answered = examined(
         before=DEVICES,
         prefix=["prlimit", "--nofile=200:4000", "--", *as_user()],
         python=user_python(),
         environment={**open_home, "DEV": f"{open_home['HOME']}/dev", "HELPER": helper},
     )
     refused = ("this user may not open /dev/fuse", "nothing can be mounted")
-    said.one("fuse.device", "fault", *refused, cure="chmod 666 /dev/fuse")
-    said.one("fuse.rights", "fault", "is not setuid", cure="chmod u+s")
-    said.one("files", "fault", "may open 200 files", cure="`ulimit -n 4000`")
-    assert "session" not in {each["check"] for each in said.findings}
+    answered.one("fuse.device", "fault", *refused, cure="chmod 666 /dev/fuse")
+    answered.one("fuse.rights", "fault", "is not setuid", cure="chmod u+s")
+    answered.one("files", "fault", "may open 200 files", cure="`ulimit -n 4000`")
+    assert "session" not in {each["check"] for each in answered.findings}
 
 
 @pytest.fixture
@@ -311,20 +314,24 @@ def test_too_small_a_memory_limit() -> None:
         for name in ("memory.limit_in_bytes", "memory.max"):
             if (group.folder / name).exists():
                 (group.folder / name).write_text(str(200 << 20))
-        said = examined("--quick", prefix=group.prefix)
-    said.one("memory", "fault", "209.7 MB", "a mount needs 268.4 MB", cure="raise the memory limit")
+        answered = examined("--quick", prefix=group.prefix)
+    answered.one(
+        "memory", "fault", "209.7 MB", "a mount needs 268.4 MB", cure="raise the memory limit"
+    )
 
 
 @needs_root
-def test_a_full_disk(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", "size=1m,nr_inodes=20") as disk:
         monkeypatch.setenv("XDG_STATE_HOME", str(disk))
-        said = doctor()
+        answered = doctor()
     cure = "name another folder in XDG_STATE_HOME"
-    said.one("folder.state", "fault", "the disk is full", cure=cure)
+    answered.one("folder.state", "fault", "the disk is full", cure=cure)
 
 
-def test_folders_of_the_user(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_the_user(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others may write to one, and earlier boots have left copies in another."""
     for kind in ("STATE", "CACHE", "CONFIG"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / kind))
@@ -334,9 +341,9 @@ def test_folders_of_the_user(doctor: Ask, tmp_path: Path, monkeypatch: pytest.Mo
     copies = tmp_path / "CACHE/diesel/snapshots"
     old = f"{'0' * 32}-{'0' * 16}.00000000-0000-0000-0000-000000000000"
     write(copies, {old: os.urandom(9 << 20)})
-    said = doctor()
-    said.one("folder.state", "fault", "others can write", cure=f"`chmod 700 {folder}`")
-    cure = str(said.one("cache.old", "warning", "1 file of earlier boots")["cure"])
+    answered = doctor()
+    answered.one("folder.state", "fault", "others can write", cure=f"`chmod 700 {folder}`")
+    cure = str(answered.one("cache.old", "warning", "1 file of earlier boots")["cure"])
     subprocess.run(shlex.split(cure.strip("`")), check=True)
     assert os.listdir(copies) == []
     write(tmp_path / "CONFIG/diesel", {"config.toml": b"colour = 'red'\n"})
@@ -345,7 +352,6 @@ def test_folders_of_the_user(doctor: Ask, tmp_path: Path, monkeypatch: pytest.Mo
 
 @contextmanager
 def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
-    """A mount of the dataset, with the processes that serve it."""
     pets("mount", "pets", at)
     try:
         pid = stats(at)["pid"]
@@ -356,8 +362,7 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
 
 
 @each_row("is_named", [True, False])
-def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_named: bool) -> None:
-    """Also if it hangs: the mounts of others say nothing of a job here."""
+def test_a_fault_of_a_mount_that_was_not_named_is_a_warning(is_named: bool) -> None:
     tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
     [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_named)
     bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
@@ -377,25 +382,25 @@ def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_named: bool)
     ],
     ids=["dead", "hung"],
 )
-def test_a_mount_that_serves_nobody(
-    number: int, found: str, cure: str, pets: Dlcmd, doctor: Ask, tmp_path: Path
+def test_a_mount_whose_processes_have_ended_or_stopped(
+    number: int, found: str, cure: str, pets: Dlcmd, doctor: Doctor, tmp_path: Path
 ) -> None:
     at = tmp_path / "mnt"
     with mounted(pets, at) as pids:
-        for each in (signal.SIGSTOP, number):  # so that none of them acts on the death of another
+        for each in (signal.SIGSTOP, number):  # so that none acts on the death of another
             for pid in pids:
                 os.kill(pid, each)
-        said = doctor(at / "deeper")
-        said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
-        if number == signal.SIGKILL:  # not only if it is named
+        answered = doctor(at / "deeper")
+        answered.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
+        if number == signal.SIGKILL:  # without naming it, too
             doctor().one("mount", "warning", f"on {at}", found)
-        code, says = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
-        assert says in pets.program("top", "--count", "1", at, code=code).err
+        code, message = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
+        assert message in pets.program("top", "--count", "1", at, code=code).err
 
 
 @needs_root
 @pytest.mark.fuse
-def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: Path) -> None:
+def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Doctor, tmp_path: Path) -> None:
     at = tmp_path / "mnt"
     with mounted(pets, at):
         before = doctor(at)
@@ -404,13 +409,13 @@ def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: 
         (tmp_path / "link").symlink_to("mnt")
         assert "place" not in {each["check"] for each in doctor(tmp_path / "link").findings}
         pets("put", write(tmp_path / "more", {"c": b"3"}), "pets")
-        said = doctor(at)
-        said.one("mount.stale", "warning", "is current", cure=f"`dlcmd umount {at}`")
+        answered = doctor(at)
+        answered.one("mount.stale", "warning", "is current", cure=f"`dlcmd umount {at}`")
         pets("delete-dataset", "pets", "--yes")
         doctor(at).one("mount.stale", "warning", "has no dataset 'pets'", cure="--url")
 
 
-def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Ask, tmp_path: Path) -> None:
+def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Doctor, tmp_path: Path) -> None:
     file = write(tmp_path / "full", {"file": b""}) / "file"
     doctor(file).one("place", "fault", "is no folder", cure="name a folder")
     doctor(file.parent).one("place", "fault", "it holds 'file'", cure="name an empty folder")
@@ -420,65 +425,65 @@ def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Ask, tmp_path: P
 
 
 @needs_root
-def test_a_folder_of_somebody_else(open_home: Mapping[str, str], tmp_path: Path) -> None:
+def test_a_folder_of_another_user(open_home: Mapping[str, str], tmp_path: Path) -> None:
     at = Path(open_home["HOME"]) / "roots"
     at.mkdir()
-    said = examined(
+    answered = examined(
         "--quick", at / "mnt", prefix=as_user(), python=user_python(), environment=open_home
     )
-    said.one("place", "fault", "cannot be made", cure="a folder of your own")
+    answered.one("place", "fault", "cannot be made", cure="a folder of your own")
 
 
 @needs_root
-def test_a_cache_whose_disk_is_full_and_one_that_nobody_uses(doctor: Ask, tmp_path: Path) -> None:
+def test_a_cache_on_a_full_disk_and_an_unused_one(doctor: Doctor, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=10m") as disk:
         cache = prepare_cache_folder(disk / "cache")
         dataset = cache / ("1" * 32) / ("2" * 32)
         write(dataset, {".used": b"", "3" * 32: os.urandom((10 << 20) - (400 << 10))})
         long_ago_s = time.time() - 40 * 86_400
         os.utime(dataset / ".used", (long_ago_s, long_ago_s))
-        said = doctor(cache)
-        said.one("place", "ok", "is a cache with")
-        said.one("place.cache", "fault", "is full", cure="free some space")
-        said.one("cache.old", "warning", "for 40 days", cure=f"`rm -r {dataset}`")
+        answered = doctor(cache)
+        answered.one("place", "ok", "is a cache with")
+        answered.one("place.cache", "fault", "is full", cure="free some space")
+        answered.one("cache.old", "warning", "for 40 days", cure=f"`rm -r {dataset}`")
         cache.chmod(0o777)
         doctor(cache).one("place.cache", "fault", "others can write", cure="chmod 700")
 
 
-def test_no_repository_is_at_the_address(dlcmd: Dlcmd, doctor: Ask) -> None:
-    said = doctor(dlcmd.store.as_uri())
-    said.one("store", "fault", "no DIESEL-FS store is here", cure="check the path")
+def test_no_repository_is_at_the_address(dlcmd: Dlcmd, doctor: Doctor) -> None:
+    answered = doctor(dlcmd.store.as_uri())
+    answered.one("store", "fault", "no DIESEL-FS store is here", cure="check the path")
     doctor("file://host/x").one("settings", "fault", "bad repository URL")
 
 
 @needs_root
 def test_a_read_only_store(pets: Dlcmd) -> None:
-    """Jobs can read it; so it is a fault only if a write is tried."""
+    """Jobs can read it, so it is a fault only if a write is tried."""
     store = shlex.quote(str(pets.store))
     before = f"mount --bind {store} {store}; mount -o remount,bind,ro {store}"
-    said = examined("--quick", before=before)
-    assert said.code == 0
-    said.one("store.rights", "warning", "not write to it (Read-only", cure="the right to write")
-    said = examined("--write", "--quick", before=before)
-    said.one("store.rights", "fault", "Read-only", cure="the right to write")
+    answered = examined("--quick", before=before)
+    assert answered.code == 0
+    answered.one("store.rights", "warning", "not write to it (Read-only", cure="the right to write")
+    answered = examined("--write", "--quick", before=before)
+    answered.one("store.rights", "fault", "Read-only", cure="the right to write")
 
 
 def test_a_clock_that_is_off(pets: Dlcmd) -> None:
-    said = by_program("--quick", environment={**program_environment(), **clock("+600s")})
-    said.one("clock", "fault", "600.0 s ahead of", cure="set the clock right")
+    answered = by_program("--quick", environment={**program_environment(), **clock("+600s")})
+    answered.one("clock", "fault", "600.0 s ahead of", cure="set the clock right")
 
 
 def test_redis_faults(
-    pets: Dlcmd, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pets: Dlcmd, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps no log, is full, gets a wrong password, and has gone."""
     with RedisServer(tmp_path / "redis", port=free_port()) as redis:
         url = f"{pets.store.as_uri()}?meta={redis.tcp_url}"
         pets("--url", url, "recover", "pets")
-        said = doctor(url)
-        said.one("metadata", "warning", "keeps no log", cure="appendonly yes")
-        said.one("metadata.latency", "ok", "answers in")
-        said.one("clock", "ok", "Redis at 127.0.0.1")
+        answered = doctor(url)
+        answered.one("metadata", "warning", "keeps no log", cure="appendonly yes")
+        answered.one("metadata.latency", "ok", "answers in")
+        answered.one("clock", "ok", "Redis at 127.0.0.1")
         with redis.client() as client:
             used = int(client.info("memory")["used_memory"])
             client.config_set("maxmemory", used // 2)
@@ -486,19 +491,18 @@ def test_redis_faults(
             client.config_set("maxmemory", 0)
             client.config_set("requirepass", "canary-of-redis")
             monkeypatch.setenv("DIESEL_REDIS_PASSWORD", "canary-that-is-wrong")
-            said = doctor(url)
-            said.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
-            assert "canary" not in str(said)
+            answered = doctor(url)
+            answered.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
+            assert "canary" not in str(answered)
         redis.kill()
         doctor(url).one("metadata", "fault", "cannot reach", cure="check that the metadata")
 
 
 def marker() -> Stored:
-    """The object that makes a prefix of a bucket a store."""
     return Stored(encode_marker(uuid.uuid4()), time.time())
 
 
-def of_bucket(s3: ScriptedS3, *words: str) -> Said:
+def of_bucket(s3: ScriptedS3, *words: str) -> Answer:
     environment = {**without_proxies(), **credentials(s3.endpoint), "PYTHONPATH": OUR_PATH}
     return by_program(*words, f"s3://{BUCKET}/pre", environment=environment)
 
@@ -507,12 +511,12 @@ def test_a_bucket_that_is_slow_and_has_no_metadata_store() -> None:
     with ScriptedS3() as s3:
         s3.objects["pre/DIESEL-STORE"] = marker()
         s3.delay_s = 0.25
-        said = of_bucket(s3, "--quick")
-    said.one("store.latency", "warning", "ms is slow", cure="--cache-dir or --task")
-    said.one("metadata", "warning", "names no metadata store", cure="add ?meta=redis://")
-    said.one("store.datasets", "warning", "no dataset", cure="dlcmd put")
-    said.one("store.rights", "ok", "not tried", cure="--write")
-    said.one("clock", "ok", "the object store at 127.0.0.1")
+        answered = of_bucket(s3, "--quick")
+    answered.one("store.latency", "warning", "ms is slow", cure="--cache-dir or --task")
+    answered.one("metadata", "warning", "names no metadata store", cure="add ?meta=redis://")
+    answered.one("store.datasets", "warning", "no dataset", cure="dlcmd put")
+    answered.one("store.rights", "ok", "not tried", cure="--write")
+    answered.one("clock", "ok", "the object store at 127.0.0.1")
 
 
 @each_row(
@@ -531,8 +535,8 @@ def test_a_bucket_that_refuses(status: int, code: str, found: str, cure: str) ->
 def test_a_bucket_that_takes_no_writes() -> None:
     with ScriptedS3(Rule("PUT", "/leases/", status=403, code="AccessDenied")) as s3:
         s3.objects["pre/DIESEL-STORE"] = marker()
-        said = of_bucket(s3, "--write", "--quick")
-        said.one("store.rights", "fault", "not write to it", cure="the right to write")
+        answered = of_bucket(s3, "--write", "--quick")
+        answered.one("store.rights", "fault", "not write to it", cure="the right to write")
         of_bucket(s3, "--write", "--quick").one("store.rights", "ok", "(tried)")
         assert set(s3.objects) == {"pre/DIESEL-STORE"}
 
@@ -551,7 +555,6 @@ Site = tuple[str, dict[str, Credentials]]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with a dataset, an administrator, and a user with the right to read."""
     folder = tmp_path_factory.mktemp("site")
     url = (folder / "store").as_uri()
     reader = Account("ann", b"\0" * 32, grants={"pets": Role.READ})
@@ -567,29 +570,32 @@ def log_in(user: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIESEL_KEY", user.key_text)
 
 
-def test_the_roles_of_a_user(site: Site, doctor: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_roles_of_a_user(site: Site, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     url, users = site
     log_in(users["ann"], monkeypatch)
-    said = by_program(url, environment=program_environment())
-    said.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
-    came = {str(each["found"])[:26] for each in said.findings if each["check"] == "store.bandwidth"}
-    assert came == {"3.1 MB of a chunk came at "}  # how fast it was depends on other programs
-    said.one("clock", "ok", "the server at 127.0.0.1")
-    said = doctor("--write", url)
-    said.one("store.rights", "fault", "not write, pets", cure="`dlcmd grant pets ann write`")
+    answered = by_program(url, environment=program_environment())
+    answered.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
+    came = {
+        str(each["found"])[:26] for each in answered.findings if each["check"] == "store.bandwidth"
+    }
+    assert came == {"3.1 MB of a chunk came at "}  # its rate depends on other programs
+    answered.one("clock", "ok", "the server at 127.0.0.1")
+    answered = doctor("--write", url)
+    answered.one("store.rights", "fault", "not write, pets", cure="`dlcmd grant pets ann write`")
     log_in(users["root"], monkeypatch)
     doctor("--write", url).one("store.rights", "ok", "read and write 1 dataset (tried)")
 
 
-def test_logins(site: Site, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No user, a key file that others may read, another's key."""
+def test_logins(
+    site: Site, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, users = site
     doctor(url).one("store", "fault", "no user is named", cure="--user and --key-file")
     key = tmp_path / "key"
     key.write_text(users["ann"].key_text)
     key.chmod(0o644)
-    said = doctor("--user", "ann", "--key-file", key, url)
-    said.one("store", "fault", "others may read the key", cure=f"chmod 600 {key}")
-    assert users["ann"].key_text not in str(said)
+    answered = doctor("--user", "ann", "--key-file", key, url)
+    answered.one("store", "fault", "others may read the key", cure=f"chmod 600 {key}")
+    assert users["ann"].key_text not in str(answered)
     log_in(Credentials("root", users["ann"].seed), monkeypatch)
     doctor(url).one("store", "fault", cure="key")

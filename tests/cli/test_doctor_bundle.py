@@ -1,4 +1,4 @@
-"""`dlcmd doctor --bundle` lists files, asks, and packs them for the eyes of the user alone.
+"""`dlcmd doctor --bundle` lists files, asks the user, and packs them, readable by the user alone.
 
 `tests/server/test_secrets.py` looks for secrets in the archive.
 """
@@ -47,13 +47,13 @@ def contents(archive: Path) -> dict[str, bytes]:
         ("it needs a password; set DIESEL_REDIS_PASSWORD", None),
     ],
 )
-def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
+def test_secrets_are_removed_from_texts(text: str, left: str | None) -> None:
     redactor = Redactor(iter(["hunter22", "us"]))
     assert redactor.text(text) == (text if left is None else left)
 
 
-def test_secrets_are_taken_out_of_values_and_numbers_stay(tmp_path: Path) -> None:
-    """Those of files are known, too. A fifo is not waited for."""
+def test_secrets_are_removed_from_values_and_numbers_stay(tmp_path: Path) -> None:
+    """Secrets in files are known, too. It does not wait for a fifo."""
     password, fifo = tmp_path / "password", tmp_path / "fifo"
     password.write_text("s\u00e9cret-of-redis\n", encoding="utf-8")
     os.mkfifo(fifo)
@@ -71,7 +71,6 @@ def test_secrets_are_taken_out_of_values_and_numbers_stay(tmp_path: Path) -> Non
 
 @pytest.fixture
 def log(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A long log in the user's state folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = user_folders()["state"] / "mount-pets-mnt.log"
     path.parent.mkdir(parents=True)
@@ -108,7 +107,7 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
 
 
 def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """As `dlcmd doctor --yes --bundle help.tgz | head -1`: the reader may end at any time."""
+    """The reader may end at any time, as in `dlcmd doctor --yes --bundle help.tgz | head -1`."""
     receiver, sender = os.pipe()
     os.close(receiver)
     words = ("doctor", "--yes", "--bundle", tmp_path / "help.tgz")
@@ -120,7 +119,7 @@ def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Pat
 
 
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Other bad names are refused before anything is looked at, too."""
+    """Other bad names are also refused before any file is read."""
     archive = write(tmp_path, {"help.tgz": b"of somebody"}) / "help.tgz"
     (tmp_path / "link.tgz").symlink_to(tmp_path / "elsewhere")
     for there in (archive, tmp_path / "link.tgz"):
@@ -139,15 +138,15 @@ def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> Non
 
 
 @each_row("answer", ["y", "n"])
-def test_on_a_terminal_it_asks(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_on_a_terminal_it_asks_first(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> None:
     archive = tmp_path / "help.tar.gz"
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
     with dlcmd.start("doctor", "--bundle", archive, stdin=theirs) as process:
-        said = process.communicate(timeout=60)[1].decode()
+        output = process.communicate(timeout=60)[1].decode()
     os.close(ours)
     os.close(theirs)
     assert process.returncode == 0
-    assert f"write {archive}?" in said
+    assert f"write {archive}?" in output
     assert archive.exists() == (answer == "y")
-    assert ("nothing has been written" in said) == (answer == "n")
+    assert ("nothing has been written" in output) == (answer == "n")

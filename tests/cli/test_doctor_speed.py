@@ -55,9 +55,7 @@ def test_all_rates_are_measured(dlcmd: Dlcmd) -> None:
 
 
 @pytest.mark.usefixtures("few_files", "state")
-def test_if_nothing_can_be_mounted_a_finding_says_why(
-    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_mount_is_a_finding(dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise PermissionDenied("there is no /dev/fuse", advice="run `modprobe fuse`")
 
@@ -78,7 +76,7 @@ def test_a_disk_without_room_is_a_finding(dlcmd: Dlcmd, monkeypatch: pytest.Monk
 @pytest.mark.fuse
 @pytest.mark.parametrize("moment", ["it is put", "it is mounted"])
 def test_interrupted_it_leaves_nothing(dlcmd: Dlcmd, state: Path, moment: str) -> None:
-    """Two signals, of which the second one comes while it cleans up."""
+    """Two signals come, the second one while it cleans up."""
     place = state / "TMPDIR"
     looks: dict[str, Callable[[], bool]] = {
         "it is put": lambda: any(place.glob("*/store/datasets/*/chunks")),

@@ -1,4 +1,4 @@
-"""Tests of `dlcmd forecast`: it prints the library's forecasts, and refuses what makes no sense."""
+"""Tests of `dlcmd forecast`: it prints the library's forecasts, and refuses senseless options."""
 
 import json
 import os
@@ -41,8 +41,8 @@ class Row(TypedDict):
     epochs: list[Epoch]
 
 
-class Told(TypedDict):
-    """What `--json` prints; of its members those that are looked at here."""
+class Printed(TypedDict):
+    """The output of `--json`; only the members that the tests read."""
 
     files: int
     bytes: int
@@ -60,11 +60,11 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
 
 
 def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot) -> None:
-    told: Told = json.loads(
+    parsed: Printed = json.loads(
         dlcmd("forecast", "pets", *SIZES, "--ranks", "2", "--json").out.splitlines()[-1]
     )
-    assert (told["files"], told["bytes"]) == (view.file_count, view.byte_count)
-    rows = told["forecasts"]
+    assert (parsed["files"], parsed["bytes"]) == (view.file_count, view.byte_count)
+    rows = parsed["forecasts"]
     names = [(row["shuffle"], row["policy"]) for row in rows]
     assert names == [(order, name) for order in ("full", "chunk") for name in NAMES]
     assert {row["layout"] for row in rows if row["policy"] == "order"} == {"log"}
@@ -76,17 +76,17 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
             assert len(epoch["stall_s"]) == 2
     best = next(
         row for row in rows
-        if row["policy"] == told["recommended"]["policy"]
-        and row["shuffle"] == told["recommended"]["shuffle"]
+        if row["policy"] == parsed["recommended"]["policy"]
+        and row["shuffle"] == parsed["recommended"]["shuffle"]
     )  # fmt: skip
     assert best["seconds"] <= 1.02 * min(row["seconds"] for row in rows)
-    assert "--batch 64" in told["assumed"]
-    assert not [each for each in told["assumed"] if each.startswith(("--ranks", "--memory"))]
+    assert "--batch 64" in parsed["assumed"]
+    assert not [each for each in parsed["assumed"] if each.startswith(("--ranks", "--memory"))]
     printed = dlcmd("forecast", "pets", *SIZES, "--ranks", "2")
     sentence, *lines = printed.out.decode().splitlines()
-    assert sentence == told["recommended"]["text"]
+    assert sentence == parsed["recommended"]["text"]
     assert [tuple(line.split("\t")[:2]) for line in lines[:10]] == names
-    assert lines[10:] == told["recommended"]["commands"]
+    assert lines[10:] == parsed["recommended"]["commands"]
     assert lines[10].startswith("dlcmd mount pets /mnt/pets --memory 2M ")
     assert "--cache-size 400K" in lines[10]
     assert "assumed: --nodes 1, --batch 64" in printed.err
@@ -104,11 +104,11 @@ def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
 
 
 def test_without_a_disk_there_is_no_order_log(dlcmd: Dlcmd) -> None:
-    told: Told = json.loads(
+    parsed: Printed = json.loads(
         dlcmd("forecast", "pets", "--shuffle", "full", "--json").out.splitlines()[-1]
     )
-    assert [row["policy"] for row in told["forecasts"]] == [*NAMES[:-1]]
-    assert any("measured here" in each for each in told["assumed"])
+    assert [row["policy"] for row in parsed["forecasts"]] == [*NAMES[:-1]]
+    assert any("measured here" in each for each in parsed["assumed"])
     refused = dlcmd("forecast", "pets", "--evict", "order", code=2)
     assert "--evict order needs an SSD" in refused.err
 
@@ -118,13 +118,13 @@ def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> Non
     arguments = ("forecast", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
                  "--store-bandwidth", "200K", "--images-per-s", "100", "--batch", "4",
                  "--json")  # fmt: skip
-    told: Told = json.loads(
+    parsed: Printed = json.loads(
         dlcmd(*arguments, "--cache-size", "1K", "--smallest").out.splitlines()[-1]
     )
-    least = told["forecasts"][0]["smallest_cache_bytes"]
+    least = parsed["forecasts"][0]["smallest_cache_bytes"]
     assert least
-    again: Told = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out.splitlines()[-1])
-    waited = [max(row["epochs"][-1]["stall_s"]) for row in told["forecasts"] + again["forecasts"]]
+    again: Printed = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out.splitlines()[-1])
+    waited = [max(row["epochs"][-1]["stall_s"]) for row in parsed["forecasts"] + again["forecasts"]]
     assert waited[0] > 0.1 > waited[1]
     printed = dlcmd(*arguments[:-1], "--cache-size", "1K", "--smallest").out.decode()
     assert printed.splitlines()[1].split("\t")[-1] != "none"
@@ -168,10 +168,10 @@ def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_first_line_says_what_to_type(
+def test_the_first_line_has_the_recommended_options(
     dlcmd: Dlcmd, words: list[str], begins: str, mount: str
 ) -> None:
-    """For each outcome: it fits in one machine, in all together, with an SSD, or not at all."""
+    """The dataset fits in one machine, in all together, with an SSD, or not at all."""
     printed = dlcmd("forecast", "pets", "--shuffle", "full", *words).out.decode().splitlines()
     command = f"dlcmd mount pets /mnt/pets {mount}"
     assert printed[0].startswith(f"pets (900.0 kB) {begins}")
@@ -184,8 +184,8 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     some = view.paths(view.files()[:100][::-1])
     order.write_bytes(b"".join(path + b"\n" for path in some))
     arguments = ("forecast", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
-    told: Told = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
-    assert [sum(row["epochs"][0]["files"].values()) for row in told["forecasts"]] == [100]
+    parsed: Printed = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
+    assert [sum(row["epochs"][0]["files"].values()) for row in parsed["forecasts"]] == [100]
     printed = dlcmd(*arguments).out.decode().splitlines()
     assert printed[1].startswith("given\tlru\t")
     assert printed[-1] == "dlcmd run -- python train.py"
@@ -222,7 +222,7 @@ def test_bad_options_are_refused(dlcmd: Dlcmd, words: tuple[str, str], problem: 
     assert problem in dlcmd("forecast", "pets", *words, code=2).err
 
 
-def test_what_is_no_dataset_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_path_that_is_no_dataset_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("forecast", "dogs", code=10)
     assert "names a folder" in dlcmd("forecast", "pets/c0", code=2).err
     (tmp_path / "empty").mkdir()
@@ -256,6 +256,6 @@ def test_comparisons_in_several_processes_are_those_of_one(view: Snapshot) -> No
         assert shown[-1] == 3000
         assert compare(Comparison.run, some, files, order, show, processes=2) == alone
         shown.clear()
-    for work, said in ((fail, "it failed"), (end, "has ended early")):
-        with pytest.raises(DieselError, match=said):
+    for work, message in ((fail, "it failed"), (end, "has ended early")):
+        with pytest.raises(DieselError, match=message):
             compare(work, some, files, None, show, processes=2)

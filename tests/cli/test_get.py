@@ -1,4 +1,4 @@
-"""Tests of `dlcmd get` and `cat`: which files are written where, and which are left alone."""
+"""Tests of `dlcmd get` and `cat`: which files they write where, and which they leave alone."""
 
 import io
 import os
@@ -20,16 +20,13 @@ NOBODY = 65534
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("../outside")
     dlcmd("put", source, "pets")
     return source
 
 
-def test_a_folder_comes_back_and_again_nothing_is_written(
-    dlcmd: Dlcmd, pets: Path, tmp_path: Path
-) -> None:
+def test_a_second_get_of_a_folder_writes_nothing(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
     out = tmp_path / "new/out"
     assert dlcmd("get", "pets", out).out == b"got 3 files (6 B); 0 unchanged\n"
     assert facts(out) == facts(pets)
@@ -51,26 +48,26 @@ def test_a_file_or_link_comes_back_under_a_name(dlcmd: Dlcmd, pets: Path, tmp_pa
     assert "make it first" in dlcmd("get", "pets/a", tmp_path / "gone/x", code=10).err
 
 
-def test_M4_something_different_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
-    """A folder is not even replaced then."""
+def test_M4_replacing_other_files_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    """Even with `--force`, a folder is not replaced."""
     out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
     (out / "a").chmod(0o400)
     os.mkfifo(out / "link")  # opening it would wait for ever
-    said = dlcmd("get", "pets", out, code=3).err
-    assert "dlcmd: a: something different is there; --force replaces it" in said
-    assert "dlcmd: link: something different is there" in said
-    assert "dlcmd: sub/b: something different is there" in said  # of another time
+    errors = dlcmd("get", "pets", out, code=3).err
+    assert "dlcmd: a: something different is there; --force replaces it" in errors
+    assert "dlcmd: link: something different is there" in errors
+    assert "dlcmd: sub/b: something different is there" in errors  # it has another time
     assert (out / "a").read_bytes() == b"mine"
     assert (out / "sub/in/c").read_bytes() == b"333"
     dlcmd("get", "--force", "pets", out)
     assert facts(out, times=False) == facts(pets, times=False)
     out = write(tmp_path / "other", {"a/keep": b"", "sub": b"a file"})
-    said = dlcmd("get", "pets", out, code=3).err
-    assert "dlcmd: a: a folder is there" in said
-    assert "dlcmd: sub: a file is there; --force replaces it" in said
-    assert "dlcmd: sub/b: a link or file stands where its folder should" in said
-    said = dlcmd("get", "--force", "pets", out, code=3).err
-    assert said.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
+    errors = dlcmd("get", "pets", out, code=3).err
+    assert "dlcmd: a: a folder is there" in errors
+    assert "dlcmd: sub: a file is there; --force replaces it" in errors
+    assert "dlcmd: sub/b: a link or file stands where its folder should" in errors
+    errors = dlcmd("get", "--force", "pets", out, code=3).err
+    assert errors.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
     assert (out / "a/keep").exists()
     assert (out / "sub/in/c").read_bytes() == b"333"
 
@@ -114,7 +111,7 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
     (source / "closed/in").chmod(0o500)
     (source / "closed").chmod(0o2555)
     dlcmd("put", source, "pets")
-    for _ in range(2):  # again, into folders that nobody may write to
+    for _ in range(2):  # the second time into folders that are read-only
         dlcmd("get", "pets", tmp_path / "out")
         for name, mode in {"a": 0o777, "closed": 0o555, "closed/in": 0o500}.items():
             assert stat.S_IMODE((tmp_path / "out" / name).stat().st_mode) == mode
@@ -122,7 +119,7 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
     (tmp_path / "out/closed").chmod(0o755)
     (tmp_path / "out/closed/b").unlink()
     (tmp_path / "out/closed").chmod(0o000)
-    dlcmd("get", "pets", tmp_path / "out", code=3)  # nobody asked to open it
+    dlcmd("get", "pets", tmp_path / "out", code=3)  # no option opens it
     assert stat.S_IMODE((tmp_path / "out/closed").stat().st_mode) == 0
     result = dlcmd("get", "--force", "pets", tmp_path / "out")
     assert result.out.startswith(b"got 1 file")
@@ -201,7 +198,7 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Of each verb that writes a file that its user names; no partial file is left."""
+    """Each verb that writes a file that its user names does so, and leaves no partial file."""
     dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         tar = disk / "x.tar"

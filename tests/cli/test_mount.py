@@ -15,6 +15,7 @@ from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from dlcmd.show.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
+from tests.processes import command_lines, is_running
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import facts, write
@@ -25,7 +26,7 @@ from .conftest import Dlcmd, program_environment
 
 
 @each_row(
-    ("words", "said"),
+    ("words", "message"),
     [
         *((["--umask", bad], f"bad umask {bad!r}") for bad in ("99", "-1", "0o22", "07777777")),
         (["--memory", "much"], "bad size 'much'"),
@@ -40,9 +41,9 @@ from .conftest import Dlcmd, program_environment
         (["--url", "http://host/x"], "known are file, s3, gs, az, diesel, diesel+tls"),
     ],
 )
-def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str) -> None:
+def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], message: str) -> None:
     """So are those that would have no effect."""
-    assert said in dlcmd("mount", *words, "pets", tmp_path / "mnt", code=2).err
+    assert message in dlcmd("mount", *words, "pets", tmp_path / "mnt", code=2).err
     assert not (tmp_path / "mnt").exists()
 
 
@@ -58,8 +59,8 @@ def test_impossible_places_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """With `--policy oneshot`, until all is loaded, or until there is no room for more."""
+def test_a_terminal_shows_the_progress_of_loading(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """With `--policy oneshot`, the bar grows until all files are loaded or no room is left."""
     files = {f"{number}": os.urandom(60_000) for number in range(200)}
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "src", files), "pets")
     at = tmp_path / "mnt"
@@ -90,7 +91,7 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
 def test_without_pyfuse3_only_its_session_is_missing(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `pip install` of the wheel on a machine that cannot compile pyfuse3."""
+    """The wheel is installed without it on a machine that cannot compile pyfuse3."""
     source = put_private(dlcmd, tmp_path)
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -107,7 +108,6 @@ def test_without_pyfuse3_only_its_session_is_missing(
 
 
 def put_private(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """Put a folder as a native mount shows it, which has no `--allow-other`."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
     source.chmod(0o700)
     dlcmd("put", source, "pets")
@@ -128,23 +128,19 @@ IN_A_CONTAINER = "; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
 @pytest.mark.fuse
 @needs_root
 @each_row(
-    ("way", "session", "said"),
+    ("way", "session", "message"),
     [
         ("nodev 229", "auto", f"cannot open /dev/fuse: Permission denied{IN_A_CONTAINER}"),
         ("dev 254", "kernel", "; `modprobe fuse` as root loads FUSE; a container needs"),
         ("no capability", "auto", IN_A_CONTAINER),
-        (
-            "no capability",
-            "native",
-            "the native session cannot be used: it needs root with CAP",
-        ),
+        ("no capability", "native", "the native session cannot be used: it needs root with CAP"),
         ("no capability", "pyfuse3", IN_A_CONTAINER),
     ],
 )
-def test_H24_a_machine_may_forbid_mounting(
-    dlcmd: Dlcmd, tmp_path: Path, way: str, session: str, said: str
+def test_H24_on_a_machine_that_forbids_mounting_the_error_has_the_reason(
+    dlcmd: Dlcmd, tmp_path: Path, way: str, session: str, message: str
 ) -> None:
-    """As in a container without the device, or without the capability; or without the driver."""
+    """A container without the device, without the capability, or without the driver."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "dev").mkdir()
     around = ["setpriv", "--bounding-set=-sys_admin", "--"]
@@ -158,7 +154,7 @@ def test_H24_a_machine_may_forbid_mounting(
         env=program_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "mnt").exists()
 
@@ -172,10 +168,10 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
     assert "version 7" in dlcmd("mount", "pets@7", folder, code=10).err
     assert "no dataset 'gone'" in dlcmd("mount", "gone", folder, code=10).err
     assert "did you mean pets?" in dlcmd("mount", "pet", folder, code=10).err
-    said = dlcmd("mount", "pets/sub", folder, code=2).err
-    assert "it is a path; name the dataset, pets: its folders are in it" in said
-    said_so = dlcmd("mount", "--seed", "4", "--group-size", "3", "pets", folder).out
-    assert said_so == f"pets is mounted on {folder}\n".encode()
+    message = dlcmd("mount", "pets/sub", folder, code=2).err
+    assert "it is a path; name the dataset, pets: its folders are in it" in message
+    output = dlcmd("mount", "--seed", "4", "--group-size", "3", "pets", folder).out
+    assert output == f"pets is mounted on {folder}\n".encode()
     try:
         assert facts(folder) == facts(source)
         assert "is mounted on" in dlcmd("mount", "pets", folder, code=11).err
@@ -186,8 +182,8 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
         numbers = ("--seed", "4", "--epoch", "0", "--group-size", "3")
         assert listed == dlcmd("shuffle", "pets", *numbers).out
         assert sorted(listed.split()) == [b"a", b"sub/b"]
-        said = dlcmd("umount", "pets", code=2).err
-        mounted_on = said.partition("the dataset pets is mounted on ")[2].strip().split(", ")
+        message = dlcmd("umount", "pets", code=2).err
+        mounted_on = message.partition("the dataset pets is mounted on ")[2].strip().split(", ")
         assert str(folder) in mounted_on  # other tests may have mounted a dataset of this name
         with (folder / "a").open("rb"):
             assert str(os.getpid()) in dlcmd.program("umount", folder, code=11).err
@@ -277,14 +273,9 @@ def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_p
 
 def _processes_of(folder: Path) -> list[int]:
     """The mount's daemon and the processes that it has forked; they have its arguments."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(folder) in words and b"diesel_fs.mounts.daemon.supervisor" in words:
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                found += [int(process.name)] * (state != "Z")
-    return found
+    wanted = {os.fsencode(folder), b"diesel_fs.mounts.daemon.supervisor"}
+    found = [pid for pid, line in command_lines() if wanted <= {*line.split(b"\0")}]
+    return [pid for pid in found if is_running(pid)]
 
 
 MOMENTS: dict[str, Callable[[Path], object]] = {
@@ -321,7 +312,7 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
             umount(folder)
         wait_until(lambda: not _processes_of(folder))
     assert process.returncode == code, result
-    if number == signal.SIGKILL:  # it can wait for nothing; who forks may be missed by one look
+    if number == signal.SIGKILL:  # it can wait for nothing; one look may miss a process that forks
         wait_until(lambda: not any(_processes_of(folder) for _ in range(2)))
     else:
         assert not folder.parent.exists()
@@ -332,7 +323,7 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
 
 
 @pytest.mark.fuse
-def test_a_mount_of_a_version_that_may_be_old_says_so(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_mount_of_a_version_that_may_be_old_prints_a_note(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
     for file in dlcmd.store.glob("meta.sqlite*"):
         file.unlink()
@@ -361,7 +352,8 @@ def test_H25_a_mount_right_after_another_has_its_own_options(
     dlcmd: Dlcmd, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The master of the former one, which stays for some seconds, makes way; also if the new one
-    leaves an option at its default. A master that is in use keeps its options, which is said."""
+    leaves an option at its default. A master that is in use keeps its options, and a note reports
+    that."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1" * 5000}), "pets")
     at, other = tmp_path / "mnt", tmp_path / "other"
     seen = list[int]()

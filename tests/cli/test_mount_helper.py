@@ -1,6 +1,6 @@
 """`mount -t diesel`: mount(8) and umount(8) of this machine start our programs, with fstab.
 
-They run in namespaces of their own, where `/usr/sbin` has the programs and `/var` is a copy.
+They run in namespaces of their own, in which `/usr/sbin` has the programs and `/var` is a copy.
 """
 
 import os
@@ -16,13 +16,14 @@ from click.testing import CliRunner
 from diesel_fs.errors import UsageError
 from dlcmd.mount_helper import dlcmd_options, mount_options, mount_program, split_options
 from tests.own_mounts import own_mounts
+from tests.processes import children
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
-from .conftest import children, program_environment
+from .conftest import program_environment
 
 SETUP = r"""
 set -eu
@@ -99,7 +100,6 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """A machine with our programs, and a repository with the dataset `pets`."""
     folder = tmp_path_factory.mktemp("machine")
     (folder / "programs").mkdir()
     for name, function in (("mount.diesel", "main"), ("umount.diesel", "umount_main")):
@@ -159,7 +159,7 @@ class TestMount:
         assert "supervisor" not in machine("ps", "-eo", "args")
         assert machine("cat", "/run/mount/utab") == ""
 
-    def test_fstab_and_what_lies_where(self, machine: Machine) -> None:
+    def test_fstab_and_the_places_of_files(self, machine: Machine) -> None:
         """A second `mount -a` changes nothing. Without a home folder the logs lie in /var/lib."""
         at = machine.made("fstab")
         fstab = machine.fstab(
@@ -175,7 +175,7 @@ class TestMount:
         machine("umount", "-l", at)
         machine("mountpoint", "-q", at, code=32)
 
-    def test_fstab_may_forbid_to_run_programs(self, machine: Machine, session: str) -> None:
+    def test_fstab_may_forbid_running_programs(self, machine: Machine, session: str) -> None:
         at = machine.made("noexec")
         options = f"{machine.url},session={session},user"  # that implies noexec
         machine("mount", "-t", "diesel", "pets", at, "-o", options)
@@ -183,7 +183,7 @@ class TestMount:
         assert "noexec" in machine("findmnt", "-no", "VFS-OPTIONS", at)
         machine("umount", at)
 
-    def test_the_environment_comes_from_a_file_that_only_root_reads(self, machine: Machine) -> None:
+    def test_the_environment_comes_from_a_file_of_root(self, machine: Machine) -> None:
         at, file = machine.made("environment"), machine.folder / "pets.env"
         url = (machine.folder / "store").as_uri()
         file.write_text(f"# as for systemd\n\nDIESEL_URL='{url}'\n", encoding="utf-8")
@@ -198,7 +198,7 @@ class TestMount:
         assert "not NAME=value" in machine(*words, code=1)
 
     def test_a_mount_that_autofs_has_ordered(self, machine: Machine) -> None:
-        """autofs lets only the automounter's process group at it, so the daemon is in that one."""
+        """autofs admits only the automounter's process group, so the daemon is in that one."""
         command = ["setsid", "--wait", sys.executable, "-c", AUTOMOUNT]
         output = machine(*command, machine.made("autofs"), f"{machine.url},memory=64M")
         assert output == "read: one\n"
@@ -234,7 +234,7 @@ class TestMount:
 
 
 def test_every_option_of_dlcmd_mount_is_a_mount_option() -> None:
-    """And the help lists all of them. A mount cannot be changed."""
+    """The help lists all of them. A mount cannot be changed."""
     given = 'rw,url="diesel://a:1,b:2",username=me,group_size=7,follow,user=joe,nosuid,x-a.b=c'
     assert dlcmd_options(split_options(given), sloppy=False) == [
         "--url=diesel://a:1,b:2", "--user=me", "--group-size=7", "--follow"

@@ -21,7 +21,8 @@ NAMES = [
     b"\xc0\xae" * 2,
     b"\xe2\x80\xae",
 ]
-"""No UTF-8: a stray byte, surrogates, a cut character, an overlong `..`; and text run backwards."""
+"""Names that are not UTF-8: a stray byte, surrogates, a cut character, an overlong `..`; and
+right-to-left text."""
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_N4_addresses_and_listings_are_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 def test_N4_errors_and_json_are_text(
     dlcmd: Dlcmd, odd: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    """With any encoding of the terminal: JSON is valid, different names stay different, and no
+    """With any encoding of the terminal, JSON is valid, different names stay different, and no
     control character is printed."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     os.mkfifo(odd / text(b"\xff\x1b[31m pipe"))
@@ -80,7 +81,7 @@ def test_N4_lists_and_filters_take_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 
 
 def test_I11_a_path_that_is_listed_twice_is_put_once(dlcmd: Dlcmd, odd: Path) -> None:
-    """However the list spells it."""
+    """The list may spell it in two ways."""
     names = odd.with_name("names")
     names.write_bytes(b"\xff\n./\xff\n\xff\n\xff/\n\xc3\n")
     done = dlcmd("put", "--json", "--files-from", names, odd, "ds").objects[-1]

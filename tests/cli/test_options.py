@@ -1,5 +1,6 @@
-"""The values of the options of all verbs: each one is read as its help says, or refused with the
-name of the option and an example, and nothing is done."""
+"""The values of the options of all verbs: each one is read as its help describes, or refused with
+the name of the option and an example, and nothing is done.
+"""
 
 import re
 from pathlib import Path
@@ -25,11 +26,10 @@ WITH_VALUES = [
 NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 NO_NUMBERS = ["nan", "inf", "1e400", "١٢", "1_000", " 5", "5 ", "+5", "0x10", "5M", "9" * 30, "-"]
 BY_FUNCTION = ["4 parrots", "nan", "-5M", "١٢", "1_000", " 5", "0x10", "9" * 30, "5\n"]
-"""What no type takes that is a function of ours: sizes, rates, lengths of time, masks, users."""
+"""Values that none of our types of sizes, rates, durations, masks and users accepts."""
 
 
 def taken(command: click.Command, option: click.Option, text: str) -> object:
-    """The value of an option, or the error."""
     try:
         given = (text,) if option.multiple else text
         return option.type_cast_value(click.Context(command), given)
@@ -37,8 +37,8 @@ def taken(command: click.Command, option: click.Option, text: str) -> object:
         return error
 
 
-def test_I13_each_option_refuses_what_it_does_not_take(tmp_path: Path) -> None:
-    """The error names the option and says what would be right."""
+def test_I13_each_option_refuses_other_types_of_values(tmp_path: Path) -> None:
+    """The error names the option and describes the right values."""
     (tmp_path / "file").touch()
     tried = set[str]()
     for name, command, option in WITH_VALUES:
@@ -68,7 +68,7 @@ def test_I13_each_option_refuses_what_it_does_not_take(tmp_path: Path) -> None:
     st.text(max_size=12)
     | st.from_regex(r"[-+]?[0-9\u0660-\u0669_.eE]{1,6}[KMG%dhm]?", fullmatch=True)
 )
-def test_no_text_ends_in_anything_but_a_value_or_a_refusal(text: str) -> None:
+def test_any_text_gives_a_value_or_a_refusal(text: str) -> None:
     for name, command, option in WITH_VALUES:
         if isinstance(option.type, click.Path) and "\0" in text:
             continue  # no argument of a program holds one
@@ -93,12 +93,12 @@ def test_no_text_ends_in_anything_but_a_value_or_a_refusal(text: str) -> None:
         (duration, "7d", 604_800),
     ],
 )
-def test_what_the_help_says_is_taken(read: type[int], text: str, value: int) -> None:
+def test_examples_of_the_help_are_accepted(read: type[int], text: str, value: int) -> None:
     assert read(text) == value
 
 
 @each_row(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["mount", "pets", ""], "DIR is empty"),
         (["mount", "--memory", "", "pets", "mnt"], "--memory: its value is empty"),
@@ -119,8 +119,8 @@ def test_what_the_help_says_is_taken(read: type[int], text: str, value: int) -> 
         (["purge", "pets", "--grace", "1 day"], "--grace: bad length of time '1 day'; write it as"),
     ],
 )
-def test_a_bad_value_is_wrong_usage(dlcmd: Dlcmd, words: list[str], said: str) -> None:
+def test_a_bad_value_is_wrong_usage(dlcmd: Dlcmd, words: list[str], message: str) -> None:
     result = dlcmd(*words, code=2).err
-    assert said in result
+    assert message in result
     assert len(result.splitlines()) == 1
     assert not dlcmd.store.exists()

@@ -12,7 +12,7 @@ from tests.trees import Facts, facts, odd_tree, write
 
 from .conftest import Dlcmd
 
-# FORMAT.md, section 7, written down a second time
+# FORMAT.md, section 7, implemented a second time
 TABLE_AT, ROW_BYTES = 160, 24
 SECTIONS = {"name_start": 1, "flags": 2, "size": 3, "checksum": 8, "names": 11, "chunk_id": 15}
 CHUNK_BYTES = 1 << 16
@@ -25,7 +25,7 @@ def of_header(at: int) -> Callable[[bytes], range]:
 def of_section(number: int) -> Callable[[bytes], range]:
     def found(data: bytes) -> range:
         offset, length = struct.unpack_from("<QQ", data, TABLE_AT + number * ROW_BYTES)
-        assert length, "nothing is in this section: a flip would show nothing"
+        assert length, "the section is empty, so a flip would change nothing"
         return range(offset, offset + length)
 
     return found
@@ -56,15 +56,13 @@ class User:
         assert facts(top / "before") == facts(self.source)
 
     def flip(self, place: Callable[[bytes], range]) -> None:
-        """Turn a bit of the copy around."""
         (copy,) = (self.cache / "diesel/snapshots").iterdir()
         data = bytearray(copy.read_bytes())
         where = place(bytes(data))
         data[where[len(where) // 2]] ^= 1
-        copy.write_bytes(data)  # into the file that is there
+        copy.write_bytes(data)  # written into the existing file
 
     def others_see(self) -> Facts:
-        """The dataset, as somebody without any private copy gets it."""
         self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))
         self.dlcmd("get", "pets", self.top / "others")
         return facts(self.top / "others")

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.real_start
 
 
 def commands() -> dict[str, click.Command]:
-    """All commands, by the words that call them."""
     context = click.Context(main.program)
     found = {name: main.program.get_command(context, name) for name in main.VERBS}
     whole = dict[str, click.Command]()
@@ -49,7 +48,7 @@ def test_global_options_stand_before_or_after_the_verb(dlcmd: Dlcmd, tmp_path: P
     assert dlcmd("--version").out == dlcmd("ls", "--version").out == version
 
 
-def test_the_configuration_file_gives_way_to_options_and_environment(
+def test_options_and_environment_override_the_configuration_file(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config/diesel/config.toml"
@@ -74,9 +73,9 @@ def test_a_missing_repository_or_user_is_an_error_with_advice(dlcmd: Dlcmd, tmp_
     (dlcmd.store / "file").touch()
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets", code=12)
     for words in (["ls"], ["user", "ls"]):
-        said = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
-        assert "diesel://localhost:1 is the address of a server, and no user is named" in said
-        assert "--user and --key-file" in said
+        errors = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
+        assert "diesel://localhost:1 is the address of a server, and no user is named" in errors
+        assert "--user and --key-file" in errors
 
 
 def test_an_error_is_one_line_and_with_json_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -102,16 +101,15 @@ def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
 
 
 @each_row(
-    ("word", "meant"),
-    [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
+    ("word", "meant"), [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")]
 )
-def test_an_unknown_verb_leads_to_one_that_is(dlcmd: Dlcmd, word: str, meant: str) -> None:
+def test_an_unknown_verb_gets_a_suggestion(dlcmd: Dlcmd, word: str, meant: str) -> None:
     result = dlcmd("--json", word, "pets", code=2).err.splitlines()
     assert result[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
     assert json.loads(result[1])["exit_code"] == 2
 
 
-def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_path_in_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b""})
     swapped: dict[str, list[str | Path]] = {
         "put": ["pets", source], "mount": [source, "pets"], "ls": [source]
@@ -167,7 +165,7 @@ def test_tracebacks_of_bugs(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyError("a bug")
 
     monkeypatch.setattr("diesel_fs.repository.local.LocalRepository.datasets", bug)
-    with pytest.raises(AssertionError, match="Traceback"):  # which this fixture lets no verb say
+    with pytest.raises(AssertionError, match="Traceback"):  # this fixture passes it to no verb
         dlcmd("-v", "ls", code=1)
     assert "unexpected KeyError" in dlcmd("ls", code=1).err
 
@@ -193,7 +191,7 @@ def test_the_table_of_verbs_names_each_command() -> None:
 def test_the_recipe_for_a_verb_makes_one(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks of code of CONTRIBUTING.md as they stand: the module, and its line in VERBS."""
+    """Its blocks of code in CONTRIBUTING.md are the module and its line in VERBS."""
     page = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = page.partition("### a verb of `dlcmd`")[2].partition("\n### ")[0]
     module, line = map(dedent, re.findall(r"^ +```python\n(.*?)^ +```", recipe, re.M | re.S))
@@ -210,7 +208,6 @@ def test_the_recipe_for_a_verb_makes_one(
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:
-    """The default may follow the sentence."""
     for name, command in commands().items():
         for parameter in command.params:
             if isinstance(parameter, click.Option):
@@ -231,7 +228,6 @@ def test_start_up_imports_little() -> None:
 
 
 def by_shell(script: str, folder: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """A shell's script, in which `$dlcmd` is a command, in a folder."""
     dlcmd = shlex.join([sys.executable, "-m", "dlcmd", *map(str, words)])
     return subprocess.run(
         ["sh", "-c", script.replace("$dlcmd", f"exec {dlcmd}")], cwd=folder,
@@ -240,7 +236,7 @@ def by_shell(script: str, folder: Path, *words: str | Path) -> "subprocess.Compl
 
 
 def test_a_closed_stdout_is_an_error_of_one_line(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """But a put goes on."""
+    """A put goes on."""
     source = write(tmp_path / "src", {"a": b"1"})
     for closed in (">&-", ">&- 2>&-"):
         done = by_shell(f"$dlcmd {closed}", tmp_path, "-q", "put", source, "pets")
@@ -272,7 +268,7 @@ def test_a_url_names_a_folder_of_any_bytes(dlcmd: Dlcmd, tmp_path: Path) -> None
 def test_a_user_without_a_home_can_use_a_named_repository(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container: no HOME, and a user ID without an entry in /etc/passwd."""
+    """A container may have no HOME, and a user ID without an entry in /etc/passwd."""
     source = write(tmp_path / "src", {"a": b"1"})
     for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)

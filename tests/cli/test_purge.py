@@ -1,5 +1,4 @@
-"""Tests of `purge`, of versions in addresses, and of what `du` shows as
-reclaimable."""
+"""Tests of `purge`, of versions in addresses, and of the reclaimable bytes that `du` shows."""
 
 import os
 import tarfile
@@ -76,7 +75,7 @@ def test_verbs_that_write_refuse_a_version(filled: Dlcmd, words: str) -> None:
 
 
 def test_purge_frees_space(filled: Dlcmd) -> None:
-    """Versions that are to be kept keep theirs, until the policy is changed."""
+    """Kept versions stay, until the policy is changed."""
     first = versions(filled)[0]["version"]
     before = filled("--json", "du", "pets").objects[0]
     assert 89_000 < int(str(before["reclaimable_bytes"])) < 92_000

@@ -14,6 +14,7 @@ from pathlib import Path
 from dlcmd.show.output import count_text
 from dlcmd.show.progress import progress_json
 from tests.ingest.test_tar import tar_of
+from tests.processes import state_of
 from tests.rows import each_row
 from tests.trees import facts, odd_tree, write
 
@@ -22,12 +23,9 @@ from .conftest import Dlcmd
 
 
 def wait_for_reader(pipe: int, pid: int) -> None:
-    """Wait until a process has read everything in a pipe, and waits for more."""
-
     def has_read_all() -> bool:
         unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return not unread and state == "S"
+        return not unread and state_of(pid) == "S"
 
     wait_until(has_read_all)
 
@@ -47,7 +45,7 @@ def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", source, "odd")
     dlcmd("get", "odd", tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
-    assert (tmp_path / "out/empty").stat().st_mode & 0o7777 == 0o755  # the rest of 4755 is dropped
+    assert (tmp_path / "out/empty").stat().st_mode & 0o7777 == 0o755  # 4755 loses its other bits
 
 
 @each_row(
@@ -61,9 +59,7 @@ def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
         ("into/there", "there/cat.jpg"),
     ],
 )
-def test_a_file_takes_the_name_of_its_address(
-    dlcmd: Dlcmd, tmp_path: Path, address: str, path: str
-) -> None:
+def test_a_file_is_named_by_address(dlcmd: Dlcmd, tmp_path: Path, address: str, path: str) -> None:
     dataset = address.partition("/")[0]
     dlcmd("put", write(tmp_path / "src", {"there/old": b""}), dataset)
     (tmp_path / "cat.jpg").write_bytes(b"meow")
@@ -168,7 +164,7 @@ def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
 
 
 def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """It counts entries, not extents: else it would show 17 of 2 as done."""
+    """It counts entries, not extents: otherwise it would show 17 of 2."""
     source = write(tmp_path / "src", {"big": os.urandom(1 << 20)})
     done = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets").objects[-1]
     assert (done["entries"], done["chunks"]) == (2, 16)
@@ -189,15 +185,15 @@ def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> N
     dlcmd("put", "--files-from", names, source, "found")
     dlcmd("get", "found", tmp_path / "back")
     assert (tmp_path / "back").stat().st_mtime_ns == 5
-    for bad, code, said in ((b"../a\n", 2, "'..'"), (b"gone\n", 3, "gone: No such file")):
+    for bad, code, message in ((b"../a\n", 2, "'..'"), (b"gone\n", 3, "gone: No such file")):
         names.write_bytes(bad)
-        assert said in dlcmd("put", "--files-from", names, source, "pets", code=code).err
+        assert message in dlcmd("put", "--files-from", names, source, "pets", code=code).err
     dlcmd("put", "--files-from", names, "--delete", source, "pets", code=2)
     assert "no file" in dlcmd("put", "--files-from", "nowhere", source, "pets", code=10).err
 
 
 def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Also of those that `--files-from` names."""
+    """They also choose among the files that `--files-from` names."""
     files = dict.fromkeys(["a.txt", "b.jpg", "cache/x.jpg", "d/c.jpg"], b"")
     names = write(tmp_path / "lists", {"names": "".join(f"./{n}\n" for n in files).encode()})
     filters = ("--exclude", "cache", "--include", "*.jpg", write(tmp_path / "src", files))
@@ -205,8 +201,8 @@ def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
         dlcmd("put", *more, *filters, dataset)
         assert dlcmd("ls", "-R", dataset).out == b"b.jpg\nd\nd/c.jpg\n"
     for words in (["--exclude", "*"], ["--include", "*.png"], ["-n", "--exclude", "*"]):
-        said = dlcmd("put", *words, tmp_path / "src", "none").err
-        assert f"--include and --exclude leave out all files of {tmp_path / 'src'}" in said
+        message = dlcmd("put", *words, tmp_path / "src", "none").err
+        assert f"--include and --exclude leave out all files of {tmp_path / 'src'}" in message
     assert dlcmd("put", "--exclude", "*", tmp_path / "src/a.txt", "one").err == ""
 
 
@@ -222,9 +218,7 @@ def test_checksum_finds_a_change_that_size_and_mtime_hide(dlcmd: Dlcmd, tmp_path
     assert dlcmd("cat", "pets/a").out == b"new"
 
 
-def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_bad_entries_are_named_and_the_others_are_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     os.mkfifo(source / "pipe")
     result = dlcmd("put", source, "pets", code=3)
@@ -272,7 +266,7 @@ def test_I13_bad_values_are_refused(dlcmd: Dlcmd, tmp_path: Path, arguments: lis
         (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
     ],
 )
-def test_bad_words(
+def test_bad_arguments_are_refused(
     dlcmd: Dlcmd, tmp_path: Path, words: list[str], code: int, complaint: str
 ) -> None:
     write(tmp_path / "src", {"a": b"1"})
@@ -309,7 +303,7 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
 
 
 @each_row(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["pets"], 2, "takes SRC... and DATASET"),
         (["--tar", "-", "a.tar", "pets"], 2, "cannot be used with --tar"),
@@ -322,20 +316,22 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
         (["http://127.0.0.1:1/a.tar#sha256=1", "pets"], 2, "64 hex digits"),
     ],
 )
-def test_bad_archives_are_named(dlcmd: Dlcmd, arguments: list[str], code: int, said: str) -> None:
+def test_bad_archives_are_named(
+    dlcmd: Dlcmd, arguments: list[str], code: int, message: str
+) -> None:
     result = dlcmd("put", "--unpack", *arguments, code=code)
-    assert said in result.err
+    assert message in result.err
     assert "secret" not in result.err
     assert not dlcmd.store.exists()
 
 
 def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Also if the dataset has the name of a verb that has nothing to finish."""
+    """The dataset may have the name of a verb that has nothing to finish."""
     whole = tar_of(("a", b"1"), ("b", b"2" * 100_000))
     os.mkfifo(tmp_path / "pipe")
     with (
         dlcmd.start("put", "--tar", tmp_path / "pipe", "top") as process,
-        (tmp_path / "pipe").open("wb", buffering=0) as pipe,  # opens when it is read
+        (tmp_path / "pipe").open("wb", buffering=0) as pipe,  # blocks until a reader opens it
     ):
         pipe.write(whole[:1024])
         wait_for_reader(pipe.fileno(), process.pid)
@@ -379,7 +375,7 @@ def drawn_by(*words: str | Path) -> bytes:
     return drawn
 
 
-def test_the_bar_on_a_terminal_names_what_a_verb_counts(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_the_bar_on_a_terminal_names_the_units_of_a_verb(dlcmd: Dlcmd, tmp_path: Path) -> None:
     drawn = drawn_by("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     assert b"put pets" in drawn
     assert b"entries" in drawn
@@ -392,11 +388,11 @@ def test_the_bar_on_a_terminal_names_what_a_verb_counts(dlcmd: Dlcmd, tmp_path: 
         assert b"B/s" not in drawn
 
 
-def test_progress_in_json_names_what_a_verb_counts() -> None:
+def test_progress_in_json_names_the_units_of_a_verb() -> None:
     described = progress_json("chunks", 10.0, 20, 80, None)
     assert described == {
         "event": "progress", "chunks": 20, "chunks_total": 80, "chunks_per_s": 2.0,
         "seconds": 10.0, "seconds_left": 30.0,
     }  # fmt: skip
     beyond = progress_json("entries", 10.0, 17, 2, 0)
-    assert beyond["seconds_left"] == 0, "of what is more than the total"
+    assert beyond["seconds_left"] == 0, "bytes beyond the total"

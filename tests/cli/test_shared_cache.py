@@ -1,4 +1,6 @@
-"""`dlcmd mount --evict lrfu`: what real mounts of several datasets leave in one `--cache-dir`."""
+"""`dlcmd mount --evict lrfu`: the chunks that mounts of several datasets leave in one
+`--cache-dir`.
+"""
 
 import os
 import signal
@@ -15,10 +17,11 @@ from diesel_fs.cache.disk.folder import IDLE_S
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from tests.processes import is_running
 from tests.trees import write
 from tests.waiting import wait_until
 
-from .conftest import Dlcmd, is_running
+from .conftest import Dlcmd
 
 FILES = {"weekly": 300, "daily": 300, "new": 150}
 """The datasets, and how many files each has."""
@@ -32,8 +35,8 @@ class Machine:
     def __init__(self, dlcmd: Dlcmd, folder: Path) -> None:
         self._dlcmd, self._folder = dlcmd, folder
         self._cache = folder / "cache"
-        self._masters: dict[str, int] = {}  # which keep the chunks
-        self.folders: dict[str, Path] = {}  # of datasets, in the cache
+        self._masters: dict[str, int] = {}  # the masters keep the chunks
+        self.folders: dict[str, Path] = {}  # of datasets in the cache
         for name, count in FILES.items():
             files = {f"{n}": b"%s %d " % (name.encode(), n) * 750 for n in range(count)}
             source = write(folder / name, files)
@@ -43,14 +46,13 @@ class Machine:
         return {each.name for each in self.folders[name].iterdir() if len(each.name) == 32}
 
     def begin(self, name: str) -> None:
-        """Mount, and read all."""
         sockets, before = self._sockets(), {*self._cache.glob("*/*/")}
         at = self._folder / f"{name}.mount"
         self._dlcmd(
             "mount", "--memory", "8M", "--cache-dir", self._cache, "--cache-size", LIMIT,
             "--policy", "oneshot", "--evict", "lrfu", name, at,
         )  # fmt: skip
-        if name not in self.folders:  # which the job has registered in
+        if name not in self.folders:  # the job has registered in it
             [self.folders[name]] = {*self._cache.glob("*/*/")} - before
         [opened] = self._sockets() - sockets
         self._masters[name] = _process_of(opened)
@@ -66,7 +68,6 @@ class Machine:
         wait_until(lambda: not is_running(master))
 
     def seem_unused(self, name: str, hours: int) -> None:
-        """As if nobody had used a dataset for some hours."""
         assert hours * 3600 > IDLE_S
         long_ago = time.time() - hours * 3600
         for each in self.folders[name].iterdir():
@@ -86,7 +87,6 @@ class Machine:
 
 
 def _process_of(opened: Path) -> int:
-    """The process that listens at a socket."""
     here = os.open(opened.parent, os.O_PATH)  # a short path
     try:
         with socket.socket(socket.AF_UNIX) as link:
@@ -125,7 +125,7 @@ def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machin
     machine.end("daily")
 
     machine.seem_unused("daily", 4)
-    machine.seem_unused("weekly", 1)  # by LRU it would stay
+    machine.seem_unused("weekly", 1)  # LRU would keep it
     machine.begin("new")
     machine.end("new")
     assert len(machine.chunks("new")) > 3

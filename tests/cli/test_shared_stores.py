@@ -24,7 +24,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests to the test's own server must not go through a proxy of this machine."""
     for name in [name for name in os.environ if "proxy" in name.lower()]:
         monkeypatch.delenv(name)
 
@@ -33,7 +32,6 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared(
     dlcmd: Dlcmd, s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> Dlcmd:
-    """A repository in a bucket, with its metadata in a Redis."""
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
     with redis_server.client() as client:
@@ -43,7 +41,6 @@ def shared(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -68,12 +65,13 @@ def test_a_tree_is_put_listed_and_written_back(shared: Dlcmd, tmp_path: Path) ->
 def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Readers use the snapshot; recovery brings back also what only the newest chunks have."""
+    """Readers use the snapshot; recovery also restores the files that only the newest chunks
+    have."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
     shared.program("put", source, "pets")
     write(source, {"d0/newer": b"newer"})
     shared.program("put", source, "pets")
-    listed = shared.program("ls", "-R", "pets").out  # all that was ever acknowledged
+    listed = shared.program("ls", "-R", "pets").out  # all acknowledged files
     assert len(listed.splitlines()) == 104
     with redis_server.client() as client:
         client.flushall()
@@ -90,7 +88,7 @@ def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared.program("verify", "pets")
 
 
-def test_C7_a_redis_whose_memory_is_full_gets_room_by_rm_purge_and_delete_dataset(
+def test_C7_a_full_redis_gets_room_by_rm_purge_and_delete_dataset(
     dlcmd: Dlcmd, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={redis_server.url}")
@@ -142,7 +140,7 @@ def test_C2_redis_is_killed_in_the_middle_of_a_put(
         monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={server.url}")
         with dlcmd.start("put", "--chunk-size", "64K", "--jobs", "1", source, "pets") as put:
             wait_until(lambda: sum("chunks" in path.parts for path in dlcmd.store.rglob("*")) >= 30)
-            assert put.poll() is None, "A16: the put has ended: proves nothing"
+            assert put.poll() is None, "A16: the put has ended already, so the test proves nothing"
             server.kill()
             time.sleep(2)
             assert put.poll() is None
@@ -189,7 +187,7 @@ def test_a_mount_of_a_bucket(shared: Dlcmd, redis_server: RedisServer, tmp_path:
 
 
 def test_archives_in_a_bucket_are_put_once(shared: Dlcmd, s3: Server) -> None:
-    """A glob matches no slash; a prefix stands for all below it."""
+    """A glob matches no slash; a prefix stands for all objects below it."""
     place = s3.place()
     prefix = place.removeprefix(f"s3://{s3.bucket}/")
     client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
@@ -237,7 +235,7 @@ def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Pa
     assert f"there is no object below {place}/d/nowhere, nor at that key" in nowhere
 
 
-def test_C1_where_redis_is_down_a_put_fails_and_readers_note_it(
+def test_C1_while_redis_is_down_a_put_fails_and_readers_note_it(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put fails before any chunk. Reading goes on, and the note is printed once, unless -q is

@@ -20,8 +20,8 @@ from .conftest import Dlcmd
 NUMBERS = ("--seed", "7", "--epoch", "3")
 
 
-class Told(TypedDict):
-    """What `--quality --json` prints; of its members those that are looked at here."""
+class Printed(TypedDict):
+    """The output of `--quality --json`; only the members that the tests read."""
 
     files: int
     classes: int
@@ -71,21 +71,21 @@ def test_quality_compares_group_sizes(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
     arguments = ("shuffle", "pets/train", *NUMBERS, "--group-size", "2", "--quality")
     top = view.lookup(b"train")
     report = compare_group_sizes(view, 7, 3, 2, below=top)
-    told: Told = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
-    assert (told["files"], told["classes"], told["batch_files"]) == (300, 5, 37)
+    parsed: Printed = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
+    assert (parsed["files"], parsed["classes"], parsed["batch_files"]) == (300, 5, 37)
     sizes = [1, 2, 3] if report.chunks <= 10 else [1, 2, 3, 10]
-    assert [each["group_size"] for each in told["by_group_size"]] == sizes
+    assert [each["group_size"] for each in parsed["by_group_size"]] == sizes
     two = report.by_group_size[2]
-    assert told["by_group_size"][1] == {
+    assert parsed["by_group_size"][1] == {
         "group_size": 2, "memory_bytes": two.memory_bytes, "chunks_in_batch": two.chunks_in_batch,
         "design_effect": two.design_effect, "effective_batch_files": 37 / (two.design_effect or 1),
     }  # fmt: skip
-    assert told["full"]["memory_bytes"] == report.full.memory_bytes > two.memory_bytes
+    assert parsed["full"]["memory_bytes"] == report.full.memory_bytes > two.memory_bytes
     printed = dlcmd(*arguments)
     rows = [line.split("\t") for line in printed.out.decode().splitlines()]
     assert [row[0] for row in rows] == ["no shuffle", *(f"G = {n}" for n in sizes), "full shuffle"]
     assert rows[2][3] == f"{two.design_effect:.2f}"
-    assert told["recommended_group_size"] is None  # each chunk has one class or two
+    assert parsed["recommended_group_size"] is None  # each chunk has one class or two
     assert "no group size" in printed.err
     dlcmd("put", write(tmp_path / "mixed", {f"c{n % 5}{n}/{n}": b"x" for n in range(30)}), "tiny")
     advice = dlcmd("shuffle", "tiny", *NUMBERS, "--quality").err

@@ -1,8 +1,7 @@
-"""Tests of signals and lost readers while a put of a folder has packing processes (A15 in
-FAULTS.md).
+"""Signals and lost readers while a put of a folder has packing processes (A15 in FAULTS.md).
 
-The put is stopped (SIGSTOP) in its middle, so that what ends it always comes then; a test whose put
-got through before proves nothing, and fails.
+The put is stopped (SIGSTOP) in its middle, so the event that ends it always comes then. A test
+whose put is done before that fails.
 """
 
 import os
@@ -18,21 +17,21 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
+from tests.processes import children, is_running
 from tests.trees import Facts, facts, write
 
 from ..datasets import dataset_state
 from ..waiting import wait_until
-from .conftest import Dlcmd, children, is_running, program_environment
+from .conftest import Dlcmd, program_environment
 
 DEADLINE_S = 30.0
-CHUNKS_SEEN = 20  # of 64 KiB, of some 70
+CHUNKS_SEEN = 20  # of 64 KiB; the source has some 70
 FILES = 453
 OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of some 70 chunks, with files of several extents."""
     small = {f"d{i % 10}/{i}": os.urandom(9000) for i in range(FILES - 3)}
     return write(tmp_path / "source", small | {f"large{i}": os.urandom(200_000) for i in range(3)})
 
@@ -45,17 +44,14 @@ class Put:
     packers: list[int]
 
     def send(self, number: int, *, group: bool) -> None:
-        """Send a signal to all processes of the terminal, as Ctrl-C does, or to the put alone."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Let the put go on to its end; return its exit code and stderr."""
         self.process.send_signal(signal.SIGCONT)
         _, err = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, err.decode()
 
     def left(self) -> list[int]:
-        """The packing processes that still run after the time in which they should have ended."""
         with suppress(AssertionError):
             wait_until(lambda: not any(map(is_running, self.packers)), DEADLINE_S / 3)
         return list(filter(is_running, self.packers))
@@ -73,7 +69,6 @@ def _has_committed(dlcmd: Dlcmd) -> bool:
 def stopped_put(
     dlcmd: Dlcmd, source: Path, *options: str, stdout: int = subprocess.DEVNULL
 ) -> Iterator[Put]:
-    """A put in a session of its own, stopped when some of its chunks are committed, not all."""
     with subprocess.Popen(
         [sys.executable, "-m", "dlcmd", "put", *OPTIONS, *options, str(source), "ds"],
         stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE,
@@ -82,22 +77,22 @@ def stopped_put(
         try:
 
             def has_committed_some() -> bool:
-                assert process.poll() is None, "A16: the put has ended: proves nothing"
+                assert process.poll() is None, (
+                    "A16: the put has ended already, so the test proves nothing"
+                )
                 chunks = [*dlcmd.store.glob("datasets/*/chunks/*/*")]
                 return len(chunks) >= CHUNKS_SEEN and _has_committed(dlcmd)
 
             wait_until(has_committed_some)
             process.send_signal(signal.SIGSTOP)
             packers = children(process.pid)
-            assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"
+            assert len(packers) == 2, "A16: it has no packing processes, so the test proves nothing"
             yield Put(process, packers)
         finally:
             process.kill()
 
 
 def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
-    """Check that all files of the dataset are whole, also after a rebuild; return their
-    number."""
     dlcmd("verify", "ds")
     with LocalRepository.open(dlcmd.store.as_uri()) as repository:
         showing = dataset_state(repository)
@@ -109,7 +104,7 @@ def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
 
 
 def put_again(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
-    """Put the folder again, check that all files are there, and return how many were put now."""
+    """Put the folder again, and check that all files are there. Returns how many were put now."""
     put = dlcmd("put", "--json", *OPTIONS, source, "ds").objects[-1]["files"]
     dlcmd("get", "ds", tmp_path / "back")
     assert facts(tmp_path / "back") == facts(source)
@@ -134,10 +129,10 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
     """It prints one line, ends with its exit code, and leaves no process; the same command finishes
     it."""
     if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("ignored here, and so by what is started here (nohup)")
+        pytest.skip("this process ignores the signal (nohup), and so do its children")
     with stopped_put(dlcmd, source) as put:
         put.send(number, group=group)
-        if group and number != signal.SIGINT:  # which is the coordinator's business alone
+        if group and number != signal.SIGINT:  # only the coordinator handles it
             assert put.left() == []
         ended, result = put.end()
         assert ended == code
@@ -148,12 +143,11 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
     committed = re.fullmatch(form, result)
     assert committed is not None, result
     assert int(committed[1]) == shows
-    assert 0 < shows < FILES, "A16: nothing or all was committed: proves nothing"
+    assert 0 < shows < FILES, "A16: nothing or all was committed, so the test proves nothing"
     assert 0 < put_again(dlcmd, source, tmp_path) <= FILES - shows
 
 
-def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """A put that ignores SIGHUP goes on, with its packing processes."""
+def test_A15_a_put_under_nohup_ignores_SIGHUP(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopped_put(dlcmd, source) as put:
@@ -167,7 +161,7 @@ def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> No
 
 
 def test_A15_a_killed_packer_ends_the_put(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """As by the kernel when memory runs out: the put names the reason, and ends the other
+    """The kernel kills it when memory runs out: the put names the reason, and ends the other
     processes."""
     with stopped_put(dlcmd, source) as put:
         os.kill(put.packers[0], signal.SIGKILL)
@@ -186,7 +180,7 @@ def test_A15_EPIPE_in_the_middle_of_a_folder(
     """The reader of the progress has ended: the put goes on to its end, and puts everything. If
     errors cannot be printed either, only the exit code shows them."""
     if errors_too:
-        os.mkfifo(source / "pipe")  # will be named, although nobody reads it
+        os.mkfifo(source / "pipe")  # it will be named, although no process reads that
     receiver, sender = os.pipe()
     try:
         with stopped_put(dlcmd, source, *options, stdout=sender) as put:

@@ -1,4 +1,6 @@
-"""What `dlcmd top` makes of two samples. `tests/mounts/test_wait_reports.py` runs it on mounts."""
+"""The view that `dlcmd top` makes of two samples. `tests/mounts/test_wait_reports.py` runs it on
+mounts.
+"""
 
 import json
 import re
@@ -29,7 +31,6 @@ def figures(seconds: float, cause: str = "store", requests: int = 0) -> dict[str
 def sample(
     clock_s: float, waited_s: float = 0.0, position: int = 0, **requests: int
 ) -> dict[str, object]:
-    """Statistics of a mount with a rank, a process `cat`, and the one that takes the samples."""
     readers: list[dict[str, object]] = [
         {"rank": 0, "pid": 5, "command": "python"},
         {"rank": None, "pid": 6, "command": "cat\x1b[31m"},
@@ -59,9 +60,9 @@ def sample(
     }  # fmt: skip
 
 
-def test_what_is_left_of_an_interval_belongs_to_readers_that_were_seen() -> None:
-    """A reader is seen by a request, or by the position of a plan; else nothing was seen. The
-    samples themselves are no sign of a reader."""
+def test_the_remainder_of_an_interval_belongs_to_readers_that_were_seen() -> None:
+    """A request shows a reader, or the position of a plan. Otherwise none was seen: the samples
+    themselves are no sign of a reader."""
     first = sample(100.0)
     found = interval(first, sample(102.0, 0.5, rank=40), own_pid=OWN)
     assert (found["interval_s"], found["waited_s"], found["waiting"]) == (2.0, 0.5, 0.25)
@@ -77,7 +78,7 @@ def test_what_is_left_of_an_interval_belongs_to_readers_that_were_seen() -> None
 
 
 def test_the_view_shows_causes_readers_and_plans() -> None:
-    """Within the terminal's size, and with nothing that would change the terminal's state."""
+    """It fits the terminal's size, and has nothing that would change the terminal's state."""
     found = interval(sample(100.0), sample(101.0, 0.25, position=10, rank=9, cat=2), own_pid=OWN)
     text = "\n".join(screen(sample(101.0), found, 100, 40))
     for line in (
@@ -116,20 +117,20 @@ def test_bad_uses_of_top(dlcmd: Dlcmd, tmp_path: Path, words: list[str], message
 
 
 @pytest.mark.fuse
-def test_mount_says_where_its_metrics_are(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_mount_prints_the_address_of_its_metrics(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     at = tmp_path / "mnt"
     assert "HOST:PORT" in dlcmd("mount", "--metrics", "here", "pets", at, code=2).err
-    said = dlcmd("mount", "--metrics", "0", "pets", at).out.decode()
+    output = dlcmd("mount", "--metrics", "0", "pets", at).out.decode()
     try:
-        found = re.fullmatch(rf"pets is mounted on {at}; metrics at (http://\S+/metrics)\n", said)
-        assert found, said
+        found = re.fullmatch(rf"pets is mounted on {at}; metrics at (http://\S+/metrics)\n", output)
+        assert found, output
         assert dlcmd("--json", "stats", at).objects[0]["metrics"] == found[1]
     finally:
         dlcmd("umount", at)
 
 
 @each_row("number", ["1e999", "-Infinity", "NaN", "1" + 400 * "0", '"7"', "null"])
-def test_a_number_that_makes_no_sense_is_none(number: str) -> None:
+def test_a_senseless_number_counts_as_missing(number: str) -> None:
     """The program of another user's mount may write anything into its statistics."""
     assert number_at(json.loads(f'{{"waits": {{"clock_s": {number}}}}}'), "waits.clock_s") == 0.0

@@ -35,7 +35,6 @@ class Mount(Protocol):
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """A folder that has been put as the dataset `pets`, with an empty file, links and folders."""
     source = write(tmp_path / "src", {**FILES, "a/empty file": b""})
     (source / "empty").mkdir()
     (source / "link").symlink_to("b")
@@ -46,7 +45,6 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
-    """Mounts `pets` with these options; unmounted at the end whatever happened to it."""
     at = tmp_path / "mnt"
 
     def mount(*options: str) -> Path:
@@ -77,12 +75,10 @@ def moved_away(found: Iterable[Path], *, behind_folders: bool = False) -> Iterat
 
 
 def without_contents(store: Path) -> AbstractContextManager[None]:
-    """Meanwhile the store has no chunks: reads that need them fail."""
     return moved_away(store.glob("datasets/*/chunks"))
 
 
 def with_failing_store(store: Path) -> AbstractContextManager[None]:
-    """Meanwhile it is an error to read a chunk."""
     return moved_away(store.glob("datasets/*/chunks/*/*"), behind_folders=True)
 
 
@@ -90,9 +86,9 @@ ATTEMPTS = 5
 
 
 def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> None:
-    """After a warmup of `place` these files are read without the store.
+    """Assert that after a warmup of `place` these files are read without the store.
 
-    The machine may take idle pages away meanwhile; not at each attempt.
+    The machine may take idle pages away meanwhile, but not at each attempt.
     """
     failed: list[list[str]] = []
     while [] not in failed:
@@ -108,7 +104,7 @@ def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> N
 
 
 def loaded(result: dict[str, object]) -> tuple[object, ...]:
-    """The numbers of files that there are, are in memory, are in a cache, and had no room."""
+    """The numbers of files that exist, are in memory, are in a cache, and had no room."""
     names = ("files", "memory_files", "cache_files", "left_files")
     return tuple(result[name] for name in names)
 
@@ -135,9 +131,7 @@ def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, se
 
 
 @pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
-def test_H22_pages_of_failed_reads_are_not_taken_for_contents(
-    dlcmd: Dlcmd, mounted: Mount, session: str
-) -> None:
+def test_H22_pages_of_failed_reads_are_no_hits(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
     """The kernel keeps the page of a READ that has failed, without contents."""
     at = mounted("--session", session, "--memory", "256M")
     dlcmd("warmup", at)
@@ -180,7 +174,7 @@ def test_too_small_a_memory_is_filled_and_the_right_one_named(
 
 
 def test_a_cache_gets_what_memory_cannot_hold(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
-    """So does a file that is larger than the memory for pages."""
+    """A file that is larger than the memory for pages goes there, too."""
     large = os.urandom(2_000_000)
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
     at = mounted("--memory", "8M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "64M")
@@ -195,7 +189,7 @@ def test_a_cache_gets_what_memory_cannot_hold(dlcmd: Dlcmd, mounted: Mount, tmp_
             assert (at / path).read_bytes() == content
 
 
-def test_a_cache_that_is_too_small_is_said_to_be(
+def test_a_cache_that_is_too_small_is_reported(
     dlcmd: Dlcmd, mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diesel_fs.mounts.warmup.PASSES_MAX", 2)
@@ -232,7 +226,7 @@ def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_pa
 
 
 @needs_root
-def test_other_views_of_a_mount_are_told(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
+def test_other_views_of_a_mount_get_a_note(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at, view = mounted("--session", "native", "--memory", "256M"), tmp_path / "view"
     view.mkdir()
     subprocess.run(["mount", "--bind", at, view], check=True)
@@ -257,7 +251,7 @@ def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Mount) -> None:
     assert b"600 files" in result.out
 
 
-def test_other_plans_that_hold_the_memory_are_not_waited_for(dlcmd: Dlcmd, mounted: Mount) -> None:
+def test_warmup_waits_for_no_other_plan_that_has_the_memory(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "4M")
     with Control.connect(at) as control:
         snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
@@ -283,7 +277,6 @@ def _streams(control: Control) -> list[dict[str, object]]:
 
 @contextmanager
 def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A warmup that waits, since the mount cannot read its store."""
     with (
         with_failing_store(dlcmd.store),
         dlcmd.start("warmup", at) as process,
@@ -293,10 +286,8 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-def test_ctrl_c_ends_the_plan(
-    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a store that fails ends the wait."""
+def test_ctrl_c_ends_a_plan(dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails ends the wait, too."""
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
         process.send_signal(signal.SIGINT)

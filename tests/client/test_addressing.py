@@ -68,7 +68,7 @@ def test_one_entry_is_named_in_any_way(dataset: Dataset, way: str) -> None:
     assert len(dataset) == len(CONTENTS) - 1
 
 
-def test_an_index_to_delete_is_of_the_version_that_was_shown(dataset: Dataset) -> None:
+def test_an_index_to_delete_belongs_to_the_version_that_was_shown(dataset: Dataset) -> None:
     """`delete` flushes first, which makes another version with other indices."""
     dataset.put(b"first of all", "a")
     dataset.delete(index_of(dataset, "d0/f03"))
@@ -105,10 +105,8 @@ def test_many_entries_are_named_in_any_way(dataset: Dataset) -> None:
 
 
 @each_row("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
-def test_every_call_raises_the_same_error_for_a_missing_entry(
-    dataset: Dataset, missing: EntryKey
-) -> None:
-    """The error is a FileNotFoundError, too, which programs expect of files."""
+def test_calls_raise_one_error_for_a_missing_entry(dataset: Dataset, missing: EntryKey) -> None:
+    """The error is also a FileNotFoundError, the kind that programs expect of files."""
     for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
         with pytest.raises(NoSuchPath):
             call(missing)
@@ -135,7 +133,7 @@ def test_every_call_refuses_a_bad_path_or_index(dataset: Dataset, bad: EntryKey)
     "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
 )
 def test_paths_and_indices_cannot_be_mixed(dataset: Dataset, mixed: list[int]) -> None:
-    """Nor is a single path taken for a list: bytes could be read as many indices."""
+    """A single path is not taken for a list either: bytes could be read as many indices."""
     for many in (dataset.read_many, dataset.stat_many):
         with pytest.raises(UsageError):
             many(mixed)
@@ -146,7 +144,7 @@ def test_paths_and_indices_cannot_be_mixed(dataset: Dataset, mixed: list[int]) -
 
 @pytest.fixture
 def before(url: str) -> int:
-    """A kept version; after it d0/f00 was changed, and d0/f03 was deleted."""
+    """A kept version, after which d0/f00 was changed and d0/f03 deleted."""
     with connect("ds", url) as dataset:
         version = dataset.version
         dataset.put(b"changed", "d0/f00")
@@ -210,7 +208,7 @@ def test_a_bad_version_is_refused(url: str, text: str, error: type[Exception]) -
 
 @pytest.mark.fuse
 def test_a_version_is_mounted_by_its_number(url: str, before: int, tmp_path: Path) -> None:
-    """Either by `NAME@VERSION`, or as an open dataset that shows the version."""
+    """`NAME@VERSION` and an open dataset that shows the version do the same."""
     point = tmp_path / "point"
     point.mkdir()
     with diesel_fs.mount(f"ds@{before}", point, url=url) as mounted:

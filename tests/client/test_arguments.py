@@ -1,4 +1,4 @@
-"""Tests of bad arguments: each call of the Python API says which one is wrong, and what it is."""
+"""Tests of bad arguments: each call of the Python API names the argument and the reason."""
 
 import ast
 import io
@@ -33,32 +33,13 @@ NO_NUMBER = ["3", b"3", 1.5, float("nan"), True, [], object(), np.zeros(2), 1j]
 NO_FLAG = ["yes", "", b"", 1, 0, 1.5, [], object(), np.zeros(2)]
 NO_ENTRY = [None, 1.5, True, [], {}, object(), bytearray(b"a"), io.BytesIO(b"a"), np.zeros((2, 2))]
 NO_LIST = [
-    None,
-    3,
-    1.5,
-    True,
-    object(),
-    bytearray(b"a"),
-    memoryview(b"a"),
-    io.BytesIO(b"a"),
-    {},
-    int,
+    *(None, 3, 1.5, True, object(), {}, int),
+    *(bytearray(b"a"), memoryview(b"a"), io.BytesIO(b"a")),
 ]
 NO_FILE = [None, b"x", 3, 1.5, [], object(), "", "a\0b", "\ud800"]
 NO_PATH = [
-    None,
-    3,
-    1.5,
-    [],
-    object(),
-    "a\0b",
-    "\ud800",
-    "n" * 256,
-    "/a",
-    "a//b",
-    "a/",
-    ".",
-    "a/../b",
+    *(None, 3, 1.5, [], object()),
+    *("a\0b", "\ud800", "n" * 256, "/a", "a//b", "a/", ".", "a/../b"),
 ]
 NO_SOURCE = [None, 3, 1.5, [], {}, object(), np.zeros(2), iter(["a"]), io.StringIO("text"), "a\0b"]
 NO_INDICES = [None, "ab", b"ab", 3, 1.5, [[1], [2, 3]], ["a"], [1.5], object(), np.zeros((2, 2))]
@@ -98,7 +79,7 @@ BAD: list[tuple[str, str, list[object]]] = [
     *(("purge", name, [*NO_NUMBER, None, -2, 1 << 80]) for name in ("keep", "grace_s")),
     ("purge", "dry_run", [*NO_FLAG, None]),
 ]
-"""For each argument of each call of a dataset: values that it does not take."""
+"""For each argument of each call of a dataset: values that it refuses."""
 
 CONNECT: list[tuple[str, list[object]]] = [
     ("dataset", [*NOT_TEXT, None, "", "../pets", "n" * 64, "pets@"]),
@@ -127,19 +108,17 @@ def dataset(url: str) -> Iterator[Dataset]:
 
 
 def refusal(call: object, **arguments: object) -> str:
-    """The message with which a call is refused at once, as an error in its arguments."""
+    """The message of the error with which a call refuses its arguments at once."""
     assert callable(call)
     with pytest.raises(UsageError) as error:
         call(**arguments)
-    said = str(error.value)
-    assert len(said) < 1000
-    assert "object at 0x" not in said
-    return said
+    complaint = str(error.value)
+    assert len(complaint) < 1000
+    assert "object at 0x" not in complaint
+    return complaint
 
 
-def test_D1_every_bad_argument_of_a_dataset_is_refused_and_changes_nothing(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_D1_bad_arguments_of_a_dataset_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
     version, parameters = dataset.version, {"file": tmp_path / "saved"}
     for call, argument, values in BAD:
         for value in values:
@@ -183,7 +162,7 @@ def test_D1_every_bad_argument_of_a_mount_is_refused(url: str, tmp_path: Path) -
 
 
 @each_row(
-    ("arguments", "said"),
+    ("arguments", "complaint"),
     [
         ({"memory": 5}, "is memory_bytes meant"),
         ({"urll": "x"}, "is url meant"),
@@ -193,13 +172,13 @@ def test_D1_every_bad_argument_of_a_mount_is_refused(url: str, tmp_path: Path) -
     ],
 )
 def test_an_unknown_word_is_answered_with_one_that_the_call_takes(
-    url: str, arguments: dict[str, object], said: str
+    url: str, arguments: dict[str, object], complaint: str
 ) -> None:
-    assert said in refusal(connect, **{"dataset": "pets", "url": url, **arguments})
+    assert complaint in refusal(connect, **{"dataset": "pets", "url": url, **arguments})
 
 
 @each_row(
-    ("call", "kind", "system", "said"),
+    ("call", "kind", "system", "complaint"),
     [
         (
             lambda ds: ds.get("/train/x"),
@@ -232,18 +211,18 @@ def test_an_error_has_the_kind_that_files_have_and_names_the_cure(
     call: Callable[[Dataset], object],
     kind: type[Exception],
     system: type[Exception],
-    said: str,
+    complaint: str,
 ) -> None:
     with pytest.raises(kind) as error:
         call(dataset)
-    assert said in str(error.value)
+    assert complaint in str(error.value)
     if issubclass(system, OSError):
         assert isinstance(error.value, system)
         assert isinstance(error.value, DieselError)
         assert os.strerror(error.value.errno) == error.value.strerror
 
 
-def test_what_is_missing_names_create_as_the_cure(url: str, tmp_path: Path) -> None:
+def test_a_missing_dataset_or_repository_names_create_as_the_cure(url: str, tmp_path: Path) -> None:
     nowhere = (tmp_path / "none").as_uri()
     with pytest.raises(ObjectMissing, match=r"create=True\) makes a new repository and dataset"):
         connect("pets", nowhere)
@@ -267,7 +246,7 @@ def test_memory_of_any_shape_is_put_whole(dataset: Dataset) -> None:
         dataset.delete(path)
 
 
-def test_D1_metadata_by_index_are_those_of_whole_numbers(dataset: Dataset) -> None:
+def test_D1_metadata_by_index_take_whole_numbers_only(dataset: Dataset) -> None:
     view = dataset.snapshot
     for call in (view.path, view.name, view.stat, view.size, view.children, view.parent):
         for bad in (None, "a.txt", 1.5, [1], object()):
@@ -321,13 +300,13 @@ def test_an_error_of_connect_names_keyword_arguments(monkeypatch: pytest.MonkeyP
 
 
 _ONLY_DLCMD = ("ingest", "forecast", "mounts/options.py", "diesel_hook")
-"""What only `dlcmd` reaches: its errors may name options that Python calls do not have."""
+"""Modules that only `dlcmd` uses: their errors may name options that Python calls lack."""
 
 _KINDS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 
 
-def test_every_message_of_the_library_can_be_said_to_python() -> None:
-    """An option that a message names is a keyword argument, or stands in a command of `dlcmd`."""
+def test_every_message_of_the_library_has_a_form_for_python() -> None:
+    """An option that a message names is a keyword argument, or part of a command of `dlcmd`."""
     left = []
     for path in LIBRARY.rglob("*.py"):
         if any(part in str(path.relative_to(LIBRARY)) for part in _ONLY_DLCMD):
@@ -340,9 +319,9 @@ def test_every_message_of_the_library_can_be_said_to_python() -> None:
                     for each in ast.walk(value)
                     if isinstance(each, ast.Constant) and isinstance(each.value, str)
                 ]
-                said = in_keywords(" ".join(texts))
-                outside = "".join(said.split("`")[::2])
+                complaint = in_keywords(" ".join(texts))
+                outside = "".join(complaint.split("`")[::2])
                 commands = ("dlcmd ", "--device", "lazy=True")
                 if "--" in outside and not any(each in outside for each in commands):
-                    left.append(f"{path.name}:{call.lineno}: {said}")
+                    left.append(f"{path.name}:{call.lineno}: {complaint}")
     assert not left, "\n".join(left)

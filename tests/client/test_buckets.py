@@ -1,7 +1,7 @@
 """Tests of the Python API over a bucket, also in processes that fork.
 
-The library that speaks to buckets hangs in forked children. So a helper process speaks to the
-bucket for the process that opens the dataset, and for its children.
+The library that reads buckets hangs in forked children, so a helper process reads for the process
+that opens the dataset, and for its children.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from diesel_fs.storage.objects.cloud import opening
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from tests.cli.conftest import program_environment
 from tests.cli.conftest import redis_server as redis_server
-from tests.client.test_client import in_child
+from tests.forks import in_child
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer, until
 from tests.storage.objects.s3_server import Server
@@ -36,8 +36,8 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A new repository in a bucket, with its metadata in a Redis, and a dataset of a few chunks
-    that was put from Python. At the end of the test, the helper of the bucket must end, too."""
+    """A new repository in a bucket, with its metadata in Redis, and a dataset of a few chunks that
+    was put from Python. When the test ends, the bucket's helper must end too."""
     # A `dlcmd` that ran in this process opens buckets without a helper
     monkeypatch.setattr(opening, "_opener", opening._by_helper)
     for name, text in s3.environ.items():
@@ -56,7 +56,7 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
 
 
 def helpers(url: str) -> list[int]:
-    """The helper processes that speak to a bucket for others."""
+    """The helper processes that use a bucket for others."""
     words = {b"diesel_fs.storage.objects.cloud.proxy_process", url.split("?")[0].encode()}
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
@@ -67,7 +67,6 @@ def helpers(url: str) -> list[int]:
 
 
 def wait_for_helper_end(url: str) -> None:
-    """Wait until no helper of a bucket runs."""
     until(lambda: not helpers(url), "the end of the helper", DEADLINE_S)
 
 
@@ -90,10 +89,9 @@ def test_a_dataset_in_a_bucket_is_read_written_and_purged(url: str) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.real_start  # it looks at what is imported
+@pytest.mark.real_start  # the program finds out whether it was imported
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> None:
-    """An ordinary training script runs two epochs; the workers are forked or spawned."""
     ended = subprocess.run(
         [sys.executable, TRAIN, url, start, "2"],
         env=program_environment(),
@@ -132,8 +130,8 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
 
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
-    """The helper ends with the last process that reads."""
-    told, tells = os.pipe()
+    """The helper ends when the last process that reads from it ends."""
+    reports, report = os.pipe()
     waits, go_on = os.pipe()
 
     def parent() -> None:
@@ -143,23 +141,23 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
         def child() -> None:
             os.read(waits, 1)
             assert all(dataset.get(path) == content for path, content in CONTENTS.items())
-            os.write(tells, b"1")
+            os.write(report, b"1")
 
         if os.fork() == 0:
             os._exit(in_child(child))
 
     assert in_child(parent) == 0
-    os.close(tells)
+    os.close(report)
     assert len(helpers(url)) == 1
     os.write(go_on, b"+")
-    with open(told, "rb") as answer:
+    with open(reports, "rb") as answer:
         assert answer.read() == b"1"
     os.close(waits)
     os.close(go_on)
 
 
-def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also in a forked child; a log line says so."""
+def test_a_killed_helper_is_replaced_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The same holds in a forked child."""
     with connect("pets", url, memory_bytes=1) as dataset:
         assert dataset.get("d0/f00") == CONTENTS["d0/f00"]
         (before,) = helpers(url)
@@ -177,7 +175,7 @@ def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture)
         read()
 
 
-def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
+def test_a_put_whose_helper_is_killed_raises_an_error(url: str) -> None:
     lost = pytest.raises(ObjectStoreError, match=r"has ended; its log is .*buckets.log")
     with lost, connect("pets", url) as dataset:
         dataset.put(b"1", "one")
@@ -187,7 +185,7 @@ def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
 
 
 def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
-    """As after Ctrl-C in a notebook, while the helper's answer is awaited."""
+    """As after Ctrl-C in a notebook during a call."""
     store = CloudProxy.open(url.split("?")[0])
     (helper,) = helpers(url)
     names = [*store.housekeeping.names("")]

@@ -1,9 +1,7 @@
-"""Tests of `connect` and `Dataset`: what a training script does with them, and forked children."""
+"""Tests of `connect` and `Dataset` as a training script uses them, also in forked children."""
 
 import io
 import os
-import signal
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -29,10 +27,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.urls import parse_url
 
+from ..forks import in_child
 from ..trees import write
-
-HANG_S = 120
-"""Seconds after which a forked child counts as hung; enough for any test on a busy machine."""
 
 
 @pytest.fixture
@@ -107,9 +103,7 @@ def test_an_exception_flushes_nothing(url: str, new: Dataset) -> None:
     assert new.ls() == []
 
 
-def test_a_reader_stays_at_its_version_until_a_path_is_missing(
-    filled: str, dataset: Dataset
-) -> None:
+def test_a_reader_keeps_its_version_until_a_path_is_missing(filled: str, dataset: Dataset) -> None:
     before = dataset.version
     with connect("ds", filled) as writer:
         writer.put(b"changed", "d0/f000")
@@ -117,7 +111,8 @@ def test_a_reader_stays_at_its_version_until_a_path_is_missing(
         writer.flush()
         assert dataset.get("d0/f000") == b"content 0"
         assert dataset.version == before
-        assert dataset.get("new") == b"new"  # missing here, so the newest version is looked at
+        # missing here, so the reader looks for the newest version
+        assert dataset.get("new") == b"new"
         assert dataset.get("d0/f000") == b"changed"
         writer.put(b"newer!", "newer")
         writer.flush()
@@ -141,9 +136,7 @@ def test_save_and_load_meta(filled: str, dataset: Dataset, tmp_path: Path) -> No
         other.load_meta(saved)
 
 
-def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
-    filled: str, tmp_path: Path
-) -> None:
+def test_load_meta_recognises_old_snapshots_without_metadata(filled: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.snapshot"
     with connect("ds", filled) as dataset:
         dataset.save_meta(saved)
@@ -156,10 +149,8 @@ def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
         assert dataset.load_meta(saved) is False
 
 
-def test_E1_Z10_a_damaged_snapshot_is_refused_and_one_in_use_may_be_cut(
-    dataset: Dataset, tmp_path: Path
-) -> None:
-    """`load_meta` reads the user's file once; what stays mapped is a copy of our own."""
+def test_E1_Z10_a_damaged_or_truncated_saved_snapshot(dataset: Dataset, tmp_path: Path) -> None:
+    """`load_meta` reads the user's file once, and maps a private copy."""
     saved = tmp_path / "saved.snapshot"
     dataset.save_meta(saved)
     good = saved.read_bytes()
@@ -211,23 +202,6 @@ def test_delete_dataset(filled: str, dataset: Dataset, tmp_path: Path) -> None:
         assert again.ls() == []
 
 
-def in_child(action: "object") -> int:
-    """Run `action` in a forked child and return its exit code; -14 (SIGALRM) for one that hangs."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(HANG_S)
-            assert callable(action)
-            action()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_Z9_parent_and_child_both_read(dataset: Dataset) -> None:
     everything = [os.fsdecode(p) for p in dataset.snapshot.paths(dataset.snapshot.files())]
     started = dataset.read_many(everything)
@@ -262,7 +236,7 @@ def test_a_forked_child_never_flushes_the_puts_of_its_parent(new: Dataset) -> No
 
 @pytest.fixture
 def large(url: str, tmp_path: Path) -> str:
-    """A dataset of some 60 chunks of 64 KiB, with files of 4 kB and some empty ones."""
+    """A dataset of some 60 chunks of 64 KiB: files of 4 kB and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with LocalRepository.open(url, create=True) as repository:
@@ -315,7 +289,7 @@ def test_shuffle_of_a_part_and_a_folder(large: str) -> None:
 
 
 def test_memory_bytes_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `memory_bytes`, the memory grows to what two groups of chunks need."""
+    """Without `memory_bytes`, the memory grows to the size that two groups of chunks need."""
     with connect("large", large, memory_bytes=3 * CHUNK_BYTES_MIN) as dataset:
         with pytest.raises(UsageError, match="smaller group_size, or open"):
             dataset.shuffle(seed=1, epoch=2, group_size=20)
@@ -374,7 +348,8 @@ def test_put_refuses_a_path_below_a_file(new: Dataset, tmp_path: Path) -> None:
 
 
 def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: Path) -> None:
-    """A version that `load_meta` shows may lack what the same object has put and flushed."""
+    """A version that `load_meta` shows may lack entries that the same object has put and
+    flushed."""
     new.save_meta(tmp_path / "before")
     new.put(b"data", "file")
     new.put(b"data", "folder/in")
@@ -393,9 +368,7 @@ def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: P
     assert new.get("gone") == new.get("folder/also") == b"x"
 
 
-def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
-    url: str, new: Dataset
-) -> None:
+def test_put_refuses_a_conflict_with_another_writers_entry(url: str, new: Dataset) -> None:
     with connect("ds", url) as other:
         other.put(b"1", "file")
         other.put(b"2", "folder/in")
@@ -407,10 +380,8 @@ def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
     assert (new.get("file"), new.ls("folder")) == (b"1", ["else", "in"])
 
 
-def test_O15_a_chunk_that_was_lost_fails_every_flush(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk is full once. A later flush must not succeed, as the caller would take all puts for
+def test_O15_a_lost_chunk_fails_every_flush(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full once. If a later flush succeeded, the caller would take all puts for
     stored."""
     real, full = FolderStore.put, [True]
 
@@ -446,16 +417,14 @@ def test_O15_a_chunk_that_was_lost_fails_every_flush(
 
 
 @pytest.mark.parametrize("file_first", [True, False])
-def test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept(
-    url: str, file_first: bool
-) -> None:
+def test_a_file_and_a_folder_of_two_writers_are_both_kept(url: str, file_first: bool) -> None:
     with connect("ds", url, create=True) as one, connect("ds", url) as two:
         one.put(b"1", "before")
         two.put(b"2", "before too")
         one.put(b"a file", "p") if file_first else one.put(b"inside", "p/in")
         two.put(b"inside", "p/in") if file_first else two.put(b"a file", "p")
         one.flush()
-        if file_first:  # else the folder gives way as the older of the two
+        if file_first:  # otherwise the folder gives way, as the older of the two
             with pytest.raises(ConflictError, match="'p': it is a file and a folder now"):
                 two.flush()
         two.put(b"3", "after")
@@ -490,8 +459,8 @@ def test_a_stream_seeks_and_stays_at_its_version(new: Dataset) -> None:
         new.open("none")
 
 
-def test_a_read_is_of_one_version_where_another_thread_moves_on(url: str, new: Dataset) -> None:
-    """The path object refreshes while it is looked up, as another thread might just then."""
+def test_a_read_is_of_one_version_if_another_thread_moves_on(url: str, new: Dataset) -> None:
+    """The path object refreshes the dataset while it is looked up, as another thread might."""
 
     class Refreshing(PurePosixPath):
         def __fspath__(self) -> str:

@@ -1,4 +1,4 @@
-"""Tests of the differences between versions, and from a folder, against the same of plain dicts."""
+"""Tests of differences between versions, and from a folder, against those of plain dicts."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -31,8 +31,7 @@ def summary(found: Differences) -> DifferenceSummary:
 def dicts_differ(
     then: Mapping[bytes, tuple[object, object]], now: Mapping[bytes, tuple[object, object]]
 ) -> DifferenceSummary:
-    """The differences of two dicts, which map a path to an entry's kind and its other
-    attributes."""
+    """The differences of two dicts that map a path to an entry's kind and its other attributes."""
     kept = {path for path in then.keys() & now.keys() if then[path][0] == now[path][0]}
     changed = {path for path in kept if then[path] != now[path]}
     added, removed = sorted(now.keys() - kept), sorted(then.keys() - kept)
@@ -112,9 +111,7 @@ def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path:
     )
 
 
-def test_contents_of_equal_size_and_time_differ_when_they_are_read(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_contents_of_equal_times_are_compared(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"one", "b": b"two"})
     put(repository, "ds", FolderSource(source))
     view, status = repository.view("ds"), (source / "b").stat()
@@ -124,9 +121,7 @@ def test_contents_of_equal_size_and_time_differ_when_they_are_read(
     assert summary(folder_differs(view, source, checksum=True))[1] == [b"b"]
 
 
-def test_an_empty_side_lacks_all_and_a_missing_one_is_an_error(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_an_empty_and_a_missing_side(repository: LocalRepository, tmp_path: Path) -> None:
     put(repository, "ds", FolderSource(write(tmp_path / "source", {"a/b": b"1"})))
     view = repository.view("ds")
     with pytest.raises(NotFoundError):

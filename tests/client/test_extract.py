@@ -21,7 +21,7 @@ from tests.trees import facts, write
 
 
 class Pets:
-    """A dataset of a repository, which is put from folders and written into others."""
+    """A dataset of a repository that is put from folders and written into others."""
 
     def __init__(self, repository: LocalRepository) -> None:
         self.repository = repository
@@ -31,7 +31,6 @@ class Pets:
         return self.repository.view("pets")
 
     def put(self, source: Path, below: bytes = b"") -> Snapshot:
-        """Put a folder, in chunks of 64 KiB."""
         options = PutOptions(chunk_bytes=65536, compress="none")
         put(self.repository, "pets", FolderSource(source), below, options=options)
         return self.view
@@ -51,7 +50,6 @@ def pets(repository: LocalRepository) -> Pets:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder with two files."""
     return write(tmp_path / "src", {"a": b"1", "b": b"2"})
 
 
@@ -91,10 +89,8 @@ def test_M1_names_are_checked_again_by_the_writer(
     assert facts(source) == before
 
 
-def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
-    pets: Pets, tmp_path: Path
-) -> None:
-    """A forged snapshot gives a file more bytes than its chunk has; `get` invents none."""
+def test_E2_a_content_of_another_length_is_a_failure(pets: Pets, tmp_path: Path) -> None:
+    """A forged snapshot gives a file more bytes than its chunk has."""
     view = pets.put(write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000}))
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
@@ -186,9 +182,7 @@ def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     assert os.listdir(tmp_path / "out") == ["a"]
 
 
-def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
-    pets: Pets, source: Path, tmp_path: Path
-) -> None:
+def test_lost_stores_and_lost_chunks_in_get(pets: Pets, source: Path, tmp_path: Path) -> None:
     view, store = pets.put(source), tmp_path / "store"
     store.rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):
@@ -200,15 +194,16 @@ def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
 
 
 def test_implicit_folders_keep_no_time(pets: Pets, source: Path, tmp_path: Path) -> None:
-    """A folder that was never put itself has no mtime; it must not get that of 1970."""
+    """A folder that was never put itself has no mtime, and must not get that of 1970."""
     pets.put(source, b"one/two")
     pets.get(tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
 
 
-def test_folders_that_are_there_stay_as_they_are(pets: Pets, tmp_path: Path) -> None:
-    """For example `.ssh` of a home keeps its mode, though the dataset has an open folder `.ssh`."""
+def test_existing_folders_keep_their_mode(pets: Pets, tmp_path: Path) -> None:
+    """For example `.ssh` of a home keeps its mode although the dataset has an open folder
+    `.ssh`."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
     pets.put(source)
@@ -219,7 +214,7 @@ def test_folders_that_are_there_stay_as_they_are(pets: Pets, tmp_path: Path) -> 
     for name in (".ssh", "implicit"):
         (home / name).mkdir()
         (home / name).chmod(0o700)
-        (home / name / "own").touch()  # so that nothing but a get would change the time
+        (home / name / "own").touch()  # so that only a get changes the time
         os.utime(home / name, ns=(0, 7))
     assert pets.get(home).failed == []
     assert (home / ".ssh/x").read_bytes() == b"1"

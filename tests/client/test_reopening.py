@@ -1,5 +1,6 @@
-"""Tests of pickles of a dataset: another process opens the same version, and no secret is in
-them."""
+"""Tests of pickles of a dataset: another process opens the same version, and they hold no
+secret.
+"""
 
 import copy
 import multiprocessing
@@ -21,19 +22,12 @@ from diesel_fs.remote.open import open_repository, same_view
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.urls import parse_url
 
-FILES = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
+from .test_addressing import CONTENTS
+from .test_addressing import url as url
+
 SECRET = "canary-09d1-and-long-enough"  # noqa: S105
 REFUSED = "a pickle holds no key and no password"
 DEADLINE_S = 60
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    found = (tmp_path / "store").as_uri()
-    with connect("ds", found, create=True) as dataset:
-        for path, content in FILES.items():
-            dataset.put(content, path)
-    return found
 
 
 @pytest.fixture
@@ -43,19 +37,17 @@ def view(url: str) -> Iterator[Snapshot]:
 
 
 def sent(what: object) -> bytes:
-    """The pickle of an object, as multiprocessing makes it."""
     return bytes(ForkingPickler.dumps(what))
 
 
 def _read(dataset: Dataset, results: "Connection[object, object]") -> None:
-    """The worker's part: read everything, and send it back."""
     with dataset:
-        contents = {path: dataset.get(path) for path in FILES}
-        results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
+        contents = {path: dataset.get(path) for path in CONTENTS}
+        results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*CONTENTS]))]))
 
 
 def _read_in_a_worker(dataset: Dataset) -> object:
-    """What a spawned process reads, which shares no memory with this one."""
+    """Contents that a spawned process reads, which shares no memory with this one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_read, args=(dataset, theirs))
@@ -76,7 +68,7 @@ def test_a_spawned_worker_reads_the_version_that_its_parent_shows(url: str) -> N
         writer.put(b"more", "new")
         writer.flush()
         dataset.put(b"of the parent alone", "d1/f01")
-        assert _read_in_a_worker(dataset) == (dataset.version, FILES, [*FILES.values()])
+        assert _read_in_a_worker(dataset) == (dataset.version, CONTENTS, [*CONTENTS.values()])
         dataset.close()
     with connect("ds", url) as dataset:
         assert dataset.get("d1/f01") == b"of the parent alone"
@@ -88,7 +80,7 @@ def test_a_copy_moves_on_to_newer_versions_by_itself(url: str, tmp_path: Path) -
         with copy.deepcopy(dataset) as other, connect("ds", url) as writer:
             writer.put(b"new", "new")
             writer.flush()
-            assert other.get("new") == b"new"  # a miss looks for a newer version
+            assert other.get("new") == b"new"  # a miss makes it look for a newer version
             with pytest.raises(NoSuchPath):
                 dataset.snapshot.lookup(b"new") >= 0 or dataset.get("none")
         dataset.load_meta(tmp_path / "meta")
@@ -115,7 +107,7 @@ def test_S8_a_pickle_has_no_password_of_the_address(
     whole = f"{url}?meta=redis://me:{SECRET}@127.0.0.1:1"
     with open_repository(url) as repository:
         repository.url = parse_url(whole)
-        with pytest.raises(UsageError, match=REFUSED):  # the password stands in the code
+        with pytest.raises(UsageError, match=REFUSED):  # the password is in the code
             DatasetReference.of(repository, view, NO_TASK)
         monkeypatch.setenv("DIESEL_URL", whole)
         opened = DatasetReference.of(repository, view, NO_TASK)
@@ -126,15 +118,13 @@ def test_S8_a_pickle_has_no_password_of_the_address(
         opened.address()
 
 
-def test_S8_a_pickle_has_no_key_of_an_account(
-    view: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S8_pickles_hold_no_accounts_key(view: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = b"canary-of-an-account-32-bytes..."
     server, ann = parse_url("diesel://127.0.0.1:1"), Credentials("ann", seed)
     with RemoteRepository.at(server, ann) as repository:
-        with pytest.raises(UsageError, match=REFUSED):  # the key stands in the code
+        with pytest.raises(UsageError, match=REFUSED):  # the key is in the code
             DatasetReference.of(repository, view, NO_TASK)
-        monkeypatch.setenv("DIESEL_KEY", key_text(bytes(32)))  # another's
+        monkeypatch.setenv("DIESEL_KEY", key_text(bytes(32)))  # another account's
         with pytest.raises(UsageError, match=REFUSED):
             DatasetReference.of(repository, view, NO_TASK)
         monkeypatch.setenv("DIESEL_KEY", key_text(seed))
@@ -159,7 +149,7 @@ def test_S8_a_pickle_has_no_key_of_a_task(
     assert keyless.task_options_with_key.task_key == ""
 
 
-def test_same_view_finds_the_very_version_or_raises(
+def test_same_view_finds_exactly_that_version_or_raises(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity, version = view.identity.hex, view.version

@@ -14,7 +14,7 @@ import diesel_fs
 
 
 class Files:
-    """The files of a dataset, in a class as DataLoader wants it."""
+    """The files of a dataset, as a map-style dataset of PyTorch."""
 
     def __init__(self, dataset: diesel_fs.Dataset) -> None:
         self.dataset = dataset
@@ -30,7 +30,6 @@ class Files:
 
 
 def main() -> None:
-    """Read all files in each epoch."""
     url, start, epochs = sys.argv[1:]
     with diesel_fs.connect("pets", url=url) as dataset:
         dataset.get(dataset.snapshot.files()[0])  # the parent reads before it forks

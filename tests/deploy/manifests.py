@@ -39,13 +39,11 @@ def render(folder: Path) -> list[Json]:
 
 
 def key(each: Json) -> tuple[str, str, str]:
-    """Kind, namespace and name."""
     metadata = fields(each, "metadata")
     return text(each, "kind"), text(metadata, "namespace"), text(metadata, "name")
 
 
 def pod_templates(objects: list[Json]) -> Iterator[tuple[str, Json]]:
-    """The namespace and template of each pod that Deployments and the like make."""
     for each in objects:
         if fields(each, "spec", "template", "spec"):
             yield key(each)[1], fields(each, "spec", "template")
@@ -58,7 +56,6 @@ def containers(template: Json) -> list[Json]:
 
 
 def container(objects: list[Json], name: str) -> Json:
-    """The only container of a name."""
     found = [one for _, each in pod_templates(objects) for one in containers(each)]
     (chosen,) = [one for one in found if one["name"] == name]
     return chosen

@@ -25,9 +25,9 @@ def page(demo: Demo) -> ET.Element:
 
 def test_the_page_shows_the_commands_and_the_figures() -> None:
     found = page(DEMO)
-    said = "".join(found.itertext())
-    assert "dlcmd put '/tmp/<b>&' shapes" in said
-    assert "2,880 images (10.8 MB) were packed at 1,234 files/s" in said
+    shown = "".join(found.itertext())
+    assert "dlcmd put '/tmp/<b>&' shapes" in shown
+    assert "2,880 images (10.8 MB) were packed at 1,234 files/s" in shown
     assert [each.text for each in found.iter("td")] == [
         *("1", "100", "2.000", "0.250"),
         *("2", "200", "0.500", "1.000"),
@@ -38,7 +38,7 @@ def test_the_page_shows_the_commands_and_the_figures() -> None:
     ]
 
 
-def test_the_plots_run_from_nothing_to_the_top() -> None:
+def test_the_plots_run_from_zero_to_the_top() -> None:
     rates, accuracies = (each.get("points", "").split() for each in page(DEMO).iter("polyline"))
     heights = [float(point.partition(",")[2]) for point in (*rates, *accuracies)]
     bottom, top = 140.0, 20.0

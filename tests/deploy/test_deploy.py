@@ -69,9 +69,7 @@ def _parsed_compose(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
     return composed
 
 
-def test_the_containers_keep_data_in_volumes_and_listen_on_loopback_only(
-    tmp_path: Path,
-) -> None:
+def test_the_containers_keep_data_in_volumes_and_listen_on_loopback_only(tmp_path: Path) -> None:
     composed = _parsed_compose(tmp_path)
     assert set(composed["services"]) >= {"redis", "objects", "server1", "server2"}
     for name, service in composed["services"].items():

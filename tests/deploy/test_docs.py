@@ -17,14 +17,12 @@ from tests.test_house import FILES, TREE
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All pages, gathered into a folder."""
     folder = tmp_path_factory.mktemp("pages") / "pages"
     gather(folder)
     return folder
 
 
 def targets(found: object) -> Iterator[str]:
-    """The pages in the navigation of mkdocs.yaml."""
     if isinstance(found, str):
         yield found
     elif isinstance(found, dict):

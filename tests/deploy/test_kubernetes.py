@@ -54,8 +54,8 @@ OLD_KUSTOMIZE = {
 
 @each_row("folder", [*BASES, *OVERLAYS])
 def test_an_old_kubectl_knows_all_fields_of_the_kustomizations(folder: Path) -> None:
-    """Folders are `bases` and files are `resources`, and no schema has the word `containers` where
-    images are named: old kustomize would take it for the containers of a pod."""
+    """Folders are `bases` and files are `resources`. Beside images no schema has the word
+    `containers`: old kustomize would take it for the containers of a pod."""
     (kustomization,) = read(folder / "kustomization.yaml")
     assert kustomization.keys() <= OLD_KUSTOMIZE
     assert all((folder / str(each)).is_dir() for each in items(kustomization, "bases"))
@@ -89,7 +89,7 @@ def test_objects_have_the_published_schemas(overlay: Path, version: str) -> None
 
 @EACH_OVERLAY
 def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_path: Path) -> None:
-    """In an administrator's copy of an overlay, beside the others, as the page says."""
+    """The page's steps change it in an administrator's copy of an overlay, beside the others."""
     copy = tmp_path / "kubernetes"
     shutil.copytree(KUBERNETES, copy)
     for path in copy.rglob("*.yaml"):
@@ -104,7 +104,7 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
     assert {images[name] for name in OURS} == {"registry.test:5000/team/fs:7.1"}
     for name in images.keys() - OURS:
         assert re.search(r":v?\d+\.\d+\.\d+", images[name]), "images of others have a release"
-    for each in found:  # nor by a variable: these programs look at their own pods
+    for each in found:  # nor by a variable: these programs read it from their own pods
         assert not [name for name in items(each, "env") if text(name, "name").endswith("_IMAGE")]
     pods = {"plugin": "DIESEL_CSI_POD", "operator": "DIESEL_OPERATOR_POD"}
     assert {csi.CONTAINER, operator.CONTAINER} == pods.keys()
@@ -115,7 +115,7 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
 
 
 @EACH_OVERLAY
-def test_the_server_takes_its_settings(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_accepts_its_settings(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own parser reads them, as variables of the environment."""
     objects = render(overlay)
     one = container(objects, "server")
@@ -170,7 +170,7 @@ def test_administrators_get_the_servers_store_and_redis(overlay: Path) -> None:
     ("name", "program", "prefix"),
     [("plugin", csi.program, csi.PREFIX), ("operator", operator.program, operator.PREFIX)],
 )
-def test_the_driver_and_the_operator_take_their_settings(
+def test_the_driver_and_the_operator_accept_their_settings(
     overlay: Path, name: str, program: click.Command, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = render(overlay)
@@ -210,7 +210,6 @@ def test_secrets_of_the_examples_are_placeholders() -> None:
 
 
 def references(template: Json) -> set[tuple[str, str]]:
-    """The kinds and names of the objects that a pod needs in its namespace."""
     spec = fields(template, "spec")
     found = {("ServiceAccount", text(spec, "serviceAccountName"))}
     for volume in items(spec, "volumes"):
@@ -273,10 +272,9 @@ def test_selectors_find_their_pods(overlay: Path) -> None:
 
 
 @EACH_OVERLAY
-def test_pods_are_as_restricted_as_their_namespace_says(overlay: Path) -> None:
+def test_pods_are_as_restricted_as_their_namespace_requires(overlay: Path) -> None:
     """They meet Kubernetes' pod security standard "restricted", and have a read-only root. Only the
-    CSI plugin, which mounts, is privileged, and it has a namespace of its own.
-    """
+    CSI plugin, which mounts, is privileged, and it has a namespace of its own."""
     objects = render(overlay)
     names = {"diesel": "restricted", "diesel-system": "privileged"}
     label = "pod-security.kubernetes.io/enforce"
@@ -323,7 +321,6 @@ def test_a_patch_changes_the_driver_for_gpu_nodes_alone() -> None:
 
 
 def rights(folder: str) -> set[tuple[str, str]]:
-    """The verbs that the roles of a base allow, each with its resource."""
     found = set()
     for path in (KUBERNETES / "base" / folder).glob("*.yaml"):
         for each in read(path):

@@ -1,5 +1,5 @@
-"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as no cluster is
-needed.
+"""The commands and manifests of `deploy/KUBERNETES.md` are right, if that can be tested without
+a cluster.
 """
 
 import itertools
@@ -98,13 +98,11 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
         if verb not in known:
             verb, rest = f"{verb} {rest[0]}", rest[1:]
         words = [word for word in rest if not word.startswith(">")]
-        with known[verb].make_context(verb, words):  # raises for unknown words
+        with known[verb].make_context(verb, words):  # raises for unknown arguments
             pass
 
 
-def test_the_secrets_are_those_that_pods_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secrets_are_those_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kubectl itself makes them; their names and keys are those of the overlays and the driver."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is missing, and this system has no package of it")
@@ -134,7 +132,7 @@ def test_the_secrets_are_those_that_pods_read(
     assert [text(each, "metadata", "namespace") for each in tls] == ["diesel"]
 
 
-def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
+def test_the_operator_and_the_driver_accept_the_manifests() -> None:
     data, job = (cast("Json", yaml.safe_load(each)) for each in blocks("yaml"))
     spec = parse_dataset(decode_dataset(data), DEFAULTS)
     training = parse_training(decode_training(job))

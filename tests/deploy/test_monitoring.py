@@ -46,7 +46,6 @@ with Control.connect(sys.argv[1]) as control:
 
 
 def queries(dashboard: Path) -> list[str]:
-    """The queries of a dashboard, with Grafana's variables replaced."""
     found = json.loads(dashboard.read_text())
     texts = [target["expr"] for panel in found["panels"] for target in panel["targets"]]
     for variable in found["templating"]["list"]:
@@ -63,8 +62,8 @@ def get(address: str) -> bytes:
 
 @contextmanager
 def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[str], list[object]]]:
-    """A Prometheus with the configuration of the tree, for a server and a mount of this machine:
-    returns the series of a query."""
+    """A Prometheus with the configuration of the tree, for a server and a mount of this machine.
+    Returns a function that gets the series of a query."""
     found = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     for job in found["scrape_configs"]:
         job["static_configs"] = [{"targets": [addresses.pop(job["job_name"])]}]
@@ -80,7 +79,7 @@ def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[st
         words = urllib.parse.urlencode({"query": query})
         try:
             found = json.loads(get(f"http://{address}/api/v1/query?{words}"))
-        except OSError:  # it has not begun
+        except OSError:  # Prometheus has not begun
             return []
         result = found["data"]["result"]
         assert isinstance(result, list)
@@ -97,7 +96,6 @@ def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[st
 
 @contextmanager
 def reading(at: Path) -> Iterator[None]:
-    """A rank that has announced its reads, and reads."""
     program = subprocess.Popen(
         [sys.executable, "-c", READER, str(at)], env={**program_environment(), "RANK": "0"}
     )
@@ -137,7 +135,7 @@ def test_each_query_of_the_dashboards_and_alerts_has_series(dlcmd: Dlcmd, tmp_pa
                     return [each for each in wanted if not ask(each)]
 
                 wait_until(lambda: not unanswered(), otherwise=lambda: str(unanswered()))
-                assert ask("ALERTS") == [], "nothing is wrong"
+                assert ask("ALERTS") == [], "an alert fires"
         finally:
             dlcmd("umount", "--force", at)
 
@@ -149,7 +147,7 @@ def test_the_dashboards_show_every_metric() -> None:
     assert shown == {metric.name for table in tables for metric in table}
 
 
-def test_promtool_accepts_the_alerts_and_what_makes_them_fire(tmp_path: Path) -> None:
+def test_promtool_accepts_the_alerts_and_the_series_that_fire_them(tmp_path: Path) -> None:
     rules, fires = ALERTS, Path(__file__).with_name("alerts_test.yaml")
     for file in (rules, MONITORING / "prometheus.yaml", fires):
         shutil.copy(file, tmp_path)

@@ -65,7 +65,6 @@ class Machine:
         self._pid = pid
 
     def __call__(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command there."""
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid", "--ipc", "--uts"]
         return subprocess.run(
             [*enter, "--cgroup", *command],
@@ -73,14 +72,12 @@ class Machine:
         )  # fmt: skip
 
     def state(self, unit: str) -> dict[str, str]:
-        """The properties of a unit, from systemd."""
         lines = self("systemctl", "show", unit).stdout.splitlines()
         return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    """A systemd with our units, and a repository with one dataset."""
     groups = [Path(each.path) for each in mounts() if each.kind == "cgroup2"]
     if not (SYSTEMD.exists() and groups and shutil.which("nsenter")):
         pytest.skip("no systemd, no control groups of version 2, or no nsenter here")
@@ -136,9 +133,7 @@ def test_the_unit_of_a_mount_that_was_killed_mounts_again(machine: Machine) -> N
     assert machine("systemctl", "stop", unit).returncode == 0
 
 
-def test_the_unit_of_a_missing_dataset_fails_and_is_not_tried_again(
-    machine: Machine,
-) -> None:
+def test_the_unit_of_a_missing_dataset_fails_and_is_not_started_again(machine: Machine) -> None:
     unit = "diesel-mount@gone"
     assert machine("systemctl", "start", unit).returncode == 1
     state = machine.state(unit)

@@ -184,7 +184,7 @@ def test_it_equals_a_naive_simulation(setting: Setting, policy: str) -> None:
     sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=40), per_chunk=st.integers(1, 6),
     memory=st.integers(0, 60_000), disk=st.integers(0, 60_000), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cache(
+def test_chunks_that_come_first_are_fetched_whole_and_the_others_read_past_the_cache(
     sizes: list[int], per_chunk: int, memory: int, disk: int, seed: int
 ) -> None:
     """With the policy none and all files in one push, which is small enough for one."""
@@ -244,7 +244,7 @@ def test_a_task_whose_caches_hold_all_reads_each_chunk_once() -> None:
 
 
 def test_owners_fetch_at_the_same_time() -> None:
-    """In a full shuffle the first pushes of the first rank want nearly all chunks; each node
+    """In a full shuffle the first pushes of the first rank need nearly all chunks; each node
     fetches its own, over its own link."""
     files = made_files([100_000] * 8_000, 20)
     node = ForecastNode(1 << 30, 1 << 30, push_bytes_per_s=1e12, network_bytes_per_s=1e12)
@@ -262,8 +262,8 @@ def kept_in_random_order(policy: str, part: float) -> float:
 
 
 def test_kept_files_in_random_order_match_the_theory() -> None:
-    """None can keep more than cache over data. LRU keeps a file where fewer others than the cache
-    holds were read since: the places of a file in two epochs are uniform and independent."""
+    """None can keep more than cache over data. LRU keeps a file if fewer other files than the cache
+    holds were read since; the places of a file in two epochs are uniform and independent."""
     for part in (0.2, 0.5):
         assert kept_in_random_order("none", part) == pytest.approx(part, abs=0.001)
         assert part - 0.02 < kept_in_random_order("plan", part) <= part + 0.001
@@ -305,7 +305,7 @@ def test_an_order_log_holds_the_first_bytes_of_the_next_order() -> None:
             assert epoch.written_bytes == held
 
 
-def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() -> None:
+def test_no_ranks_wait_if_all_is_fast_and_all_do_if_the_store_is_slow() -> None:
     files = made_files([10_000] * 400, 40)
     fast = ForecastJob(
         ForecastNode(1 << 24), ForecastStore(1e-6), ranks=4, batch=10, images_per_s=100
@@ -339,7 +339,7 @@ def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: 
     assert found == next((size for size in sizes if size >= needed), None)
 
 
-def test_the_smallest_cache_of_a_job_is_that_of_trying_all() -> None:
+def test_the_smallest_cache_of_a_job_equals_that_of_trying_all() -> None:
     files = made_files([20_000] * 300, 30)
     store = ForecastStore(0.0, 3e6)
     job = ForecastJob(ForecastNode(1 << 22), store, ranks=2, batch=10, images_per_s=100)
@@ -394,7 +394,6 @@ def test_the_commands_can_be_pasted() -> None:
 
 
 def test_odd_files_can_be_planned() -> None:
-    """Empty files, links, a file of many extents, and a chunk without files."""
     files = ForecastFiles.of(odd_dataset())
     for policy in NAMES:
         epoch = forecast(ForecastJob(ForecastNode(1 << 20, 1 << 20), batch=2), files, policy).later

@@ -37,7 +37,7 @@ from .golden_chunk import EARLIER, GOLDEN, ID, IDENTITY, NOISE, TEXT, build
 
 
 def read(chunk: bytes) -> ChunkHeader:
-    """Read a chunk as a reader without metadata does."""
+    """Read a chunk without metadata."""
     preamble = parse_preamble(chunk, identity=IDENTITY, id=ID, object_bytes=len(chunk))
     header = parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
     assert damaged_places(header, memoryview(chunk)[preamble.body_start :]) == []
@@ -52,8 +52,8 @@ def content(chunk: bytes, header: ChunkHeader, place: int) -> bytes:
 
 
 def resealed(chunk: bytes, change: Callable[[dict[str, bytes]], None]) -> bytes:
-    """A chunk whose header is changed and whose checksums are right: only checks of the header's
-    content can find the damage."""
+    """A chunk with a changed header and right checksums: only checks of the header's content can
+    find the damage."""
     preamble = parse_preamble(chunk)
     stored = chunk[PREAMBLE_BYTES : preamble.body_start]
     raw = lz4.block.decompress(stored, uncompressed_size=preamble.header_raw)
@@ -78,7 +78,7 @@ def with_header(chunk: bytes, stored: bytes, raw: bytes, codec: int, **fields: i
 
 def test_golden_chunk_decodes_for_ever() -> None:
     chunk = GOLDEN.read_bytes()
-    assert build() == chunk, "what is built today"
+    assert build() == chunk, "the current code builds another chunk"
     header = read(chunk)
     assert [header.path(place) for place in range(len(header))] == [
         b"", b"a", b"a/text", b"a/noise", b"a/empty", b"a/b/\xff\nnot utf-8", b"a/link",
@@ -101,8 +101,8 @@ def test_golden_chunk_decodes_for_ever() -> None:
     assert header.stamp(9) == stamp(ID, 9)
 
 
-def test_B1_B2_a_cut_longer_or_flipped_front_is_noticed() -> None:
-    """At each length, and by each bit of preamble and header."""
+def test_B1_B2_a_truncated_extended_or_flipped_front_is_noticed() -> None:
+    """Cut at each length, and with each bit of preamble and header flipped."""
     chunk = build()
     for length in range(len(chunk)):
         with pytest.raises(TruncatedError):
@@ -190,12 +190,12 @@ BAD_HEADERS: dict[str, Callable[[dict[str, bytes]], None]] = {
 
 
 def void(_: object) -> None:
-    """Change nothing."""
+    pass
 
 
 @each_row("name", BAD_HEADERS)
 def test_B5_header_that_contradicts_itself(name: str) -> None:
-    read(resealed(build(), void))  # it breaks nothing by itself
+    read(resealed(build(), void))  # breaks nothing by itself
     with pytest.raises(CorruptError):
         read(resealed(build(), BAD_HEADERS[name]))
 
@@ -282,8 +282,8 @@ def test_rows_keep_the_last_entry_of_a_path() -> None:
 
 
 def test_Z12_foreign_stamps_are_refused() -> None:
-    """That a file takes longer than the put window has an error of its own: it does not count as a
-    foreign stamp, which a new upload would cure."""
+    """A file that takes longer than the put window has another error: a new upload would cure a
+    foreign stamp, not this."""
     header = read(build())  # its stamp is of an earlier chunk of the same writer
     age_s = int.from_bytes(ID[:4], "big") - int.from_bytes(EARLIER[:4], "big")
     header.check_stamps(age_s)
@@ -357,7 +357,7 @@ def test_round_trip(
 
 @given(data=st.binary(max_size=600), codec=st.integers(0, 1))
 def test_any_bytes_are_a_chunk_or_one_format_error(data: bytes, codec: int) -> None:
-    """Also any header behind a right checksum."""
+    """Also any header under a right checksum."""
     with pytest.raises(FormatError):
         parse_preamble(data, object_bytes=len(data))
     with pytest.raises(FormatError):

@@ -53,7 +53,7 @@ def test_other_text_is_not_an_id(text: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.booleans()), max_size=60))
 def test_K1_each_id_is_greater_than_all_before(steps: list[tuple[int, int, bool]]) -> None:
-    """Four writers in turn, clocks that jump, and forks: IDs ascend in the order of sealing."""
+    """Four writers in turn, with clocks that jump and forks: IDs ascend in the order of sealing."""
     writers = [Machine(1_000_000.0 + skew, machine=skew % 2) for skew in range(4)]
     newest = LOWEST
     for writer, jump, fork in steps:

@@ -32,10 +32,8 @@ BYTES_PER_ENTRY = 700
 
 
 def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
-    """A chunk of empty folders, with some columns replaced, and right checksums.
-
-    Noise in the column that is looked at last keeps it within the ratio that lz4 may have.
-    """
+    """A chunk of empty folders, with some columns replaced and right checksums. Noise in the last
+    column that is checked keeps it within the ratio that lz4 may have."""
     header = {name: bytes(FIXED[name] * entries) for name in FIXED if name not in columns}
     header |= {"kind": bytes([Kind.FOLDER]) * entries, "folders": b"", "links": b""}
     header |= {"names": b"\0" * (entries - 1), "extents": b"", "stamps": b"", **columns}
@@ -49,13 +47,13 @@ def peak_of_reading(chunk: bytes) -> tuple[int, str]:
     """The peak of memory while a chunk's header is read, and the error."""
     tracemalloc.start()
     try:
-        said = "nothing"
+        complaint = "nothing"
         try:
             preamble = parse_preamble(chunk)
             parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
         except CorruptError as error:
-            said = error.message
-        return tracemalloc.get_traced_memory()[1], said
+            complaint = error.message
+        return tracemalloc.get_traced_memory()[1], complaint
     finally:
         tracemalloc.stop()
 
@@ -90,8 +88,8 @@ HOSTILE: dict[str, tuple[int, dict[str, bytes]]] = {
 def test_N1_a_hostile_header_takes_no_more_memory_than_its_length_allows(name: str) -> None:
     entries, columns = HOSTILE[name]
     chunk = bodyless(entries, columns)
-    peak, said = peak_of_reading(chunk)
-    assert said != "nothing"
+    peak, complaint = peak_of_reading(chunk)
+    assert complaint != "nothing"
     assert peak < allowed_bytes(chunk, min(entries, ENTRIES_MAX))
 
 
@@ -106,8 +104,8 @@ def test_a_valid_header_stays_within_the_same_bound() -> None:
         )
         builder.set_stamp(stamp(EARLIER, number))
     chunk = b"".join(builder.seal(ID)[0])
-    peak, said = peak_of_reading(chunk)
-    assert said == "nothing"
+    peak, complaint = peak_of_reading(chunk)
+    assert complaint == "nothing"
     assert peak < allowed_bytes(chunk, SOUND)
 
 

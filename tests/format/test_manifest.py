@@ -1,4 +1,4 @@
-"""A manifest is read as it was written, and what is none is one error that names the line."""
+"""A manifest is read as it was written, and a malformed one is one error that names the line."""
 
 import csv
 import io
@@ -39,7 +39,7 @@ def csv_of(rows: list[tuple[str, ...]], end: str) -> bytes:
     rows=ROWS, end=st.sampled_from(["\n", "\r\n"]), mark=st.booleans(), blank=st.booleans(),
     batch=st.sampled_from([1, 2, 1 << 14]),
 )  # fmt: skip
-def test_what_is_written_is_read(
+def test_a_manifest_is_read_as_it_was_written(
     rows: list[tuple[str, str, str]], end: str, mark: bool, blank: bool, batch: int
 ) -> None:
     header = ("more", "target", "path")
@@ -82,7 +82,7 @@ def test_a_table_with_tabs_means_the_same_as_its_csv(rows: list[tuple[str, str]]
         (["1.5", "10", "9"], ["1.5", "10", "9"]),
     ],
 )
-def test_classes_are_sorted_as_numbers_where_all_are(texts: list[str], classes: list[str]) -> None:
+def test_classes_are_sorted_as_numbers_if_they_are(texts: list[str], classes: list[str]) -> None:
     lines = "".join(f"{at},{text}\n" for at, text in enumerate(texts))
     found = parse_manifest(f"path,target\n{lines}".encode(), "x")
     assert found.classes == classes
@@ -118,7 +118,7 @@ FAULTS = {
 
 
 @each_row("case", FAULTS)
-def test_M1_what_is_no_manifest_is_an_error_that_names_the_line(case: str) -> None:
+def test_M1_a_malformed_manifest_is_an_error_that_names_the_line(case: str) -> None:
     content, message = FAULTS[case]
     with pytest.raises(UsageError, match=message) as found:
         parse_manifest(content, "labels.csv")

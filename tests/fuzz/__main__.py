@@ -3,8 +3,8 @@
 Without arguments it prints the names of the targets. The corpus is a folder; it first gets the
 target's seeds, and grows. `-max_total_time=60` ends the run after a minute.
 
-`python -m tests.fuzz -` does one run after the other, since to instrument the modules takes longer
-than a short run: each line of stdin is a JSON list of a file for what libFuzzer says and the
+`python -m tests.fuzz -` does one run after the other, because instrumenting the modules takes
+longer than a short run: each line of stdin is a JSON list of a file for libFuzzer's output and the
 arguments of a run; the answer is a line with the run's exit code.
 """
 

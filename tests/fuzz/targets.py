@@ -69,7 +69,7 @@ def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
 
 
 def request(content: bytes) -> bool:
-    """A request of the kernel to a FUSE session: a header, then the body that its kind has."""
+    """A request of the kernel to a FUSE session: a header, then the body of its kind."""
     message = memoryview(content)
     bodies = {
         Op.LOOKUP: protocol.parse_name,
@@ -161,8 +161,8 @@ def peers(content: bytes) -> bool:
 
 
 def _peer_request(content: bytes) -> None:
-    asked = peers_wire.parse_request(content)
-    count = min(asked.counted, (len(content) - peers_wire.HEAD_BYTES) // peers_wire.PART_BYTES)
+    parsed = peers_wire.parse_request(content)
+    count = min(parsed.counted, (len(content) - peers_wire.HEAD_BYTES) // peers_wire.PART_BYTES)
     peers_wire.parse_parts(content, count, SIZES, start=peers_wire.HEAD_BYTES)
 
 
@@ -180,9 +180,9 @@ def clients(content: bytes) -> bool:
     taken = [_taken(CorruptError, lambda: local_wire.parse_request(head))]
 
     def parse_answer(kind: int) -> None:
-        told = local_wire.parse_answer(head, kind, 1)
-        if told.body_bytes == len(body):
-            local_wire.split_revoked(told, body)
+        parsed = local_wire.parse_answer(head, kind, 1)
+        if parsed.body_bytes == len(body):
+            local_wire.split_revoked(parsed, body)
 
     for kind in range(local_wire.HELLO, local_wire.DATA + 1):
         taken.append(_taken(CorruptError, partial(parse_answer, kind)))
@@ -276,7 +276,7 @@ def seeds() -> dict[str, list[bytes]]:
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
-    said = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
+    first = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
     member = Member(0, bytes(16), "node:1", 3, bytes(32))
     view = local_wire.TaskView(1, bytes(32), bytes(32), True, (member,))
     hello = local_wire.hello(UUID(int=1), 1)
@@ -296,7 +296,7 @@ def seeds() -> dict[str, list[bytes]]:
         "peers": [
             peers_wire.greeting(),
             peers_wire.welcome(bytes(32)),
-            peers_wire.hello_frame(said, bytes(32)),
+            peers_wire.hello_frame(first, bytes(32)),
             peers_wire.request(1, peers_wire.READ, peers_wire.LOAD, PARTS),
             peers_wire.answer_head(1, peers_wire.READ, b"\0\1", 100) + bytes(100),
         ],

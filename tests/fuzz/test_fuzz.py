@@ -44,15 +44,15 @@ def fuzz() -> Iterator[Fuzz]:
         text=True,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     ) as process:
-        asked, answers = process.stdin, process.stdout
-        assert asked is not None
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None
         assert answers is not None
 
         def run(arguments: Sequence[str | Path]) -> int:
             timer = threading.Timer(DEADLINE_S, process.kill)
             timer.start()
             try:
-                print(json.dumps([*map(str, arguments)]), file=asked, flush=True)
+                print(json.dumps([*map(str, arguments)]), file=requests, flush=True)
                 return int(answers.readline())
             finally:
                 timer.cancel()
@@ -70,8 +70,8 @@ def test_any_bytes_are_a_value_or_a_format_error(name: str, fuzz: Fuzz, tmp_path
     options = [f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=65536"]
     options.append(f"-artifact_prefix={tmp_path}/")
     code = fuzz([log, name, tmp_path / "corpus", *options])
-    said = log.read_text(errors="replace")
-    assert code == 0, said[-4000:]
-    found = re.search(r"Done (\d+) runs", said)
+    output = log.read_text(errors="replace")
+    assert code == 0, output[-4000:]
+    found = re.search(r"Done (\d+) runs", output)
     assert found is not None
     assert int(found[1]) >= RUNS_MIN

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 SUITE = "trixie"
-"""The release of Debian on which `python:3.13-slim` stands."""
+"""The release of Debian under `python:3.13-slim`."""
 
 PACKAGES = "python3,python3-venv,ca-certificates"
 FROM_PYTHON = re.compile(r"python:3\.\d+-slim")
@@ -127,7 +127,7 @@ class Stage:
 
     folder: Path
     lower: tuple[Path, ...]
-    """Below it, the uppermost first."""
+    """The layers below it, the uppermost first."""
     user: str = "0:0"
     workdir: str = "/"
     entry_point: list[str] = field(default_factory=list)
@@ -230,7 +230,7 @@ def build(
     current: Stage | None = None
     for step in parse(dockerfile):
         if step.name != "FROM":
-            assert current is not None  # `parse` has seen to it
+            assert current is not None  # `parse` has checked it
             current.perform(step, stages, context)
             continue
         image, *alias = step.text.split(" AS ")

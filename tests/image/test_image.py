@@ -1,6 +1,6 @@
 """The image's programs work as the manifests start them.
 
-The server runs as the overlay `with-redis` says: its command, its variables from the ConfigMap and
+The server runs as in the overlay `with-redis`: its command, its variables from the ConfigMap and
 the Secrets, its user, a root that is read-only but for the volumes, the certificate in its Secret's
 folder with its modes, and Redis started by the command of its StatefulSet. Names of Services and
 ports are those of the manifests. An S3 server of moto holds the bucket.
@@ -36,7 +36,6 @@ URL = "diesel+tls://diesel-server.diesel.svc:9300"
 
 @pytest.fixture(scope="module")
 def image() -> Stage:
-    """All steps of the Dockerfile have been run, with this tree as their context."""
     if os.geteuid() != 0:
         pytest.fail("only root can run the steps of an image: sudo make test-image")
     return build((TREE / "deploy/Dockerfile").read_text(), TREE, BUILD / "stages")
@@ -47,7 +46,7 @@ class Network:
     """A network namespace: ports are those of the manifests, even if this machine uses them."""
 
     holder: int
-    """A process in it."""
+    """A process in the namespace."""
     hosts: Path
     """A file for `/etc/hosts` with the names of Services, at the address of loopback."""
 
@@ -58,7 +57,6 @@ class Network:
     def running(
         self, words: list[str], log: Path, port: int, environment: dict[str, str] | None = None
     ) -> Iterator["subprocess.Popen[bytes]"]:
-        """A program that listens at a port of loopback; it ends with the `with`."""
         with log.open("ab") as file:
             process = subprocess.Popen(
                 self.command("setpriv", "--pdeathsig", "KILL", *words),
@@ -101,7 +99,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """A command that succeeds."""
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
@@ -137,7 +134,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trusting(image: Stage, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Stage:
-    """The image with an authority of one's own, made as the page says."""
+    """The image with an authority of one's own, made by the page's steps."""
     (dockerfile,) = blocks("dockerfile")
     context = tmp_path_factory.mktemp("context")
     shutil.copy(certificates / "ca.crt", context)
@@ -159,12 +156,12 @@ class Deployed:
     process: "subprocess.Popen[bytes]"
 
     def run(self, *words: str, **changes: str) -> str:
-        """Run a command in a container with a read-only root, as the image's user; its output."""
+        """Run a command in a container with a read-only root, as the image's user. Returns its
+        output."""
         return in_container(self.image, self.network, *words, environment=self.account | changes)
 
 
 def in_container(image: Stage, network: Network, *words: str, environment: dict[str, str]) -> str:
-    """The output of a command in a container with a read-only root."""
     binds = {network.hosts: "/etc/hosts"}
     command = image.command(*words, environment=environment, writable=["/tmp"], binds=binds)
     return run(network.command(*command)).stdout
@@ -182,10 +179,7 @@ def settings(objects: list[Json], name: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def deployed(
-    trusting: Stage,
-    network: Network,
-    certificates: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    trusting: Stage, network: Network, certificates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployed]:
     """Redis, a bucket, and the server, as in a cluster; the administrator's account is `root`."""
     folder = tmp_path_factory.mktemp("deployed")
@@ -250,7 +244,7 @@ def test_a_put_and_a_get_through_the_server_as_the_manifests_start_it(deployed: 
 
 @pytest.mark.fuse
 def test_the_image_mounts_as_root(deployed: Deployed) -> None:
-    """As a mount pod does, which is privileged; the server's account is the administrator's."""
+    """A mount pod is privileged, too; the server's account is the administrator's."""
     deployed.run("dlcmd", "put", "/etc/apt", "mounted")
     script = "dlcmd mount mounted /mnt && cat /mnt/sources.list && dlcmd umount /mnt"
     command = deployed.image.command(

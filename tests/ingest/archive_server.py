@@ -1,4 +1,4 @@
-"""An HTTP server of the tests for archives: with parts or without, and with faults on demand."""
+"""An HTTP server for tests of archives: with or without ranges, and with faults on demand."""
 
 import threading
 from collections import Counter
@@ -10,28 +10,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a client that has seen enough closes its connection."""
+        """Ignore errors: a client closes its connection when it has enough."""
 
 
 @dataclass
 class ArchiveServer:
-    """Serves `files` by path. The rest says how, and what was asked for."""
+    """Serves `files` by path. The other fields choose its behaviour and record the requests."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
-    """Instead of one made of the content; empty for none."""
+    """Replaces the tag made of the content; empty for no tag."""
     modified: str = "Fri, 13 Feb 2009 23:31:30 GMT"
     sends_parts: bool = True
     says_length: bool = True
     redirects: dict[str, str] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
-    """Paths that are always answered so."""
+    """The status of every answer for a path."""
     shift: int = 0
-    """So many bytes behind what was asked for are sent."""
+    """The number of bytes by which the sent range lies behind the requested one."""
     failures: list[int] = field(default_factory=list)
     """The next answers: each an error status, or -1 for a body that breaks off in the middle."""
     retry_after: str = "0"
-    """In these answers."""
+    """The field of that name in these answers."""
     served: Counter[str] = field(default_factory=Counter)
     """Bytes of bodies sent, by path."""
     requests: Counter[str] = field(default_factory=Counter)
@@ -67,10 +67,10 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
             etag = state.etags.get(path, f'"{hash(content):x}"')
             if self.headers.get("If-Match", etag) != etag:
                 return self._empty(412)
-            asked = self.headers.get("Range")
+            header = self.headers.get("Range")
             start, end = 0, len(content)
-            if asked and state.sends_parts:
-                first, _, last = asked.removeprefix("bytes=").partition("-")
+            if header and state.sends_parts:
+                first, _, last = header.removeprefix("bytes=").partition("-")
                 start, end = int(first) + state.shift, min(int(last) + 1 + state.shift, end)
                 if start >= end:
                     return self._empty(416, **{"Content-Range": f"bytes */{len(content)}"})
@@ -94,7 +94,7 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
                 return None
             try:
                 self.wfile.write(body)
-            except ConnectionError:  # the client wanted to see the headers
+            except ConnectionError:  # the client wanted only the headers
                 return None
             state.served[path] += len(body)
             self.close_connection |= not state.says_length

@@ -1,4 +1,4 @@
-"""Putting archives: every format, from every place, once, in order, and all that can be wrong."""
+"""Putting archives: every format, from every place, once, in order, and every fault."""
 
 import bz2
 import gzip
@@ -91,7 +91,7 @@ def put(
 
 
 def served_with_sha256(server: ArchiveServer, path: str, data: bytes) -> str:
-    """The address of an archive, which says its SHA-256."""
+    """The address of an archive, with its SHA-256."""
     server.files[path] = data
     return server.url(f"{path}#sha256=") + hashlib.sha256(data).hexdigest()
 
@@ -109,9 +109,7 @@ def zip_of(*entries: tuple[str | zipfile.ZipInfo, bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("form", COMPRESS)
-def test_a_tar_of_any_compression_gives_what_was_there(
-    repository: LocalRepository, tmp_path: Path, form: str
-) -> None:
+def test_tars_of_any_compression(repository: LocalRepository, tmp_path: Path, form: str) -> None:
     source = odd_tree(tmp_path / "source")
     plain = subprocess.run(
         ["tar", "c", "--format=posix", "-C", str(source), "."], stdout=subprocess.PIPE, check=True
@@ -123,7 +121,7 @@ def test_a_tar_of_any_compression_gives_what_was_there(
     assert facts(tmp_path / "out") == facts(source)
 
 
-def test_a_zip_gives_what_was_there(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_zip_gives_the_original_files(repository: LocalRepository, tmp_path: Path) -> None:
     script = zipfile.ZipInfo("bin/run", (2020, 2, 3, 4, 5, 6))
     script.external_attr = (stat.S_IFREG | 0o751) << 16
     link = zipfile.ZipInfo("link")
@@ -163,7 +161,7 @@ def test_one_compressed_file_becomes_a_file(
 def test_a_path_that_is_file_and_folder_is_left_out_each_time(
     repository: LocalRepository, tmp_path: Path, target: bytes
 ) -> None:
-    """It is not forgotten because the archive was put before."""
+    """The second put does not skip the entry because the archive is known."""
     archive = local(tmp_path / "a.tar.gz", gzip.compress(tar_of(("p", b"1"), ("p/q", b"2"))))
     for _ in range(3):
         report = put(repository, archive, target=target)
@@ -183,10 +181,10 @@ def test_one_compressed_file_behind_an_address_has_its_decoded_name(
 
 
 @pytest.mark.parametrize("zeros", [513, 1024, 32 << 10, 1 << 20])
-def test_a_compressed_file_that_begins_with_zeros_is_no_empty_tar(
+def test_a_compressed_file_that_begins_with_zeros_is_not_an_empty_tar(
     repository: LocalRepository, tmp_path: Path, zeros: int
 ) -> None:
-    """Images of disks begin so."""
+    """Disk images begin in this way."""
     image = bytes(zeros) + b"CD001"
     report = put(
         repository,
@@ -210,9 +208,7 @@ TWO_FILES = tar_of(("a", b"1" * 3000), ("b", b"2" * 3000))
     ],
     ids=["frames to be skipped", "two members"],
 )
-def test_several_frames_are_one_stream(
-    repository: LocalRepository, tmp_path: Path, data: bytes
-) -> None:
+def test_frames_form_one_stream(repository: LocalRepository, tmp_path: Path, data: bytes) -> None:
     reports = [
         put(repository, local(tmp_path / "x", data)),
         ingest.put(repository, "tar", ingest.TarSource(io.BytesIO(data))),
@@ -239,7 +235,7 @@ def dated(*date: int, extra: bytes = b"") -> zipfile.ZipInfo:
         ),
     ],
 )
-def test_a_zip_says_mtimes_where_it_can(
+def test_a_zip_gives_mtimes_if_it_has_them(
     repository: LocalRepository, tmp_path: Path, info: zipfile.ZipInfo, mtime_s: int
 ) -> None:
     assert not put(repository, local(tmp_path / "a.zip", zip_of((info, b"y")))).failed
@@ -247,7 +243,7 @@ def test_a_zip_says_mtimes_where_it_can(
     assert view.stat(view.lookup(b"x")).mtime_ns == mtime_s * 10**9
 
 
-def test_what_is_no_archive_is_named(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_named(repository: LocalRepository, tmp_path: Path) -> None:
     report = put(
         repository,
         local(tmp_path / "text", b"hello"),
@@ -261,7 +257,7 @@ def test_what_is_no_archive_is_named(repository: LocalRepository, tmp_path: Path
     assert contents(repository) == {b"a": b"1"}
 
 
-def test_where_no_archive_is_nothing_is_made(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_missing_archive_creates_no_dataset(repository: LocalRepository, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="missing"):
         put(repository, LocalArchive(str(tmp_path / "missing")))
     with pytest.raises(UsageError, match="is no file"):
@@ -270,12 +266,9 @@ def test_where_no_archive_is_nothing_is_made(repository: LocalRepository, tmp_pa
 
 
 @pytest.mark.parametrize("form", [*COMPRESS, "zip"])
-def test_a_damaged_archive_is_named_and_not_recorded(
-    repository: LocalRepository, tmp_path: Path, form: str
-) -> None:
-    files = [
-        (f"f{i:02}", random_bytes(i, 20_000)) for i in range(100)
-    ]  # bzip2 gives 900 kB at once
+def test_a_damaged_archive_is_named(repository: LocalRepository, tmp_path: Path, form: str) -> None:
+    # more than bzip2 gives at once (900 kB)
+    files = [(f"f{i:02}", random_bytes(i, 20_000)) for i in range(100)]
     data = zip_of(*files) if form == "zip" else COMPRESS[form](tar_of(*files))
     damaged = data[: len(data) * 2 // 3]
     if form == "zip":  # the table of contents is at the end
@@ -289,9 +282,7 @@ def test_a_damaged_archive_is_named_and_not_recorded(
     assert put(repository, archive).archives_skipped == 0
 
 
-def test_M1_hostile_members_of_zips_are_refused(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_M1_hostile_zip_members_are_refused(repository: LocalRepository, tmp_path: Path) -> None:
     pipe = zipfile.ZipInfo("pipe")
     pipe.external_attr = (stat.S_IFIFO | 0o644) << 16
     locked = bytearray(zip_of(("locked", b"secret")))
@@ -318,21 +309,17 @@ def test_M1_hostile_members_of_zips_are_refused(
     assert contents(repository) == {b"good": b"4"}
 
 
-def test_a_zip_of_overlapping_members_is_refused(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    """As in a bomb where thousands of members share their bytes."""
+def test_overlapping_zip_members_are_refused(repository: LocalRepository, tmp_path: Path) -> None:
+    """As in a bomb whose thousands of members share their bytes."""
     data = bytearray(zip_of(("a", b"1" * 100), ("b", b"1" * 100)))
     second = data.rindex(b"PK\x01\x02")
-    data[second + 42 : second + 46] = (0).to_bytes(4, "little")  # where its content lies
+    data[second + 42 : second + 46] = (0).to_bytes(4, "little")  # the place of its content
     report = put(repository, local(tmp_path / "a.zip", bytes(data)))
     assert report.failed
     assert b"b" not in contents(repository)
 
 
-def test_the_sha256_of_an_address_is_checked(
-    repository: LocalRepository, server: ArchiveServer
-) -> None:
+def test_the_sha256_in_a_url_is_checked(repository: LocalRepository, server: ArchiveServer) -> None:
     data = tar_of(("a", b"1"))
     server.files["/x.tar"] = data
     right = hashlib.sha256(data).hexdigest()
@@ -348,7 +335,7 @@ def test_the_sha256_of_an_address_is_checked(
 def test_an_archive_is_put_once(
     repository: LocalRepository, server: ArchiveServer, tmp_path: Path
 ) -> None:
-    """Whatever its address is then."""
+    """At any address."""
     server.files["/x.tar"] = tar_of(("d/a", b"1"), ("b", b"2"))
     archive = HttpArchive(server.url("/x.tar"))
     first = put(repository, archive)
@@ -365,7 +352,7 @@ def test_an_archive_is_put_once(
 
 
 @pytest.mark.parametrize("change", ["rm", "replace", "tag", "checksum", "delete", "include"])
-def test_an_archive_is_read_again_where_that_matters(
+def test_an_archive_is_read_again_if_its_entries_may_have_changed(
     repository: LocalRepository, server: ArchiveServer, change: str
 ) -> None:
     server.files["/x.tar"] = tar_of(("d/a", b"1"), ("b", b"2"))
@@ -418,7 +405,7 @@ def test_archives_may_have_names_of_any_bytes(repository: LocalRepository, tmp_p
     assert failed[0].endswith(b"\xff.tar")
 
 
-def test_deleted_hard_links_come_again(repository: LocalRepository, tmp_path: Path) -> None:
+def test_deleted_hard_links_come_back(repository: LocalRepository, tmp_path: Path) -> None:
     link = tarfile.TarInfo()
     link.type, link.linkname, link.mode = tarfile.LNKTYPE, "a", 0o644
     archive = local(tmp_path / "a.tar", tar_of(("a", b"1"), ("b", link)))
@@ -432,7 +419,7 @@ def test_deleted_hard_links_come_again(repository: LocalRepository, tmp_path: Pa
     assert contents(repository) == {b"a": b"1", b"b": b"1"}
 
 
-def test_a_put_that_was_killed_goes_on_at_the_archive(
+def test_a_killed_put_continues_at_its_archive(
     repository: LocalRepository, tmp_path: Path, server: ArchiveServer
 ) -> None:
     for i in range(4):
@@ -465,7 +452,7 @@ ingest.put(repository, "pets", ingest.ArchivesSource(archives), b"", options)
     assert repository.verify("pets").sound
 
 
-def test_other_datasets_entries_are_copied(
+def test_entries_of_another_dataset_are_copied(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     files = [(f"d/f{i:02}", random_bytes(i, 30_000)) for i in range(10)]
@@ -484,9 +471,7 @@ def test_other_datasets_entries_are_copied(
     assert repository.verify("pets").sound
 
 
-def test_nothing_is_copied_from_an_archive_that_was_changed_there(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_changed_entries_are_not_copied_again(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "a.tar", tar_of(("a", b"1" * 70_000), ("b", b"2")))
     put(repository, archive, name="original")
     ingest.put(repository, "original", ingest.TarSource(io.BytesIO(tar_of(("a", b"forged" * 9)))))
@@ -505,14 +490,15 @@ PATHS = st.sampled_from(["a", "b", "d/a", "d/e/a"])
     ), min_size=2, max_size=4),
     jobs=st.sampled_from([1, 3]),
 )  # fmt: skip
-def test_I18_of_the_same_archives_in_any_order_the_last_named_counts(
+def test_I18_in_any_order_the_last_named_of_several_archives_counts(
     tmp_path_factory: pytest.TempPathFactory,
     made: Sequence[Sequence[str]],
     commands: Sequence[Sequence[int]],
     jobs: int,
 ) -> None:
-    """Each put leaves what extracting its archives would leave, whatever it need not read and
-    whatever is packed first. No two files have one size, by which a put takes them for the same."""
+    """Each put leaves the files that extracting its archives would leave, whichever archives it
+    need not read and whichever is packed first. No two files have one size, by which a put takes
+    them for the same."""
     folder = tmp_path_factory.mktemp("archives")
     files = [
         [(path, bytes([number]) * (30_000 * number + 9 * at + 1)) for at, path in enumerate(paths)]
@@ -532,7 +518,7 @@ def test_I18_of_the_same_archives_in_any_order_the_last_named_counts(
         assert put(repository, *archives, jobs=jobs).archives_skipped == len(named)
 
 
-def test_what_was_filtered_comes_next_time(repository: LocalRepository, tmp_path: Path) -> None:
+def test_filtered_entries_come_in_the_next_put(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "a.tar", tar_of(("a.jpg", b"1"), ("b.txt", b"2")))
     put(repository, archive, include=("*.jpg",))
     assert put(repository, archive).archives_skipped == 0
@@ -542,9 +528,7 @@ def test_what_was_filtered_comes_next_time(repository: LocalRepository, tmp_path
     assert contents(repository) == {b"a.jpg": b"1", b"b.txt": b"2"}
 
 
-def test_a_compressed_file_gets_its_name_whatever_was_put_before(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_compressed_file_always_has_its_name(repository: LocalRepository, tmp_path: Path) -> None:
     data = gzip.compress(random_bytes(1, 100_000))
     put(repository, local(tmp_path / "one.txt.gz", data), name="original")
     put(repository, local(tmp_path / "one.txt.gz", data))
@@ -553,10 +537,10 @@ def test_a_compressed_file_gets_its_name_whatever_was_put_before(
 
 
 @pytest.mark.parametrize("kinds", ["ll", "lf", "fl"])
-def test_of_links_too_that_in_the_last_archive_counts(
+def test_links_in_the_last_archive_count_too(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: str
 ) -> None:
-    """The first archive is packed when the second has been put, and the command is repeated."""
+    """The first archive is packed after the second has been put; then the command is repeated."""
     recorded = threading.Event()
     record = repository.record_archive
 
@@ -587,7 +571,7 @@ def test_of_links_too_that_in_the_last_archive_counts(
         assert contents(repository)[b"x"] == ("of 1" if kinds[1] == "l" else b"of 1")
 
 
-def test_a_dry_run_deletes_nothing_where_an_archive_cannot_be_read(
+def test_a_dry_run_deletes_nothing_if_an_archive_cannot_be_read(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     put(repository, local(tmp_path / "a.tar", tar_of(("a", b"1"))))
@@ -596,9 +580,7 @@ def test_a_dry_run_deletes_nothing_where_an_archive_cannot_be_read(
     assert report.to_delete == ()
 
 
-def test_a_zip_with_a_member_of_unknown_compression_gives_the_others(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_one_unknown_compression_in_a_zip(repository: LocalRepository, tmp_path: Path) -> None:
     data = bytearray(zip_of(("a", b"1"), ("deflate64", b"2"), ("z", b"3")))
     for magic, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
         second = data.index(magic, data.index(magic) + 1)
@@ -642,12 +624,13 @@ def test_any_bytes_are_put_or_named(
         assert report.failed or report.entries_found
 
 
-def test_parts_are_fetched_once_and_at_once(
+def test_parts_are_fetched_concurrently_and_once(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = tar_of(*((f"f{i}", random_bytes(i, 1 << 20)) for i in range(20)))
     server.files["/x.tar"] = data
-    server.failures = [0, 503, -1]  # after the look: an overload, and a body that breaks off
+    # after the first request: an overload, and a body that breaks off
+    server.failures = [0, 503, -1]
     assert not put(repository, HttpArchive(server.url("/x.tar")), chunk_bytes=4 << 20).failed
     assert server.requests["/x.tar"] == 1 + -(-len(data) // archive_file.PIECE_BYTES) + 2
     assert server.served["/x.tar"] == len(data) + 1
@@ -655,7 +638,7 @@ def test_parts_are_fetched_once_and_at_once(
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_a_server_without_parts_sends_all(repository: LocalRepository, says_length: bool) -> None:
+def test_a_server_without_ranges_sends_all(repository: LocalRepository, says_length: bool) -> None:
     with archive_server(sends_parts=False, says_length=says_length) as server:
         server.files |= {"/x.tgz": gzip.compress(tar_of(("a", b"1"))), "/y.zip": zip_of(("b", b""))}
         report = put(
@@ -692,9 +675,7 @@ def test_redirections_are_followed(repository: LocalRepository, server: ArchiveS
 @pytest.mark.parametrize(
     ("status", "kind"), [(404, NotFoundError), (403, PermissionDenied), (401, PermissionDenied)]
 )
-def test_server_errors_are_told(
-    server: ArchiveServer, status: int, kind: type[DieselError]
-) -> None:
+def test_server_errors_raise(server: ArchiveServer, status: int, kind: type[DieselError]) -> None:
     server.failures = [status]
     with pytest.raises(kind, match=f"answers {status}"):
         HttpArchive(server.url("/x.tar?token=secret")).look()
@@ -703,7 +684,7 @@ def test_server_errors_are_told(
 @pytest.mark.parametrize(
     ("etag", "tagged_by_time"), [('W/"weak"', True), ("", True), ('"x"', False)]
 )
-def test_a_weak_tag_says_nothing(server: ArchiveServer, etag: str, tagged_by_time: bool) -> None:
+def test_a_weak_tag_proves_nothing(server: ArchiveServer, etag: str, tagged_by_time: bool) -> None:
     server.files["/x.tar"], server.etags["/x.tar"] = b"data", etag
     tag = HttpArchive(server.url("/x.tar")).look().tag
     assert tag == (f"modified {server.modified}" if tagged_by_time else etag)
@@ -737,10 +718,10 @@ def test_O9_an_archive_that_changes_meanwhile_is_not_mixed(
         file.close()
 
 
-def test_O9_what_was_checked_is_what_is_put(
+def test_O9_the_checked_bytes_are_the_ones_that_are_put(
     repository: LocalRepository, server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that sends other bytes when an archive of a known SHA-256 is fetched again."""
+    """The server sends other bytes when an archive of a known SHA-256 is fetched again."""
     monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(archive_file, "_WHOLE_BYTES_MAX", 4096)
     files = [(f"f{i}", random_bytes(i, 50_000)) for i in range(4)]
@@ -760,10 +741,10 @@ def test_O9_what_was_checked_is_what_is_put(
     assert b"f3" not in contents(repository)
 
 
-def test_O3_a_server_that_asks_for_a_minute_and_more_is_waited_for(
+def test_O3_a_server_that_requests_a_long_pause_gets_it(
     repository: LocalRepository, server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Zenodo does: longer than our own deadline."""
+    """Zenodo requests pauses longer than our own deadline."""
     waited: list[float] = []
     monkeypatch.setattr(LongPauses, "wait", lambda _, seconds, __: waited.append(seconds))
     server.files["/x.tar"] = tar_of(("a", b"1"))
@@ -773,7 +754,7 @@ def test_O3_a_server_that_asks_for_a_minute_and_more_is_waited_for(
     assert waited == [77, 77, 77]
 
 
-def test_O3_an_interrupted_put_waits_for_no_server(
+def test_O3_an_interrupted_put_does_not_wait_for_a_server(
     repository: LocalRepository, server: ArchiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.files["/x.tar"] = tar_of(("a", b"1"))
@@ -789,9 +770,7 @@ def test_O3_an_interrupted_put_waits_for_no_server(
     assert "3000 s" in caplog.text
 
 
-def test_a_part_that_was_not_asked_for_is_not_taken(
-    server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unrequested_part_fails(server: ArchiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(archive_places, "_POLICY", RetryPolicy(deadline_s=10.5))
     server.files["/x.tar"] = random_bytes(0, 1 << 16)
@@ -802,7 +781,7 @@ def test_a_part_that_was_not_asked_for_is_not_taken(
             file.readinto(bytearray(100))
 
 
-def test_where_a_redirection_has_expired_the_address_is_asked_again(
+def test_after_an_expired_redirection_the_original_address_is_requested_again(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = tar_of(("a", random_bytes(1, 100_000)))
@@ -820,7 +799,7 @@ def test_where_a_redirection_has_expired_the_address_is_asked_again(
 
 
 @each_row("address", ["http://[bad/x", "http://host:99999/x", "http:///x"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="bad address") as caught:
         HttpArchive(address + "?token=canary")
     assert "canary" not in str(caught.value)
@@ -831,7 +810,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     [("Fri, 13 Feb 2009 23:31:30 GMT", 1_234_567_890), ("Fri, 01 Jan 9999 00:00:00 GMT", 0),
      ("yesterday", 0), ("Mon, 99 Jan 2020 99:00:00 GMT", 0)],
 )  # fmt: skip
-def test_a_server_may_say_any_time(
+def test_a_server_may_send_any_time(
     repository: LocalRepository, server: ArchiveServer, modified: str, mtime_s: int
 ) -> None:
     server.files["/x.gz"], server.modified = gzip.compress(b"1"), modified
@@ -842,9 +821,7 @@ def test_a_server_may_say_any_time(
     assert contents(repository) == {b"x": b"1"}
 
 
-def test_S8_a_secret_in_an_address_is_shown_and_kept_nowhere(
-    repository: LocalRepository, server: ArchiveServer
-) -> None:
+def test_S8_no_secret_of_a_url_is_kept(repository: LocalRepository, server: ArchiveServer) -> None:
     server.files["/x.tar"] = tar_of(("a", b"1"))[:700]
     report = put(repository, HttpArchive(server.url("/x.tar?token=canary")))
     assert "canary" not in str(report.failed)
@@ -872,9 +849,7 @@ def test_an_archive_is_put_once_through_a_server(tmp_path: Path, server: Archive
         assert set(contents(behind.store, "two")) == {b"a", b"d", b"d/b"}
 
 
-def test_S10_nothing_is_copied_from_a_dataset_that_the_user_may_not_read(
-    tmp_path: Path, server: ArchiveServer
-) -> None:
+def test_S10_no_copies_from_unreadable_datasets(tmp_path: Path, server: ArchiveServer) -> None:
     data = tar_of(("a", random_bytes(1, 200_000)))
     address = served_with_sha256(server, "/x.tar", data)
     with in_process_server(tmp_path / "store") as behind:
@@ -948,7 +923,7 @@ def has_open(pid: int, path: Path) -> bool:
 
 @pytest.mark.parametrize("make", [sparse_tar, repeated_zst])
 def test_ctrl_c_ends_puts_of_bombs(dlcmd: Dlcmd, tmp_path: Path, make: Callable[[], bytes]) -> None:
-    """Such a member would be packed, or its size counted, for an hour."""
+    """Such a member would take an hour to pack, or to count."""
     (tmp_path / "bomb").write_bytes(make())
     put = dlcmd.start("put", "--unpack", tmp_path / "bomb", "pets")
     try:

@@ -1,4 +1,4 @@
-"""Putting objects of a bucket: which become files, how far fetching runs ahead, what goes wrong."""
+"""Putting objects of a bucket: which become files, how far fetching runs ahead, and faults."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from ..datasets import file_contents
 
 
 class FakeBucket:
-    """Objects in memory, and what was asked of them."""
+    """Objects in memory, and the requests for them."""
 
     def __init__(self, contents: dict[bytes, bytes], modified_ns: int = 7) -> None:
         self.contents = contents
@@ -87,7 +87,7 @@ def test_objects_become_files(repository: LocalRepository) -> None:
     assert repository.verify("pets").sound
 
 
-def test_what_is_there_unchanged_is_not_fetched(repository: LocalRepository) -> None:
+def test_unchanged_objects_are_not_fetched(repository: LocalRepository) -> None:
     put(repository, FakeBucket(CONTENTS))
     again = FakeBucket(CONTENTS)
     report = put(repository, again)
@@ -97,8 +97,8 @@ def test_what_is_there_unchanged_is_not_fetched(repository: LocalRepository) -> 
     assert files(repository)[b"a"] == b"2"
 
 
-def test_what_is_no_file(repository: LocalRepository) -> None:
-    """A console's folder, names that no path has, the mount's own, a file that is a folder."""
+def test_objects_that_cannot_be_files_are_skipped(repository: LocalRepository) -> None:
+    """A console's folder, names that no path has, the mount's own, a file that is also a folder."""
     bucket = FakeBucket(
         {b"folder/": b""}
         | dict.fromkeys([b"/x", b"a//b", b"a/../b", b".diesel/x", b"n" * 256, b"both"], b"1")
@@ -110,7 +110,7 @@ def test_what_is_no_file(repository: LocalRepository) -> None:
     assert failed == {b"/x", b"a//b", b"a/../b", b".diesel/x", b"n" * 256, b"both"}
 
 
-def test_what_changes_meanwhile_is_left_out_and_named(repository: LocalRepository) -> None:
+def test_objects_that_change_meanwhile_are_left_out_and_named(repository: LocalRepository) -> None:
     bucket = FakeBucket(CONTENTS)
     bucket.changed = {b"large", b"b/d"}
     report = put(repository, bucket)
@@ -144,8 +144,9 @@ def test_a_dry_run_fetches_nothing(repository: LocalRepository) -> None:
     assert (report.entries_found, report.deleted, bucket.reads) == (2, 1, [])
 
 
-def test_fetching_runs_ahead_but_not_far(repository: LocalRepository) -> None:
-    """Many requests at once; memory for some pieces only; a million empty objects are no queue."""
+def test_fetching_runs_ahead_within_limits(repository: LocalRepository) -> None:
+    """Many requests at once; memory for some pieces only; a million empty objects do not fill a
+    queue."""
     bucket = FakeBucket({b"%05d" % i: b"x" * 100 for i in range(300)})
     bucket.delay_s = 0.02
     start_s = time.monotonic()
@@ -158,7 +159,7 @@ def test_fetching_runs_ahead_but_not_far(repository: LocalRepository) -> None:
     assert len(huge.reads) == 3 * AHEAD_BYTES_MAX // PIECE_BYTES
 
 
-def test_a_prefix_without_objects_is_not_found_unless_empty_sources_are_allowed(
+def test_a_prefix_without_objects_is_not_found(
     repository: LocalRepository,
 ) -> None:
     bucket = FakeBucket({})

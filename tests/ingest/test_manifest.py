@@ -59,9 +59,7 @@ def put_folder(repository: Repository, folder: Path, **options: bool) -> PutRepo
     )
 
 
-def test_a_manifest_is_a_file_of_the_dataset_and_stored_once(
-    repository: LocalRepository, server: ArchiveServer
-) -> None:
+def test_a_manifest_is_stored_once(repository: LocalRepository, server: ArchiveServer) -> None:
     report = put(repository, server)
     assert (report.failed, report.samples, report.files) == ([], 2, 3)
     assert contents(repository)[b".manifest.csv"] == MANIFEST
@@ -99,7 +97,7 @@ def test_a_manifest_may_be_gzipped_and_have_tabs(
     assert contents(repository)[b".manifest.csv"] == stored
 
 
-def test_a_manifest_that_cannot_be_had_is_an_error_before_the_put(
+def test_an_unreadable_manifest_is_an_error_before_the_put(
     repository: LocalRepository, server: ArchiveServer, tmp_path: Path
 ) -> None:
     server.files["/cut.csv.gz"] = gzip.compress(MANIFEST)[:-9]
@@ -121,7 +119,7 @@ WRONG = (
 )  # fmt: skip
 
 
-def test_lines_that_name_no_sample_are_told_and_the_manifest_that_is_there_stays(
+def test_lines_that_name_no_sample_are_reported_and_the_existing_manifest_stays(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     source, labels = written(tmp_path)
@@ -130,23 +128,23 @@ def test_lines_that_name_no_sample_are_told_and_the_manifest_that_is_there_stays
     (source / "link").symlink_to("cats/1")
     report = put_folder(repository, tmp_path)
     assert report.samples == 0
-    told = reasons(report)
-    assert len(told) == FAULTS_NAMED + 1
+    named = reasons(report)
+    assert len(named) == FAULTS_NAMED + 1
     name = str(labels)
-    assert told[b"absent"] == f"{name}, line 3: the dataset has no such file"
-    assert told[b"cats"] == f"{name}, line 4: it is a folder, not a file"
-    assert told[b"link"] == f"{name}, line 5: it is a link, not a file"
-    assert told[b"cats/1"] == f"{name}, line 6: line 2 names it, too"
-    assert told[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines are at fault")
+    assert named[b"absent"] == f"{name}, line 3: the dataset has no such file"
+    assert named[b"cats"] == f"{name}, line 4: it is a folder, not a file"
+    assert named[b"link"] == f"{name}, line 5: it is a link, not a file"
+    assert named[b"cats/1"] == f"{name}, line 6: line 2 names it, too"
+    assert named[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines are at fault")
     assert contents(repository)[b".manifest.csv"] == MANIFEST
     assert contents(repository)[b"link"] == "cats/1"
 
 
 def test_targets_that_are_files_are_checked(repository: LocalRepository, tmp_path: Path) -> None:
     _, labels = written(tmp_path, b"path,target_path\ncats/1,dogs/1\ndogs/1,absent\n")
-    told = reasons(put_folder(repository, tmp_path))
+    named = reasons(put_folder(repository, tmp_path))
     where = f"{labels}, line 3"
-    assert told[b"dogs/1"] == f"{where}: its target absent: the dataset has no such file"
+    assert named[b"dogs/1"] == f"{where}: its target absent: the dataset has no such file"
     labels.write_bytes(b"path,target_path\ncats/1,dogs/1\n")
     assert put_folder(repository, tmp_path).samples == 1
 
@@ -179,15 +177,13 @@ def test_a_manifest_that_is_lost_is_put_again(repository: LocalRepository, tmp_p
     assert contents(repository)[b".manifest.csv"] == MANIFEST
 
 
-def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_the_command_exits_with_3_without_a_manifest(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source, labels = written(tmp_path)
     result = dlcmd("put", source, "pets/train", "--manifest", labels)
     assert b"the manifest names 2 samples" in result.out
     assert dlcmd("cat", "pets/train/.manifest.csv").out == MANIFEST
     again = dlcmd("put", source, "pets/train", "--manifest", labels, "--json")
-    done = json.loads(again.out.splitlines()[-1])  # a slow put tells its progress before
+    done = json.loads(again.out.splitlines()[-1])  # a slow put reports its progress before
     assert (done["samples"], done["chunks"]) == (2, 0)
     labels.write_bytes(MANIFEST + b"cats/2,cat\n")
     result = dlcmd("put", source, "pets/train", "--manifest", labels, code=3)
@@ -201,7 +197,7 @@ def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(
     assert (tmp_path / "out" / ".manifest.csv").read_bytes() == MANIFEST
 
 
-def test_what_the_command_refuses(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_arguments_that_the_command_refuses(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source, labels = written(tmp_path)
     absent = tmp_path / "absent.csv"
     dlcmd("put", source, "pets", "--manifest", absent, code=10)

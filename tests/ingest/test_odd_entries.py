@@ -1,5 +1,5 @@
-"""What belongs to one entry never ends a put: its time, size, mode, name, and what follows it. The
-entry is named, and the rest is stored.
+"""An odd time, size, mode, name or trailer of one entry never ends a put. The entry is named, and
+the others are stored.
 """
 
 import bz2
@@ -50,7 +50,7 @@ def put_both_ways(repository: LocalRepository, folder: Path, data: bytes) -> dic
     }
 
 
-# What follows the end
+# Bytes after the end
 
 
 @each_row(
@@ -66,9 +66,7 @@ def put_both_ways(repository: LocalRepository, folder: Path, data: bytes) -> dic
         zstd.compress(A) + b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstd.compress(B),
     ],
 )
-def test_I17_tars_behind_tars_are_read(
-    repository: LocalRepository, tmp_path: Path, data: bytes
-) -> None:
+def test_I17_joined_tars_are_read(repository: LocalRepository, tmp_path: Path, data: bytes) -> None:
     for name, report in put_both_ways(repository, tmp_path, data).items():
         assert report.failed == []
         assert contents(repository, name) == BOTH
@@ -86,7 +84,7 @@ def test_I17_tars_behind_tars_are_read(
         (zstd.compress(A + B) + b"text", "of the Zstandard stream"),
     ],
 )
-def test_I17_what_follows_and_is_none_is_named(
+def test_I17_bytes_after_a_tar_that_are_no_tar_are_named(
     repository: LocalRepository, tmp_path: Path, data: bytes, reason: str
 ) -> None:
     for name, report in put_both_ways(repository, tmp_path, data).items():
@@ -95,7 +93,7 @@ def test_I17_what_follows_and_is_none_is_named(
 
 
 @each_row("size", [10, 70 << 20])
-def test_a_compressed_file_is_put_although_something_follows_it(
+def test_a_compressed_file_is_put_although_bytes_follow_it(
     repository: LocalRepository, tmp_path: Path, size: int
 ) -> None:
     name = next(_NAMES)
@@ -110,10 +108,8 @@ def test_a_compressed_file_is_put_although_something_follows_it(
 
 
 @each_row("form", ["gnu", "posix"])
-def test_an_incremental_tar_gives_what_tar_gives(
-    repository: LocalRepository, tmp_path: Path, form: str
-) -> None:
-    """In GNU's format its headers have times where others have a part of the name."""
+def test_incremental_tars_are_put(repository: LocalRepository, tmp_path: Path, form: str) -> None:
+    """In GNU's format its headers have times at the place of a part of the name."""
     source = write(tmp_path / "src", {"d/1": b"1", "d/e/" + "n" * 120: b"2", "d/e/3": b"3"})
     options = [f"--format={form}", "--listed-incremental", str(tmp_path / "state"), "-V", "label"]
     made = subprocess.run(
@@ -159,7 +155,7 @@ def test_I16_any_field_of_a_tar_header(
     magic: bytes,
     pax: str,
 ) -> None:
-    """The entry is put or named. What follows is put where the size does not hide it."""
+    """The entry is put or named. The next entry is put unless the size hides it."""
     header = bytearray(tar_of(("odd", b""), format=tarfile.USTAR_FORMAT)[:512])
     header[156], header[257:265] = kind, magic
     for name, number in numbers.items():
@@ -231,7 +227,7 @@ def test_I16_any_field_of_a_zips_table(
 
 
 def test_I16_a_time_that_no_chunk_can_hold(repository: LocalRepository, tmp_path: Path) -> None:
-    """Of files, links and folders; of one file alone, too."""
+    """Of files, links and folders, and of a single file."""
     source = write(tmp_path / "src", {"a": b"1", "late": b"2", "d/b": b"3"})
     (source / "link").symlink_to("a")
     late_s = 10_413_792_000  # 2300-01-01
@@ -249,7 +245,7 @@ def test_I16_a_time_that_no_chunk_can_hold(repository: LocalRepository, tmp_path
 
 
 def zip_with(name: bytes, system: int, extra: bytes = b"", content: bytes = b"1") -> bytes:
-    """A zip of one entry, whose name has just these bytes."""
+    """A zip of one entry whose name has exactly these bytes."""
     info = zipfile.ZipInfo("n" * len(name))
     info.create_system, info.extra = system, extra
     return zip_of((info, content)).replace(b"n" * len(name), name)
@@ -288,9 +284,7 @@ def test_names_in_zips(
     assert report.backslashes == (b"\\" in data and b"/cat/" in expected)
 
 
-def test_an_empty_folder_of_a_zip_with_backslashes_is_a_folder(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_an_empty_folder_named_by_backslashes(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "x.zip", zip_with(b"train\\empty\\", 0, content=b""))
     ingest.put(repository, "pets", ArchivesSource([archive]))
     assert contents(repository) == {b"train": "0o755", b"train/empty": "0o755"}

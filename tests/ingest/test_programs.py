@@ -1,4 +1,4 @@
-"""Packing in programs of their own, where the object store does not work in forked children."""
+"""Packing in separate programs, if the object store does not work in forked children."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.real_start  # it looks at its own children
 
 @pytest.fixture(autouse=True)
 def forks_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is taken for a store of the other kind."""
+    """A folder that is taken for a store that does not work in forked children."""
     monkeypatch.setattr(FolderStore, "fork_safe", False)
 
 
@@ -52,13 +52,15 @@ def test_a_tree_of_all_oddities(repository: LocalRepository, tmp_path: Path) -> 
     assert not children()
 
 
-def test_without_a_program_it_says_so(repository: LocalRepository, tmp_path: Path) -> None:
+def test_an_error_names_the_missing_program(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with pytest.raises(UsageError, match="cannot pack"):
         put(repository, source, ())
 
 
-def test_a_program_without_store_says_why(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_program_without_a_store_reports_the_reason(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     repository.url = repository.url.__class__("file", path=tmp_path / "nowhere")
     with pytest.raises(ObjectStoreError, match="nowhere"):
@@ -66,7 +68,7 @@ def test_a_program_without_store_says_why(repository: LocalRepository, tmp_path:
     assert not children()
 
 
-def test_a_program_that_is_none(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_program_that_cannot_pack_fails(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with pytest.raises(DieselError, match="a packing process died"):
         put(repository, source, (sys.executable, "-c", "raise SystemExit"))

@@ -1,8 +1,8 @@
 """The laws that every source of a put keeps: a folder, a tar, a bucket and a single file.
 
 A `Kind` of source makes a source that holds given files, with given contents and one mtime, so each
-law stands here once and runs for each source. What only one of them does is in `test_put.py`
-(folders), `test_tar.py`, `test_bucket.py` and `test_single_file.py`.
+law stands here once and runs for each source. Tests of one source alone are in `test_put.py`
+(folders), `test_tar.py` and `test_bucket.py`.
 """
 
 import io
@@ -44,7 +44,7 @@ MakeSource = Callable[[Files, int], Source]
 
 
 class PutMany(Protocol):
-    """Puts files below `target` from a source of many; options are those of `PutOptions`."""
+    """Puts files from a source of many below `target`; options are those of `PutOptions`."""
 
     def __call__(
         self, files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
@@ -89,7 +89,6 @@ def bucket_source(files: Files, mtime_ns: int) -> Source:
 
 @pytest.fixture(params=fast_first(["folder", "tar", "bucket"], 2))
 def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSource:
-    """Makes a source of many files."""
     return {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}[request.param]
 
 
@@ -114,7 +113,7 @@ def put_one(
     """In a source of many, or as a single file or object."""
 
     def source_of(folder: bytes, name: str, content: bytes, mtime_ns: int) -> tuple[Source, bytes]:
-        """The source, and where it goes in the dataset."""
+        """The source, and its path in the dataset."""
         make = {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}
         if request.param in make:
             return make[request.param]({name: content}, mtime_ns), folder
@@ -147,9 +146,7 @@ def names(view: Snapshot) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES_MIN, 3 * CHUNK_BYTES_MIN + 1])
-def test_a_file_is_put_with_content_mode_and_mtime(
-    repository: LocalRepository, put_one: PutOne, size: int
-) -> None:
+def test_content_mode_and_mtime(repository: LocalRepository, put_one: PutOne, size: int) -> None:
     content = os.urandom(size)
     report = put_one("in/here/a", content)
     assert (report.files, report.content_bytes, report.failed) == (1, size, [])
@@ -217,9 +214,7 @@ def test_without_delete_files_and_folders_do_not_replace_each_other(
 
 
 @pytest.mark.parametrize("kind", ["file", "bucket"])
-def test_a_single_file_needs_a_name_and_says_nothing_about_others(
-    repository: LocalRepository, tmp_path: Path, kind: str
-) -> None:
+def test_a_single_file_needs_a_name(repository: LocalRepository, tmp_path: Path, kind: str) -> None:
     """A file, or the one object of a bucket. Filters do not apply to it."""
     (tmp_path / "a").write_bytes(b"content")
     objects = FakeBucket({b"": b"content"})
@@ -242,7 +237,7 @@ def test_empty_sources_make_empty_datasets(repository: LocalRepository, put_many
     assert repository.view("ds").entry_count == 1
 
 
-def test_delete_removes_what_sources_lack(repository: LocalRepository, put_many: PutMany) -> None:
+def test_delete_removes_missing_entries(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
     assert put_many({"keep/x": b"4"}).deleted == 0
     assert len(files(repository)) == 4
@@ -293,7 +288,7 @@ def test_a_glob_that_ends_in_a_slash_is_for_folders(
         put_many(source, include=("cache/",))
 
 
-def test_delete_spares_what_filters_spare(repository: LocalRepository, put_many: PutMany) -> None:
+def test_delete_spares_filtered_entries(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
     report = put_many({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
     assert report.deleted == 1
@@ -312,10 +307,8 @@ def test_delete_spares_all_below_a_folder_that_is_left_out(
     )
 
 
-def test_delete_spares_the_folder_of_what_is_left_out(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
-    """As it is, and no file takes its place: what is left out would be lost under it."""
+def test_delete_spares_filtered_folders(repository: LocalRepository, put_many: PutMany) -> None:
+    """No file takes its place: the filtered entries would be lost under it."""
     put_many({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
     before = repository.stat("ds", b"d")
     assert put_many({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
@@ -327,9 +320,7 @@ def test_delete_spares_the_folder_of_what_is_left_out(
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
 
 
-def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_replaces_no_filtered_file(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a": b"1", "b.jpg": b"2"})
     report = put_many({"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"}, delete=True, include=("*.jpg",))
     assert report.failed[0][0] in (b"a", b"a/x.jpg")  # a folder's walk stops at `a`
@@ -337,9 +328,7 @@ def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
     assert names(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
 
 
-def test_with_delete_files_and_folders_take_each_others_place(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_lets_files_and_folders_swap(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"f": b"1", "d/in": b"2", "gone": b""})
     assert put_many({"f/in": b"was a file", "d": b"was a folder"}, delete=True).failed == []
     assert files(repository) == {b"d": b"was a folder", b"f/in": b"was a file"}
@@ -347,7 +336,7 @@ def test_with_delete_files_and_folders_take_each_others_place(
 
 
 def test_the_mounts_own_folder_is_left_out(repository: LocalRepository, put_many: PutMany) -> None:
-    """At the root of the dataset alone: elsewhere the name is a name."""
+    """Only at the root of the dataset; elsewhere the name is an ordinary one."""
     source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
     for dry_run in (True, False):
         ((path, reason),) = put_many(source, dry_run=dry_run).failed

@@ -1,7 +1,4 @@
-"""FAULTS I: oddities of sources, and how a dataset gives each back; A7: a put that is interrupted.
-
-The documents promise which attributes of a file are kept.
-"""
+"""FAULTS I: oddities of sources, and how a dataset gives each back; A7: an interrupted put."""
 
 import io
 import os
@@ -25,17 +22,17 @@ from diesel_fs.repository.stored import LocalWriteSession
 
 from ..bench.memory import peak_pss_bytes
 from ..datasets import dataset_state, stored_bytes
+from ..forks import in_child
 from ..trees import Facts, facts, odd_tree, write
 from .test_tar import tar_of
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
 SECOND_NS = 1_000_000_000
-READER_BYTES = 256 << 20  # what a verb keeps while it reads contents
+READER_BYTES = 256 << 20  # memory of a verb while it reads contents
 MEMORY_BYTES_MAX = 256 << 20  # of all processes: interpreters, numpy, a few chunks of 4 MiB
 
 
 def got(repository: LocalRepository, dest: Path) -> Facts:
-    """The dataset, written to a folder."""
     view = repository.view("ds")
     reader = EntryReader(view, repository.objects, 1 << 20)
     try:
@@ -46,7 +43,6 @@ def got(repository: LocalRepository, dest: Path) -> Facts:
 
 
 def rebuilt(repository: LocalRepository) -> Facts:
-    """The dataset, from its chunks alone."""
     repository.recover("ds")
     assert repository.verify("ds").problems == []
     return dataset_state(repository)
@@ -75,7 +71,7 @@ def api_put(url: str, source: Path) -> int:
 
 
 def end_by_kill(step: str) -> None:
-    """This process dies when the put has been committed and nobody knows it yet."""
+    """This process dies after the put is committed and before it reports that."""
     finish = LocalWriteSession.finish
 
     def killed(session: LocalWriteSession) -> int:
@@ -92,17 +88,15 @@ def end_by_kill(step: str) -> None:
 def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
     tmp_path: Path, put: Callable[[str, Path], int], step: str
 ) -> None:
-    """All that was committed is there, and to put again is a no-op, or an equal newer version."""
+    """All committed files are there, and another put is a no-op, or an equal newer version."""
     source = write(tmp_path / "source", {"large": os.urandom(150_000), "d/small": b"1"})
     url = (tmp_path / "store").as_uri()
-    child = os.fork()
-    if child == 0:
-        try:
-            end_by_kill(step)
-            put(url, source)
-        finally:
-            os._exit(0)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def killed_put() -> None:
+        end_by_kill(step)
+        put(url, source)
+
+    ended = in_child(killed_put)
     assert ended == -signal.SIGKILL, "A16: the kill came after the end: proves nothing"
     with LocalRepository.open(url) as repository:
         before = dataset_state(repository)
@@ -121,7 +115,7 @@ def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
 
 
 def test_I6_hard_links_are_stored_per_path(repository: LocalRepository, tmp_path: Path) -> None:
-    """Equal bytes under each name; what one name becomes later is nothing to the other."""
+    """Equal bytes under each name; a later change of one name does not affect the other."""
     source = write(tmp_path / "source", {"one": os.urandom(5000), "large": os.urandom(150_000)})
     (source / "d").mkdir()
     os.link(source / "one", source / "d/two")
@@ -138,17 +132,15 @@ def test_I6_hard_links_are_stored_per_path(repository: LocalRepository, tmp_path
 
 
 def dlcmd_peak_bytes(*arguments: str | Path) -> int:
-    """Run the program; the most memory that it and its packing processes took together.
-
-    Sampled: the kernel's own maximum for a child begins with that of the process that forked it.
-    """
+    """Run the program; the most memory that it and its packing processes took together. It is
+    sampled, because the kernel's own maximum for a child begins with that of the process that
+    forked it."""
     command = [sys.executable, "-m", "dlcmd", "-q", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return peak_pss_bytes(command, environment)
 
 
 def same_content(one: Path, other: Path) -> bool:
-    """Whether two files hold the same bytes, however large."""
     with one.open("rb") as left, other.open("rb") as right:
         while piece := left.read(1 << 20):
             if right.read(1 << 20) != piece:
@@ -189,7 +181,7 @@ def test_I7_without_compression_a_sparse_file_is_stored_dense(
 
 
 def test_I9_no_files_at_all(repository: LocalRepository, tmp_path: Path) -> None:
-    """A valid dataset, which is there after its metadata are lost, too."""
+    """A valid dataset, which is also there after its metadata are lost."""
     (tmp_path / "empty").mkdir(mode=0o750)
     ingest.put(repository, "ds", FolderSource(tmp_path / "empty"), options=SMALL)
     view = repository.view("ds")
@@ -222,7 +214,7 @@ def test_I9_many_tiny_files(repository: LocalRepository, tmp_path: Path) -> None
 
 
 def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: Path) -> None:
-    """It is there once; other words for it are refused, by name."""
+    """It is there once; other spellings of it are refused, by name."""
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2"})
     paths = [b"a", b"d/b", b"a", b"d/b", b"d", b"./a", b"d/../a"]
     report = ingest.put(repository, "ds", FolderSource(source, paths=paths), options=SMALL)
@@ -233,7 +225,7 @@ def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: 
     assert (counts.file_count, counts.byte_count) == (2, 2)
 
 
-def test_I11_of_equal_names_in_a_tar_the_last_wins(repository: LocalRepository) -> None:
+def test_I11_the_last_of_equal_names_in_a_tar_wins(repository: LocalRepository) -> None:
     """Live and rebuilt; names that differ only in case are two."""
     data = tar_of(("a", b"1"), ("A", b"upper"), ("./a", b"2"), ("b", b"3"), (".//b", b"odd"))
     report = ingest.put(repository, "ds", TarSource(io.BytesIO(data)), options=SMALL)
@@ -244,7 +236,7 @@ def test_I11_of_equal_names_in_a_tar_the_last_wins(repository: LocalRepository) 
 
 
 def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_path: Path) -> None:
-    """The later put wins, whatever the times of the files say."""
+    """The later put wins, whatever the times of the files."""
     first = write(tmp_path / "first", {"same": b"new file", "one": b"1"})
     second = write(tmp_path / "second", {"same": b"old file", "two": b"2"})
     os.utime(second / "same", ns=(0, 5))
@@ -257,9 +249,7 @@ def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_pa
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
-def test_I15_modes_are_permission_bits_whatever_the_umask(
-    repository: LocalRepository, tmp_path: Path, umask: int
-) -> None:
+def test_I15_modes_under_any_umask(repository: LocalRepository, tmp_path: Path, umask: int) -> None:
     source = write(tmp_path / "source", {f"{mode:04o}": b"x" for mode in range(0, 0o10000, 0o111)})
     for path in source.iterdir():
         path.chmod(int(path.name, 8))
@@ -297,7 +287,7 @@ TIMES = {
 
 
 def test_I15_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
-    """Through the API, which asks no file system what it can keep."""
+    """Through the API, which does not depend on a file system's resolution."""
     url = (tmp_path / "store").as_uri()
     with connect("ds", url, create=True) as dataset:
         for name, mtime_ns in TIMES.items():
@@ -331,7 +321,8 @@ def test_I15_times_of_files_links_and_folders(repository: LocalRepository, tmp_p
 
 
 def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
-    """A tar need not name its folders: they show as README says, and go with their last entry."""
+    """A tar need not name its folders: they show as README describes, and go with their last
+    entry."""
     data = tar_of(("d/e/x", b"1"))
     ingest.put(repository, "ds", TarSource(io.BytesIO(data)), options=SMALL)
     view = repository.view("ds")
@@ -343,7 +334,7 @@ def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
     assert repository.view("ds").entry_count == 1
 
 
-def test_N4_names_and_targets_that_are_no_text(tmp_path: Path) -> None:
+def test_N4_names_and_targets_that_are_not_text(tmp_path: Path) -> None:
     """Bytes that are no UTF-8, and what UTF-8 forbids, go through the API and back unchanged."""
     url = (tmp_path / "store").as_uri()
     names = [b"\xff", b"d\xc3/\x80\xbf", b"\xed\xb3\xbf", b"\xed\xa0\x80", b"\xc0\xae\xc0\xae"]
@@ -385,8 +376,8 @@ def test_N4_a_tree_and_a_tar_of_such_names(repository: LocalRepository, tmp_path
         assert rebuilt(other) == dataset_state(other)
 
 
-def test_N4_text_that_is_no_bytes_is_a_usage_error(tmp_path: Path) -> None:
-    """A surrogate that stands for no byte names no file; it is told so, as one of our errors."""
+def test_N4_text_that_encodes_no_bytes_is_a_usage_error(tmp_path: Path) -> None:
+    """A surrogate that stands for no byte names no file; the error is one of ours."""
     with connect("ds", (tmp_path / "store").as_uri(), create=True) as dataset:
         calls: list[Callable[[str], object]] = [
             dataset.get,

@@ -52,7 +52,7 @@ def put(
 
 
 def contents(repository: LocalRepository, name: str = "pets") -> dict[bytes, bytes | str]:
-    """What a dataset holds: of a file its bytes, of a link its target, of a folder its mode."""
+    """The content of a dataset: a file's bytes, a link's target, a folder's mode."""
     view = repository.view(name)
     reader = EntryReader(view, repository.objects, 1 << 20)
     found = {view.path(i): _content(view, reader, i) for i in range(1, len(view))}
@@ -73,7 +73,7 @@ def reasons(report: PutReport) -> dict[bytes, str]:
     return dict(report.failed)
 
 
-def test_what_gnu_tar_writes_is_what_was_there(repository: LocalRepository, tmp_path: Path) -> None:
+def test_gnu_tars_give_the_original_files(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "src")
     for form in ("gnu", "posix"):
         command = ["tar", "c", f"--format={form}", "-C", str(source), "."]
@@ -193,7 +193,7 @@ def test_times_are_exact(repository: LocalRepository, text: str, mtime_ns: int) 
 
 
 @each_row("text", ["nan", "inf", "1e999999999", "9" * 30, "-1e400"])
-def test_times_that_are_none_are_refused(repository: LocalRepository, text: str) -> None:
+def test_malformed_times_are_refused(repository: LocalRepository, text: str) -> None:
     info = of_type(tarfile.DIRTYPE)
     info.pax_headers = {"mtime": text}
     report = put(repository, tar_of(("a", info), ("b", b"1")))
@@ -244,7 +244,7 @@ def test_with_delete_a_folder_takes_the_place_of_a_file(repository: LocalReposit
 
 
 def test_files_in_a_row_that_are_left_out(repository: LocalRepository) -> None:
-    """Plain files of one folder are put at once, but not where there are filters."""
+    """Plain files of one folder are put together, except with filters."""
     put(repository, tar_of(("a.jpg", b"1"), ("x/c.jpg", b"4")))
     put(repository, tar_of(("x/d.jpg", b"5"), ("y/e.txt", b"6")), exclude=("x", "*.txt"))
     assert sorted(contents(repository)) == [b"a.jpg", b"x", b"x/c.jpg"]
@@ -254,9 +254,7 @@ WHOLE = tar_of(("a", b"1" * 600), ("b", b"2" * 600), ("c", b"3" * 600))
 
 
 @pytest.mark.parametrize("length", [513, 1024, 1536, 1537, 2048, 2560, 3000, 3072, 4608])
-def test_a_tar_that_breaks_off_gives_what_came_and_deletes_nothing(
-    repository: LocalRepository, length: int
-) -> None:
+def test_a_truncated_tar_gives_its_first_entries(repository: LocalRepository, length: int) -> None:
     """At any place: in a header, in a content, between entries, before the end mark."""
     put(repository, tar_of(("old", b"1")))
     report = put(repository, WHOLE[:length], delete=True)
@@ -281,7 +279,7 @@ def test_damage_inside_is_not_the_end(repository: LocalRepository) -> None:
 
 
 @each_row("data", [b"", b"x", b"no tar" * 1000, b"\x1f\x8b", gzip.compress(b"x" * 999, mtime=0)])
-def test_what_is_no_tar_is_refused(repository: LocalRepository, data: bytes) -> None:
+def test_another_format_is_refused(repository: LocalRepository, data: bytes) -> None:
     with pytest.raises(UsageError, match="the input is no tar"):
         put(repository, data)
 
@@ -352,7 +350,7 @@ def test_M10_hard_links_in_a_row_take_linear_time(repository: LocalRepository) -
     assert set(hard_link_origins(links).values()) == {b"%d" % count}
     ring = {b"%d" % i: b"%d" % ((i + 1) % count) for i in range(count)}
     assert len(set(hard_link_origins(ring).values())) == 1
-    assert time.process_time() - start_s < 5  # it would be minutes
+    assert time.process_time() - start_s < 5  # it would take minutes
     chain = [(f"l{i}", of_type(tarfile.LNKTYPE, f"l{i + 1}" if i < 9 else "x")) for i in range(10)]
     put(repository, tar_of(*chain, ("x", b"all")))
     assert set(contents(repository).values()) == {b"all"}
@@ -371,7 +369,7 @@ def test_files_larger_than_a_read_stand_between_small_ones(repository: LocalRepo
 
 
 def test_names_in_any_order_and_again_in_another(repository: LocalRepository) -> None:
-    """Metadata stores keep files of one folder together, by name: whatever comes between them."""
+    """Metadata stores keep files of one folder together, by name, whatever comes between them."""
     names = [f"d{i % 3}/f{(i * 7919) % 1000:03}" for i in range(900)]
     links = {f"d{i}/f{k}5x": of_type(tarfile.SYMTYPE, "f") for i in range(3) for k in range(40, 60)}
     entries: list[Entry] = [(name, name.encode()) for name in names]

@@ -1,4 +1,4 @@
-"""Plain files of a tar, read as columns: whatever the bytes are, `tarfile` reads the same."""
+"""Plain files of a tar, read as columns: for any bytes, `tarfile` reads the same."""
 
 import io
 import subprocess
@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.rows import each_row
 
 Read = tuple[bytes, int, int, int, int]
-"""Name, mode, mtime_ns, where the content is and how long."""
+"""Name, mode, mtime_ns, offset and length of the content."""
 
 NAMES = st.one_of(
     st.sampled_from(
@@ -82,7 +82,7 @@ def archives(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """An archive of which some bytes are others; the checksums of headers may be right again."""
+    """An archive with some damaged bytes; the checksums of headers may be right again."""
     data = bytearray(draw(archives()))
     for _ in range(draw(st.integers(1, 4))):
         block = draw(st.integers(0, len(data) // BLOCK_BYTES - 1)) * BLOCK_BYTES
@@ -108,7 +108,7 @@ def columns(data: bytes) -> tuple[list[Read], int]:
 
 
 def by_tarfile(data: bytes, count: int) -> tuple[list[Read], int]:
-    """What `tarfile` reads of the first entries, all of which have to be regular files."""
+    """The first entries as `tarfile` reads them; all have to be regular files."""
     found: list[Read] = []
     end = 0
     with tarfile.open(
@@ -129,7 +129,7 @@ def by_tarfile(data: bytes, count: int) -> tuple[list[Read], int]:
 
 @examples(300)
 @given(st.one_of(archives(), damaged(), st.binary(max_size=2000)))
-def test_what_is_read_as_columns_is_what_tarfile_reads(data: bytes) -> None:
+def test_columns_equal_the_records_of_tarfile(data: bytes) -> None:
     read, end = columns(data)
     assert end <= len(data)
     if read:
@@ -158,7 +158,7 @@ def test_files_of_every_common_form_need_no_tarfile(form: str, tmp_path: Path) -
         assert data[start : start + size] == b"%d" % number * 700
 
 
-def test_a_file_that_is_not_whole_is_left() -> None:
+def test_a_truncated_file_is_left_to_tarfile() -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name in ("a", "b"):

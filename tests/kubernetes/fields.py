@@ -28,13 +28,11 @@ def text(value: object, *path: str | int) -> str:
 
 
 def whole(value: object, *path: str | int, default: int = 0) -> int:
-    """The whole number below a path."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) else default
 
 
 def flag(value: object, *path: str | int, default: bool = False) -> bool:
-    """The truth value below a path."""
     found = at(value, *path)
     return found if isinstance(found, bool) else default
 
@@ -46,7 +44,6 @@ def fields(value: object, *path: str | int) -> Json:
 
 
 def texts(value: object, *path: str | int) -> dict[str, str]:
-    """The texts in the object below a path, by name."""
     found = fields(value, *path)
     return {name: each for name, each in found.items() if isinstance(each, str)}
 
@@ -58,6 +55,5 @@ def items(value: object, *path: str | int) -> list[object]:
 
 
 def condition_of(status: Json, kind: str) -> Json:
-    """A condition of a status; empty if it is not there."""
     found = [fields(each) for each in items(status, "conditions") if at(each, "type") == kind]
     return found[0] if found else {}

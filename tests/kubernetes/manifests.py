@@ -1,4 +1,4 @@
-"""Reads the manifests in folders, and holds objects against the published schemas of Kubernetes."""
+"""Reads manifests from folders, and checks objects against Kubernetes' published schemas."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,13 +13,13 @@ VERSIONS = ["1.27", kubernetes_validate.latest_version()]
 
 
 def objects(*folders: Path) -> list[Json]:
-    """The objects in all files of some folders, but for what kustomize reads."""
+    """The objects in all files of some folders, without those for kustomize."""
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     return [each for path in files if path.name != "kustomization.yaml" for each in read(path)]
 
 
 def check_schemas(found: Iterable[Json]) -> None:
-    """Each object has its published schema, in the oldest release and in the newest one."""
+    """Assert that each object has its published schema, in the oldest and in the newest release."""
     for each in found:
         for version in VERSIONS:
             kubernetes_validate.validate(each, version, strict=True)

@@ -1,1 +1,1 @@
-"""The mount: semantics over every session, life and death of the daemon."""
+"""The mount: its semantics over every session, its start and its end."""

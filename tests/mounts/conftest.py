@@ -31,16 +31,15 @@ ODD_NAMES = [
 
 @pytest.fixture(params=TESTED_SESSIONS, scope="session")
 def session(request: pytest.FixtureRequest) -> str:
-    """Every session: the same tests run over each."""
     return str(request.param)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the sessions of each test, and their tiers.
 
-    A test marked `@pytest.mark.only_session(NAME, ...)` runs over these alone. Any other runs over
-    the native session in the fast tier and over the kernel session in the deep one. pyfuse3 is the
-    reference: the tests of `ALL_SESSIONS` compare it with the others, and nothing else needs it.
+    A test marked `@pytest.mark.only_session(NAME, ...)` runs over these alone. Any other test runs
+    over the native session in the fast tier and over the kernel session in the deep one. pyfuse3 is
+    the reference: only the tests of `ALL_SESSIONS` compare it with the others.
     """
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
@@ -68,12 +67,11 @@ class LiveMount:
     pid: int
 
     def release_reads(self) -> None:
-        """Lets reads of files called `wait*` end."""
         self.source.with_name(self.source.name + RELEASE_SUFFIX).touch()
 
 
 def request_for(source: Path, at: Path, session: str = "auto", **options: object) -> MountRequest:
-    """A request to mount a source folder, with a read deadline that no test reaches by chance."""
+    """A request to mount a source folder. No test reaches its read deadline by chance."""
     values: dict[str, object] = {
         "url": source.as_uri(),
         "dataset": "folder",
@@ -89,7 +87,6 @@ def request_for(source: Path, at: Path, session: str = "auto", **options: object
 def mounting(
     source: Path, at: Path, session: str = "auto", **options: object
 ) -> Iterator[LiveMount]:
-    """A mount of a source folder, which is ended whatever happened to it."""
     at.mkdir(exist_ok=True)
     mount(request_for(source, at, session, **options), program=PROGRAM)
     try:
@@ -113,7 +110,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A folder that an ordinary user may use; those of pytest are closed to other users."""
+    """A folder that an ordinary user may use; pytest's own folders are closed to other users."""
     folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
     os.chown(folder, USER, USER)
     yield folder

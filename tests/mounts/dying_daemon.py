@@ -1,16 +1,16 @@
-"""The program of a mount, processes of which are killed at a moment.
+"""The program of a mount that kills its own processes at a moment.
 
 The environment variable `MOMENT` names the moment, and `DIES` the processes (worker, server,
-supervisor), with commas between; `nobody`: the mount pauses instead.
+supervisor), separated by commas; `nobody`: the mount pauses instead.
 
-While a mount starts, that is one of `STARTS`; its dataset is a folder. In the midst of a switch:
+While a mount starts, the moment is one of `STARTS`; its dataset is a folder. During a switch:
 
-- `told`: the kernel is told of the first change, in a FUSE mount;
+- `notified`: the kernel has the first notification, in a FUSE mount;
 - `made`: the new tree of a native mount is mounted nowhere yet;
 - `beneath`: it lies beneath the old one;
 - `detached`: the old one is gone.
 
-Without `DIES`, none is killed. The kernel may be another one, too (`other_kernels.py`).
+Without `DIES`, none is killed. `other_kernels.py` can replace the kernel, too.
 """
 
 import errno
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from diesel_fs.mounts.daemon import server
+from diesel_fs.mounts.daemon import session_choice
 from diesel_fs.mounts.daemon.supervisor import main
 from diesel_fs.mounts.sessions import native, native_tree
 from diesel_fs.mounts.sessions.native import NativeSession
@@ -52,8 +52,8 @@ opened: list[int] = []
 
 
 def die() -> None:
-    """Kills the processes that `DIES` names, the one that runs this last: the worker, or the
-    server, which are the supervisor's children. Calls by the supervisor do nothing."""
+    """Kill the processes that `DIES` names, the caller last. The worker and the server call this;
+    they are the supervisor's children. Calls by the supervisor do nothing."""
     supervisor = os.getppid()
     if supervisor != first_process:
         return
@@ -63,7 +63,7 @@ def die() -> None:
         pids["worker"] = int(children[1])
     names = [name for name in os.environ[DIES].split(",") if name in pids]
     for name in sorted(names, key=lambda name: pids[name] == os.getpid()):
-        with suppress(ProcessLookupError):  # the end of the supervisor has ended it
+        with suppress(ProcessLookupError):  # the supervisor's end has ended it
             os.kill(pids[name], signal.SIGKILL)
 
 
@@ -79,7 +79,7 @@ def reach(moment: str) -> None:
 
 
 def then_dying(function: Callable[_P, _T], times: int = 1) -> Callable[_P, _T]:
-    """The function, after the last of so many calls of which the processes are killed."""
+    """Replace a function: after its call number `times`, the processes are killed."""
 
     def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
         result = function(*arguments, **named)
@@ -100,8 +100,8 @@ def dying_first(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def attach_tree_alone(mount: int, path: str, *, folder: int = -1, beneath: bool = False) -> None:
-    """The system call of a kernel that mounts nothing in a tree that is attached nowhere (before
-    Linux 6.15). The processes are killed once the tree is attached."""
+    """The system call of a kernel that mounts nothing in a detached tree (before Linux 6.15). The
+    processes are killed once the tree is attached."""
     if folder < 0:
         attached.append(path)
         attach_mount(mount, path)
@@ -113,7 +113,7 @@ def attach_tree_alone(mount: int, path: str, *, folder: int = -1, beneath: bool 
 
 
 STARTS: dict[str, tuple[object, str, object]] = {
-    "the image is built": (server, "open_image", then_dying(open_image)),
+    "the image is built": (session_choice, "open_image", then_dying(open_image)),
     "FUSE is mounted": (syscalls, "new_fuse", then_dying(syscalls.new_fuse)),
     "the tree is mounted": (native, "mount_tree", then_dying(mount_tree)),
     "the tree is attached alone": (syscalls, "attach_mount", attach_tree_alone),
@@ -127,15 +127,15 @@ STARTS: dict[str, tuple[object, str, object]] = {
         for number in (1, 2, 3)
     },
 }  # fmt: skip
-"""When the processes are killed: module and name of a function, and what replaces it."""
+"""When the processes are killed: module and name of a function, and its replacement."""
 
 
-# In the midst of a switch
+# During a switch
 
 
 def write(descriptor: int, content: bytes) -> int:
     if len(content) > OUT_HEADER.size and OUT_HEADER.unpack_from(content)[1] == NOTIFY_INVALIDATE:
-        reach("told")
+        reach("notified")
     return real_write(descriptor, content)
 
 

@@ -3,8 +3,8 @@
 `request.url` names the source folder, `request.dataset` the dataset. Five environment variables
 change the program: `WATCHDOG` is the time that the server may not answer, `GRACE` the time for
 reads at the end, `LACKING` has the bits of INIT that the kernel pretends to lack, `KERNEL` names
-what else it pretends, and `WORKS_UNTIL` a file: until it is there, the daemon does not end, and
-uses processor time, as while the kernel forgets millions of files.
+the other kernel (`other_kernels.py`), and `WORKS_UNTIL` a file: until it exists, the daemon does
+not end and uses processor time, as it does while the kernel forgets millions of files.
 """
 
 import logging
@@ -17,7 +17,7 @@ import trio
 
 from diesel_fs.errors import NoSuchDataset
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.daemon.server import GRACE_S
+from diesel_fs.mounts.daemon.ending import GRACE_S
 from diesel_fs.mounts.daemon.supervisor import WATCHDOG_S, main
 from diesel_fs.mounts.options import MountRequest
 from diesel_fs.mounts.sessions import protocol
@@ -35,10 +35,9 @@ WORKS_S_MAX = 60.0
 
 
 class FaultySnapshot(Snapshot):
-    """A snapshot in which the lookup of some names raises an exception, as a bug would."""
+    """A snapshot in which looking up some names raises an exception, as a bug would."""
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index, or the exception that the name asks for."""
         match name:
             case b"raise KeyError":
                 raise KeyError(name)
@@ -77,10 +76,7 @@ def cancelled() -> trio.Cancelled:
 
 
 class FolderMountSource(MountSource):
-    """The source folder that the URL names, as a dataset."""
-
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """The snapshot, or the fault that the dataset's name asks for."""
         if request.dataset == "absent":
             raise NoSuchDataset("no dataset absent", advice="put it first")
         if request.dataset == "broken":
@@ -111,7 +107,7 @@ real_read = os.read
 
 
 def read_lacking_flags(descriptor: int, size: int) -> bytes:
-    """The system call, under a kernel that lacks the flags of `LACKING` in its INIT."""
+    """The system call of a kernel that lacks the flags of `LACKING` in its INIT."""
     content = real_read(descriptor, size)
     if os.readlink(f"/proc/self/fd/{descriptor}") != "/dev/fuse":
         return content

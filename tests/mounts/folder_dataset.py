@@ -1,7 +1,7 @@
 """A dataset made of a plain folder, without chunks: the snapshot is real, contents are its files.
 
-The names of files say which fault their reads meet. The code under test knows nothing of these
-names.
+The names of files choose the fault that their reads meet. The code under test knows nothing of
+these names.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ IDENTITY_PREFIX = "0123456789abcdef"
 CHUNK = ChunkId(bytes(range(16)))
 RELEASE_SUFFIX = ".go"
 """While the file `SOURCE.go` is missing beside the source, reads of files called `wait*` hang. The
-first read of a file called `retry*` fails, and the second one hangs.
-"""
+first read of a file called `retry*` fails, and the second one hangs."""
 
 PUSHED = "waitpush"
-"""Reads of files called so hang too, but the worker gets them: it pushes what is being read."""
+"""Reads of these files hang too, but the worker gets them: it pushes the file that is being
+read."""
 
 HANG = "hang"
-"""Files called so hang the worker, but no reader, while `SOURCE.go` is missing."""
+"""These files hang the worker, but no reader, while `SOURCE.go` is missing."""
 
 MANY = "many-"
 """The dataset `many-N` has one folder `many` of N empty files, which do not exist on disk."""
@@ -41,7 +41,7 @@ LEFT_OUT = (
     *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
     *("wait", "retry"),
 )
-"""The worker leaves out files called so, as it leaves out damaged files."""
+"""The worker leaves out these files, as it leaves out damaged files."""
 
 _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
 
@@ -98,7 +98,6 @@ def _merged(
 
 
 def many_names(count: int) -> list[bytes]:
-    """The names in the folder `many` of such a dataset, in order."""
     return [b"%07d-%s" % (number, b"x" * (number % 40)) for number in range(count)]
 
 
@@ -114,7 +113,7 @@ def many(dataset: str) -> bytes:
 
 
 class FolderBatchSource:
-    """The `BatchSource` of the worker: files of the source folder, whole."""
+    """The `BatchSource` of the worker: whole files of the source folder."""
 
     is_slow = False
 
@@ -124,7 +123,7 @@ class FolderBatchSource:
         self._given = 0
 
     def batches(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
-        """Each file in one part. Raises ObjectStoreError."""
+        """Yield each file in one part. Raises ObjectStoreError."""
         for entry in entries.tolist():
             path = Path(
                 os.fsdecode(os.path.join(os.fsencode(self._source), self._snapshot.path(entry)))
@@ -145,7 +144,6 @@ class FolderBatchSource:
         """Does nothing: a folder is fast."""
 
     def read_costs(self, units: Sequence[npt.NDArray[np.uint32]]) -> Sequence[tuple[float, float]]:
-        """Nothing: a folder is fast."""
         return [(0.0, 0.0)] * len(units)
 
     def stats(self) -> dict[str, int]:
@@ -167,7 +165,6 @@ class FolderReader:
         self._at_once = self._at_once_max = 0
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """The bytes, or the fault that the file's name asks for."""
         with self._lock:
             self._at_once += 1
             self._at_once_max = max(self._at_once_max, self._at_once)
@@ -184,7 +181,7 @@ class FolderReader:
         while waits and not self._source.with_name(self._source.name + RELEASE_SUFFIX).exists():
             time.sleep(0.01)  # a store that does not answer
         if name.startswith("retry") and not waits:
-            self._failed_once.add(index)  # the kernel repeats the READ, and that one waits
+            self._failed_once.add(index)  # the kernel repeats the READ, and the second one waits
             raise ObjectMissing("not yet")
         match name.split(".")[0]:
             case "missing":
@@ -210,12 +207,11 @@ class FolderReader:
         return content[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The bytes of a file that was read before."""
+        """The bytes of a file that was read before, else None."""
         content = self._contents.get(index)
         return None if content is None else content[offset : offset + size]
 
     def stats(self) -> dict[str, int]:
-        """How many files are in memory, and how many reads were under way at once."""
         return {"entries": len(self._contents), "at_once_max": self._at_once_max}
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The program of a mount on a machine that frees no pages by itself: what was pushed into the page
-cache stays there until the mount drops it.
+"""The program of a mount on a machine that frees no pages by itself: pushed pages stay in the page
+cache until the mount drops them.
 
-A real machine may free pages that nobody has read for some seconds (DAMON does), more of them
-where a busy machine makes readers slow. The mount notices by samples and READs, and then takes
-those beside them for freed, too. Here it never does, so what is resident follows from what it
-decides.
+A real machine may free pages that nobody has read for some seconds (DAMON does), and more of them
+when load makes readers slow. The mount notices this by samples and READs, and then assumes that the
+pages beside them are gone, too. Here it never does, so residency follows from the mount's decisions
+alone.
 """
 
 import logging
@@ -19,7 +19,6 @@ PROGRAM = (sys.executable, "-m", "tests.mounts.keeping_daemon")
 
 
 def whole_bytes(cache: PageCache, entry: int) -> int:
-    """As many bytes of a file as it has."""
     return cache._snapshot.stat(entry).size
 
 

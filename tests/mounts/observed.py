@@ -1,4 +1,4 @@
-"""What tests of mounts observe: statistics, processes, logs, requests; and how they wait."""
+"""Observing mounts in tests: statistics, processes, logs, requests; and waiting for them."""
 
 import json
 import mmap
@@ -21,6 +21,7 @@ from diesel_fs.mounts.plans.control import Control
 from diesel_fs.mounts.tree.vfs import STATS_MAX_AGE_S
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import LiveMount, request_for
+from tests.processes import state_of
 from tests.unprivileged_user import module_path
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -36,7 +37,6 @@ FOREGROUND = """if True:
 
 
 def foreground_command(source: Path, at: Path, session: str) -> list[str]:
-    """A program that mounts a source folder in the foreground."""
     request = request_for(source, at, session).to_json().decode()
     return [sys.executable, "-c", FOREGROUND, request]
 
@@ -47,8 +47,7 @@ def noise(seed: int, size: int = FILE_BYTES) -> bytes:
 
 @contextmanager
 def locked_in_memory(*paths: Path) -> Iterator[None]:
-    """Read files, and have the kernel keep them meanwhile, which it may reclaim at any time
-    otherwise."""
+    """Read files, and keep the kernel from reclaiming their pages meanwhile."""
     with ExitStack() as stack:
         for path in paths:
             with path.open("rb") as file:
@@ -61,7 +60,6 @@ def locked_in_memory(*paths: Path) -> Iterator[None]:
 def put(
     url: str, files: Mapping[str, bytes], dataset: str = "ds", *, one_each: bool = False
 ) -> None:
-    """Put files into a dataset, into one chunk or a chunk for each."""
     with connect(dataset, url, create=True) as written:
         for path, content in files.items():
             written.put(content, path)
@@ -71,7 +69,6 @@ def put(
 
 @contextmanager
 def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[Path]:
-    """A mount that is ended whatever happened to it."""
     mount(request, program=program)
     try:
         yield Path(request.mountpoint)
@@ -81,14 +78,13 @@ def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[
 
 
 def current_stats(at: Path) -> dict[str, object]:
-    """The statistics as they are now, by the control socket, for which the worker must answer."""
     with Control.connect(at) as control:
         return dict(control.stats())
 
 
 def fresh_stats(mounted: LiveMount) -> dict[str, object]:
-    """The content of `.diesel/stats`, made after this call began. It waits, since polling it would
-    count requests."""
+    """The content of `.diesel/stats`, made after this call began. It waits, since polling would add
+    requests."""
     time.sleep(STATS_MAX_AGE_S + 0.02)
     values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
     assert isinstance(values, dict)
@@ -96,7 +92,6 @@ def fresh_stats(mounted: LiveMount) -> dict[str, object]:
 
 
 def figures(found: Mapping[str, object], *names: str) -> dict[str, int]:
-    """A group of figures within statistics."""
     for name in names:
         found = cast("Mapping[str, object]", found[name])
     return cast("dict[str, int]", found)
@@ -115,16 +110,8 @@ def log_of(mounted: LiveMount) -> str:
     return log_path(request_for(mounted.source, mounted.at)).read_text()
 
 
-def state_of(pid: int) -> str:
-    """The state letter of a process; Z for a zombie, empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended. A zombie has, if its parent is pid 1, which may reap it late."""
+    """Whether a process has ended. A zombie has if its parent is pid 1, which may reap it late."""
     if state_of(pid) != "Z":
         return not state_of(pid)
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
@@ -139,7 +126,6 @@ class Processes(NamedTuple):
 
     @classmethod
     def of(cls, at: Path) -> "Processes":
-        """Those of the mount at a place."""
         found = figures(stats(at))
         [worker] = set(children_of(found["pid"])) - {found["server_pid"]}
         return cls(found["pid"], found["server_pid"], worker)
@@ -157,11 +143,7 @@ class Program:
     """A Python program in a process of its own, which has printed a first line."""
 
     def __init__(
-        self,
-        text: str,
-        *arguments: object,
-        by: Sequence[str] = (),
-        python: str = sys.executable,
+        self, text: str, *arguments: object, by: Sequence[str] = (), python: str = sys.executable
     ) -> None:
         """`by` are the words of a program that starts it."""
         self._process = subprocess.Popen(
@@ -173,7 +155,7 @@ class Program:
             cwd="/",
         )
         self.pid: int = self._process.pid
-        self.first_line: str = self._told()
+        self.first_line: str = self._read_line()
         assert self.first_line, self.end()
 
     def __enter__(self) -> Self:
@@ -183,15 +165,14 @@ class Program:
         self._process.kill()
         self._process.communicate(timeout=PATIENCE_S)
 
-    def _told(self) -> str:
+    def _read_line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
     def ask(self, question: str) -> str:
-        """Sends a line. Returns the line of the answer."""
         assert self._process.stdin is not None
         print(question, file=self._process.stdin, flush=True)
-        return self._told()
+        return self._read_line()
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -200,7 +181,7 @@ class Program:
         return self._process.poll() is not None
 
     def end(self) -> str:
-        """Ends its input, and waits for its end. Returns what it printed since."""
+        """Close its input, and wait for its end. Returns the output since the last answer."""
         return self._process.communicate(timeout=PATIENCE_S)[0]
 
 
@@ -214,13 +195,11 @@ HOLD = """if True:
 
 
 def holding(hold: str, after: str = "") -> Program:
-    """A process that uses a mount in some way, until it is told to end."""
     return Program(HOLD.format(hold=hold, after=after))
 
 
 def with_our_modules(home: Path, **environment: str) -> list[str]:
-    """The words before a command that imports our modules, and has nothing else of this process's
-    environment."""
+    """The words before a command that imports our modules with an otherwise empty environment."""
     values = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": module_path(),
@@ -263,6 +242,6 @@ READ = """if True:
 
 
 def reading(path: Path, content: bytes, count: int = 1) -> Program:
-    """A process with threads that read a file at once. It prints how each read ends: by an errno,
-    or that it is right. The content repeats its first 16 bytes."""
+    """A process with threads that read a file at once. For each read it prints an errno, or that
+    the content is right. The content repeats its first 16 bytes."""
     return Program(READ, path, content[:16].hex(), count, len(content) // 16)

@@ -1,4 +1,4 @@
-"""Kernels other than the one of this machine, as far as the daemon of a native mount meets them.
+"""Kernels other than this machine's, as far as the daemon of a native mount notices a difference.
 
 `meet` replaces system calls in the program of a mount, so that they fail as they would there.
 """
@@ -21,7 +21,6 @@ attach_mount, copy_mount = syscalls.attach_mount, syscalls.copy_mount
 
 
 def meet(names: str) -> None:
-    """Runs the program on such a kernel from now on."""
     for name in names.split():
         _KINDS[name]()
 
@@ -38,7 +37,7 @@ def _no_file_mounts() -> None:
 
 
 def _zeros() -> None:
-    """A read that gets only a part succeeds, so the name that the probe looks up is not found."""
+    """A read of which only a part succeeds, so the name that the probe looks up is not found."""
 
     def look_up(
         path: str | bytes | int, *, dir_fd: int | None = None, follow_symlinks: bool = True

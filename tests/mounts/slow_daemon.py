@@ -1,8 +1,7 @@
-"""The program of a mount, in which some things take longer: environment variables say how long.
-
-`STORE` is for each read of the object store, `RANGES` for each that the prefetch worker makes,
-`PEER` for each answer of a node of the task, `DECODE` for each time that bytes are decompressed and
-checked, `LOOKUP` for each name; all in seconds.
+"""The program of a mount in which some steps take longer, in seconds, by environment variables:
+`STORE` for each read of the object store, `RANGES` for each one by the prefetch worker, `PEER` for
+each answer of a node of the task, `DECODE` for each decompression and check, `LOOKUP` for each
+name.
 """
 
 import logging

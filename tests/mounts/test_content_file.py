@@ -1,5 +1,4 @@
-"""The content file without a mount: every READ of it gives the contents at their addresses, or
-EIO."""
+"""The content file without a mount: each READ gives the contents at their addresses, or EIO."""
 
 import errno
 import os
@@ -37,7 +36,7 @@ class Reader:
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
         self._source = source
-        self.asked: list[str] = []
+        self.reads: list[str] = []
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
         self.stuck: set[str] = set()  # from the second time on they hang until the end
@@ -49,8 +48,8 @@ class Reader:
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
         name = self._name(index)
-        self.asked.append(name)
-        if name in self.stuck and self.asked.count(name) > 1:
+        self.reads.append(name)
+        if name in self.stuck and self.reads.count(name) > 1:
             self.closed.wait()
         elif name in self.hanging:
             self.go_on.wait()
@@ -59,7 +58,6 @@ class Reader:
         return memoryview((self._source / name).read_bytes())[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """Files that a test has put into memory."""
         name = self._name(index)
         if name not in self.in_memory:
             return None
@@ -102,7 +100,6 @@ class Content:
             return error.errno
 
     def span(self, first: str, last: str) -> tuple[int, int]:
-        """Offset and size of the READ of two files and all between them."""
         start, end = self.starts[first], self.starts[last] + BLOCK_BYTES
         return start, end - start
 
@@ -124,7 +121,8 @@ def content(source: Path) -> Iterator[Content]:
 
 
 def test_a_READ_of_any_range_gives_contents_and_zeros_between(content: Content) -> None:
-    """Whichever files are in memory; also where no file is any more."""
+    """Any of the files may be in memory, and the range may have addresses that no file has any
+    more."""
     noise = random.Random(1)
     blocks = len(content.bytes) // BLOCK_BYTES
     for _ in range(100):
@@ -169,7 +167,6 @@ class Outage:
         return bytes(size)
 
     async def succeeds(self) -> bool:
-        """Whether a READ does."""
         try:
             return bool(await self.version.read(0, 0, 4096))
         except FuseErrno:
@@ -182,10 +179,10 @@ class Outage:
     fails_in_s=st.sampled_from([0.0, 0.001, 0.2, 3.0, 20.0]),
     paces_s=st.lists(st.sampled_from([0.02, 0.2, 0.9, 1.1, 7.0]), min_size=1, max_size=4),
 )
-def test_H22_a_store_that_is_well_again_is_seen_by_the_first_READ(
+def test_H22_the_first_READ_after_an_outage_succeeds(
     well_s: float, fails_in_s: float, paces_s: list[float]
 ) -> None:
-    """However often readers try: after an attempt that took long, READs fail for a second more."""
+    """Readers may try often: after an attempt that took long, READs fail for a second more."""
     outage = Outage(well_s, fails_in_s)
     late: list[float] = []
 
@@ -209,8 +206,8 @@ def test_H22_a_store_that_is_well_again_is_seen_by_the_first_READ(
     assert late == []
 
 
-def test_READs_that_the_kernel_repeats_do_not_each_wait_for_a_store_that_hangs() -> None:
-    """It sends two for each page that it wanted to read ahead, one behind the other."""
+def test_READs_that_the_kernel_repeats_do_not_each_wait_for_a_hanging_store() -> None:
+    """It sends two for each page of a failed read-ahead, one after the other."""
     outage = Outage(1e9, 30.0)
 
     async def main() -> None:
@@ -224,7 +221,7 @@ def test_READs_that_the_kernel_repeats_do_not_each_wait_for_a_store_that_hangs()
     assert outage.attempts == 1
 
 
-def test_a_file_that_hangs_delays_those_beside_it_for_a_moment_only(
+def test_a_file_that_hangs_delays_the_files_beside_it_only_for_a_moment(
     content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A READ of several files fails then; one of that file alone waits."""
@@ -239,7 +236,7 @@ def test_a_file_that_hangs_delays_those_beside_it_for_a_moment_only(
 
 
 def test_READs_of_a_file_that_wait_fail_together(content: Content) -> None:
-    """The second one would hang for longer than the first."""
+    """Otherwise the second one would hang for longer than the first."""
     content.reader.hanging = content.reader.failing = content.reader.stuck = {"h"}
     found: list[int] = []
 
@@ -253,7 +250,7 @@ def test_READs_of_a_file_that_wait_fail_together(content: Content) -> None:
         async with trio.open_nursery() as nursery:
             for number in range(2):
                 nursery.start_soon(read, number)
-                await soon(lambda number=number: len(content.reader.asked) > number)
+                await soon(lambda number=number: len(content.reader.reads) > number)
             content.reader.go_on.set()
 
     trio.run(read_two)

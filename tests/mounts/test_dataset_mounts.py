@@ -16,7 +16,6 @@ HIDDEN = "51 50 0:41 / /mnt/a/.diesel ro,nosuid - fuse.diesel pets@7 ro,user_id=
 
 
 def found_in(*lines: str) -> dict[str, DatasetMount]:
-    """The mounts of datasets in a table with these lines, by path, whatever their order."""
     found = [
         {each.path: each for each in dataset_mounts(parse_mounts("\n".join(order).encode()))}
         for order in ([ROOT, *lines], [ROOT, *lines][::-1])
@@ -48,7 +47,8 @@ def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder(
 
 
 def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
-    """An EROFS whose source is a path, other FUSE file systems; one inside a tree is one."""
+    """An EROFS whose source is a path, other FUSE file systems. A dataset's mount inside a tree is
+    found."""
     assert not found_in("50 22 7:0 / /mnt/a ro - erofs /dev/loop0 ro")
     assert not found_in("50 22 0:42 / /mnt/a ro - erofs ./image ro")
     assert not found_in("50 22 0:42 / /mnt/a ro - fuse.sshfs pets@7 ro")

@@ -21,7 +21,7 @@ NAMES = ["control", "filelist", "filelist0", "shuffle", "shuffle0", "snapshot", 
 
 
 def test_the_folder_is_reached_but_not_listed(tree: LiveMount) -> None:
-    """The root does not list it: ImageFolder would take it for a class."""
+    """ImageFolder would take it for a class."""
     assert ".diesel" not in os.listdir(tree.at)
     assert sorted(os.listdir(tree.at / ".diesel")) == NAMES
     assert {each.name: each.is_dir() for each in os.scandir(tree.at / ".diesel")} == {

@@ -75,7 +75,7 @@ def test_versions_and_ways_to_show_them_continue_one_chain() -> None:
     assert blocks == [[0, 1, 3], [0, 1, 3], [0, 3, 4]]
 
 
-def test_another_snapshot_that_calls_itself_by_the_same_version_has_its_own_image() -> None:
+def test_another_snapshot_of_the_same_version_has_its_own_image() -> None:
     """A user may mount a forged snapshot from a file."""
     assert opened(snapshot_of(FIRST)).entry_count == 3
     assert opened(snapshot_of({b"x": file(3, 96, 1)})).entry_count == 2
@@ -97,12 +97,12 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_image_is_made_again_in_a_new_chain(
     folder: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mount may still read the one that was lost: its addresses must not be given again."""
+    """A mount may still read the lost one, so its addresses must not be given again."""
     snapshot = snapshot_of(FIRST)
     image = opened(snapshot)
     [path] = kept(folder)
     good = path.read_bytes()
-    path.unlink()  # else the mapping changes, which others cannot do in this folder
+    path.unlink()  # otherwise the mapping changes, which others cannot do in this folder
     path.write_bytes(DAMAGE[how](good))
     again = opened(snapshot)
     assert (again.entry_count, again.sequence) == (3, 1)
@@ -124,7 +124,7 @@ def test_no_image_of_another_tree_is_used(folder: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("lost", ["image", "record", "part of the record", "text"])
-def test_a_chain_of_which_something_is_lost_is_not_continued(folder: Path, lost: str) -> None:
+def test_a_chain_that_lost_a_part_is_not_continued(folder: Path, lost: str) -> None:
     opened(snapshot_of(FIRST))
     last = opened(snapshot_of(SECOND, version=2))
     record = next(folder.glob("*.chain"))
@@ -151,7 +151,7 @@ def test_a_chain_without_addresses_left_gives_way_to_a_new_one() -> None:
     assert second.sequence == 1
 
 
-def test_what_cannot_be_shown_is_an_error(folder: Path) -> None:
+def test_a_tree_that_cannot_be_shown_is_an_error(folder: Path) -> None:
     with pytest.raises(ImageTooLarge):
         open_image(snapshot_of_large_file(20 << 40), ME)
     with pytest.raises(FormatError, match="target"):
@@ -159,7 +159,7 @@ def test_what_cannot_be_shown_is_an_error(folder: Path) -> None:
     assert kept(folder) == []
 
 
-# What is kept
+# Images that are kept
 
 
 def versions_in(folder: Path) -> list[int]:
@@ -183,7 +183,6 @@ def test_the_images_used_last_are_kept_and_those_that_are_open(folder: Path) -> 
 
 
 def name_of_another(kind: str, ours: str, tag: str) -> str:
-    """The name of a file of another boot or dataset, made from that of one of ours."""
     rest, boot = ours.split(".")
     return {
         "boot": f"{rest}.{tag}",
@@ -193,8 +192,8 @@ def name_of_another(kind: str, ours: str, tag: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["boot", "dataset", "chain"])
-def test_what_was_unused_for_a_week_goes_unless_a_node_has_it_open(folder: Path, kind: str) -> None:
-    """The folder may be shared by nodes, and holds what was left before a boot."""
+def test_images_unused_for_a_week_are_removed_unless_they_are_open(folder: Path, kind: str) -> None:
+    """Nodes may share the folder, and it holds files from before a boot."""
     opened(snapshot_of(FIRST))
     [kept_image] = kept(folder)
     used, unused, recent = (folder / name_of_another(kind, kept_image.name, tag) for tag in "012")
@@ -208,7 +207,7 @@ def test_what_was_unused_for_a_week_goes_unless_a_node_has_it_open(folder: Path,
         assert (used.exists(), unused.exists(), recent.exists()) == (True, False, True)
 
 
-def test_an_image_of_before_a_boot_is_not_used(
+def test_an_image_of_an_earlier_boot_is_not_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(snapshot_of(FIRST)).chain
@@ -269,7 +268,6 @@ images.open_image(snapshot_of(FIRST), Shown(uid=1000, gid=1001))
 
 @pytest.fixture
 def builder() -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that is in the midst of building the image."""
     process = subprocess.Popen([sys.executable, "-c", BUILDER], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -280,7 +278,7 @@ def builder() -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def test_a_process_waits_for_another_that_builds_and_goes_on_where_that_is_killed(
+def test_a_process_waits_for_a_builder_and_takes_over_if_it_is_killed(
     builder: subprocess.Popen[bytes], folder: Path
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
@@ -289,7 +287,7 @@ def test_a_process_waits_for_another_that_builds_and_goes_on_where_that_is_kille
         os.kill(builder.pid, signal.SIGKILL)
         builder.wait()
         assert waiting.result(60).entry_count == 3
-    opened(snapshot_of(FIRST, version=2))  # removes what the killed process had begun to write
+    opened(snapshot_of(FIRST, version=2))  # removes the killed process's file
     assert {Image(path.read_bytes(), verify=True).version for path in kept(folder)} == {1, 2}
 
 
@@ -304,7 +302,7 @@ def test_a_process_that_has_waited_long_enough_builds_for_itself(
     assert builder.poll() is None
 
 
-# Where images cannot be kept
+# Folders in which images cannot be kept
 
 
 def test_without_a_folder_each_image_is_a_file_without_a_name(

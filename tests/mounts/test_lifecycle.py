@@ -24,16 +24,16 @@ from tests.mounts.observed import (
     log_of,
     mounts_below,
     reading,
-    state_of,
     waiting_reads,
 )
+from tests.processes import state_of
 from tests.rows import each_row
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
 
 NEVER_S = 3600.0
-"""No test waits so long."""
+"""Longer than any test waits."""
 
 ENDED = {str(number) for number in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)}
 """The errors of readers of a mount that has ended."""
@@ -49,13 +49,12 @@ def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount
 
 
 def waiting(at: Path, count: int = 1) -> Program:
-    """A process with threads whose reads wait. It prints how each ends."""
     readers = reading(at / "wait", b"w" * 4992, count)
     wait_until(lambda: waiting_reads(at))
     return readers
 
 
-def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
+def test_a_mount_is_ready_after_mount_and_gone_after_umount(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """Meanwhile it stands in no folder of the user's, and SIGHUP does not end it (H4)."""
@@ -81,7 +80,7 @@ def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
         ("dying", DieselError, "did not come up"),
     ],
 )
-def test_a_mount_that_does_not_come_up_says_why(
+def test_a_failed_mount_reports_the_reason(
     source: Path, tmp_path: Path, dataset: str, kind: type[DieselError], message: str
 ) -> None:
     """The error has the reason and the log of this start; nothing is left mounted."""
@@ -108,11 +107,9 @@ REMOVED = """if True:
 """
 
 
-def test_a_folder_that_the_mount_before_removes_meanwhile_is_made_again(
-    source: Path, tmp_path: Path, session: str
-) -> None:
-    """After `umount --lazy` the former mount removes the folder that it has made, perhaps when the
-    next one has found it already."""
+def test_a_folder_that_is_removed_is_made_again(source: Path, tmp_path: Path, session: str) -> None:
+    """After `umount --lazy` the former mount removes the folder that it has made, perhaps after the
+    next one has found it."""
     at = tmp_path / "mount"
     at.mkdir()
     program = (sys.executable, "-c", REMOVED, str(tmp_path / "removed"))
@@ -121,7 +118,7 @@ def test_a_folder_that_the_mount_before_removes_meanwhile_is_made_again(
         assert (at / "b").read_bytes() == b"beta"
     finally:
         umount(at)
-    assert not at.exists()  # it is the later mount's
+    assert not at.exists()  # the later mount's process
 
 
 @pytest.mark.real_start
@@ -138,9 +135,9 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, 0])
-def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, number: int) -> None:
-    """The mount leaves the tree at once. After a signal the daemon ends, and who holds a file gets
-    an error; after `umount --lazy` they are served to their end."""
+def test_H4_the_end_of_a_used_mount_logs_no_error(live_mount: LiveMount, number: int) -> None:
+    """The mount leaves the tree at once. After a signal the daemon ends, and open files give
+    errors; after `umount --lazy` they are served until they are closed."""
     pid = live_mount.pid
     with holding(
         f"f = open('{live_mount.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))"
@@ -154,15 +151,15 @@ def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, nu
             wait_until(lambda: len(children_of(pid)) < 2)  # only the server is left
             assert not ends_within(pid, 0.1)
         assert mounted_at(str(live_mount.at)) is None
-        told = holder.end()
-        assert "[Errno" in told if number else told == "b'alphaalph'\n"
+        output = holder.end()
+        assert "[Errno" in output if number else output == "b'alphaalph'\n"
     assert ends_within(pid, PATIENCE_S)
     assert "is mounted on" in log.read_text()
     assert " ERROR " not in log.read_text()
 
 
 @pytest.mark.parametrize("come", [True, False])
-def test_H4_reads_under_way_get_their_bytes_within_the_grace_time_or_an_error(
+def test_H4_reads_under_way_get_bytes_in_time_or_an_error(
     live_mount: LiveMount, come: bool
 ) -> None:
     with waiting(live_mount.at) as reader:
@@ -190,7 +187,7 @@ def test_H4_a_second_signal_ends_at_once(live_mount: LiveMount) -> None:
         assert reader.end().strip() in ENDED
 
 
-# A mapped file holds the mount in a way that is found only by trying to unmount it.
+# A mapped file holds the mount, but only an attempt to unmount it shows that.
 HOLDING = {
     "an open file": "f = open('{at}/a', 'rb')",
     "an open folder": "f = os.open('{at}', os.O_RDONLY)",
@@ -205,8 +202,8 @@ HOLDING = {
 
 
 def test_umount_of_a_busy_mount_names_its_users_and_changes_nothing(live_mount: LiveMount) -> None:
-    """It is exit 11, in whatever way a process uses the mount. `.diesel` is found by name, and
-    listed nowhere, also after the kernel has forgotten what names it can."""
+    """It is exit 11, however a process uses the mount. `.diesel` is found by name, and listed
+    nowhere, also after the kernel has forgotten all names that it can."""
     at = live_mount.at
     before = mounts_below(at)
     for hold in HOLDING.values():
@@ -241,7 +238,7 @@ def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopp
 @each_row(
     ("place", "what"), [("", "nothing is mounted there"), ("/proc", "that is a mount of proc")]
 )
-def test_what_is_no_mount_of_a_dataset_is_refused(tmp_path: Path, place: str, what: str) -> None:
+def test_other_mounts_and_folders_are_refused(tmp_path: Path, place: str, what: str) -> None:
     for call in (umount, stats):
         with pytest.raises(UsageError, match=f"no mount of a dataset: {what}"):
             call(place or tmp_path)
@@ -254,9 +251,9 @@ def test_H1_readers_of_a_killed_daemon_fail(live_mount: LiveMount, session: str,
     at = live_mount.at
     with waiting(at, 8) as readers:
         os.kill(figures(stats(at))[whom], signal.SIGKILL)
-        told = readers.end().split()
-        assert len(told) == 8
-        assert ENDED.issuperset(told)
+        output = readers.end().split()
+        assert len(output) == 8
+        assert ENDED.issuperset(output)
         assert state_of(readers.pid) == ""
     assert ends_within(live_mount.pid, PATIENCE_S)
     with pytest.raises(OSError, match=r".") as raised:

@@ -35,7 +35,7 @@ def refused(request: MountRequest) -> DieselError:
 
 
 @each_row(
-    ("script", "said"),
+    ("script", "reason"),
     [
         (
             "#!/bin/sh\necho fusermount3: mount failed: Operation not permitted >&2; exit 1",
@@ -49,8 +49,8 @@ def refused(request: MountRequest) -> DieselError:
         ("", "cannot start fusermount3"),
     ],
 )
-def test_H24_what_fusermount3_refuses_is_an_error_with_its_reason(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_H24_a_refusal_by_fusermount3_is_an_error_with_its_reason(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fusermount3").write_text(script)
     (tmp_path / "fusermount3").chmod(0o755 if script else 0o644)
@@ -58,7 +58,7 @@ def test_H24_what_fusermount3_refuses_is_an_error_with_its_reason(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(PermissionDenied) as raised:
         syscalls.mount_fuse("/mnt", ["ro"])
-    assert said in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -> None:
@@ -127,9 +127,8 @@ def test_the_options_are_a_fixed_list() -> None:
     ]
 
 
-def test_owner_and_umask_are_those_asked_for(source: Path, tmp_path: Path, session: str) -> None:
-    """All entries have the owner that was asked for, and modes without the umask; links have
-    0777."""
+def test_the_requested_owner_and_umask(source: Path, tmp_path: Path, session: str) -> None:
+    """Links have mode 0777."""
     (source / "folder").mkdir(mode=0o755)
     (source / "link").symlink_to("a")
     options = {"uid": 12, "gid": 34, "umask": 0o027, "allow_other": True}
@@ -210,8 +209,8 @@ SECRETS = "AWS_SECRET_ACCESS_KEY DIESEL_KEY DIESEL_TASK_KEY HF_TOKEN REDISCLI_AU
 
 @pytest.fixture
 def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
-    """The words before a program of an ordinary user, who has secrets in the environment. All
-    fusermount3 that it starts write theirs to a file `bin/seen`."""
+    """The words before a program of an ordinary user, whose environment has secrets. Each
+    fusermount3 that it starts writes its own environment to a file `bin/seen`."""
     real = shutil.which("fusermount3")
     if real is None or shutil.which("setpriv") is None:
         pytest.skip("no fusermount3 or setpriv")
@@ -229,11 +228,11 @@ def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
 
 @needs_root
 @pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-def test_an_ordinary_user_mounts_and_others_stay_out(
+def test_other_users_stay_out_of_a_mount(
     by_user: list[str], open_place: Path, session: str
 ) -> None:
-    """By fusermount3, which gets only the environment variables that it needs, since a secret may
-    have any name. H18: without allow_other all other users get EACCES, root too."""
+    """It mounts by fusermount3, which gets only the environment variables that it needs, since a
+    secret may have any name. H18: without allow_other all other users get EACCES, root too."""
     at = open_place / "mount"
     write(open_place / "source", {f"many/{number}": b"%d" % number for number in range(500)})
     write(open_place / "source", {"file": b"content"})
@@ -277,7 +276,7 @@ PUSHING_AS_USER = """if True:
         pids = Processes.of(at)  # it need not look up names any more
         stop(pids.worker)
         (at / "b0").read_bytes()  # the worker will push its neighbours,
-        Processes.of(at)  # of which the server has told it by now
+        Processes.of(at)  # which the server has reported by now
         stop(pids.server)
         reader = subprocess.Popen(["head", "-c1", at / "b1"], stdout=out, stderr=out)
         wait_until(lambda: state_of(reader.pid) == "D")  # the kernel has the READ, the server not
@@ -308,8 +307,9 @@ def test_H26_a_push_that_waits_for_a_lost_read_holds_no_process(
     by_user: list[str], open_place: Path, session: str, killed: str
 ) -> None:
     """An ordinary user may not abort connections. The worker waits in the kernel for a page of a
-    READ that the server has not taken, and nothing but its end would end the connection. The
-    supervisor ends it, else `umount --force`; if that may not, it says what root can do."""
+    READ that the server has not taken, and only the worker's end would end the connection. The
+    supervisor ends it, else `umount --force`. If that may not, its message names the command for
+    root."""
     with Program(PUSHING_AS_USER, open_place, killed, by=by_user, python=user_python()) as user:
         assert user.first_line == "all have ended", user.end()
 
@@ -350,7 +350,7 @@ def test_a_plain_users_mount_follows(by_user: list[str], open_place: Path, sessi
 def test_H18_allow_other_needs_user_allow_other(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of an ordinary user without user_allow_other says what to do."""
+    """The error of an ordinary user without user_allow_other names the remedy."""
     monkeypatch.setattr(os, "geteuid", lambda: USER)
     monkeypatch.setattr(launcher, "_users_may_allow_other", lambda: False)
     (tmp_path / "mount").mkdir()
@@ -359,9 +359,7 @@ def test_H18_allow_other_needs_user_allow_other(
 
 
 @pytest.mark.only_session("kernel")
-def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_the_log_is_in_the_users_state_folder(source: Path, tmp_path: Path, session: str) -> None:
     """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
         assert launcher.log_path(request_for(source, mounted.at)).parent == state_folder()
@@ -372,7 +370,7 @@ def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
         assert stat.S_IMODE(own.stat().st_mode) == 0o600
 
 
-def test_the_reason_of_a_failed_mount_is_once_in_the_error_and_once_in_the_log(
+def test_the_reason_of_a_failed_mount_is_in_error_and_log_once(
     source: Path, tmp_path: Path
 ) -> None:
     at, log = tmp_path / "mount", tmp_path / "own.log"

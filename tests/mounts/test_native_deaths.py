@@ -19,9 +19,10 @@ from diesel_fs.mounts.mountpoints.processes import children_of, ends_within
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_daemon import DIES, MOMENT, STARTS
-from tests.mounts.observed import Processes, figures, is_gone, state_of
+from tests.mounts.observed import Processes, figures, is_gone
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.test_repeated_mounts import resources_of
+from tests.processes import state_of
 from tests.tiers import fast_first
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
@@ -35,8 +36,8 @@ VICTIMS = ("server", "supervisor", "worker", "supervisor,server", "server,superv
 
 @pytest.fixture
 def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The test leaves no mount, process, loop device or connection behind. Images are its own, and
-    no other test uses loop devices meanwhile."""
+    """The test leaves no mount, process, loop device or connection behind. Its images are its own,
+    and no other test uses loop devices meanwhile."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -52,7 +53,6 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def zombies() -> set[int]:
-    """The children of this process that have ended and were not waited for."""
     return {pid for pid in children_of(os.getpid()) if state_of(pid) == "Z"}
 
 
@@ -86,15 +86,15 @@ def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("victims", [*VICTIMS, "server,worker"])
-def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
+def test_one_umount_removes_a_mount_that_was_killed(
     source: Path, tmp_path: Path, victims: str
 ) -> None:
-    """Before that its tree looks alive, and `is_alive` and `stats` tell that it is not."""
+    """Before that its tree looks alive; `is_alive` and `stats` report that it is not."""
     at = tmp_path / "mount"
     mount(request_for(source, at, "native"), program=PROGRAM)
     pids = Processes.of(at)
     for name in victims.split(","):
-        with suppress(ProcessLookupError):  # the end of the one before has ended it
+        with suppress(ProcessLookupError):  # the end of an earlier one may have ended it
             os.kill(getattr(pids, name), signal.SIGKILL)
     if victims == "worker":
         assert is_alive(str(at))
@@ -111,17 +111,13 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_mount_that_does_not_answer_is_named(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its server is stopped: `mount` and `stats` say so, also while they wait. `umount --force`
-    ends it."""
+    """`mount` and `stats` name it, even while they wait."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
-    before = zombies()  # of other tests
+    before = zombies()  # mounts of other tests
     with mounting(source, tmp_path / "mount", "native") as mounted:
         server = Processes.of(mounted.at).server
         os.kill(server, signal.SIGSTOP)
@@ -144,7 +140,7 @@ def test_a_mount_that_does_not_answer_is_named(
 def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever moment its time is over; and its log has no error."""
+    """Its time may end at any moment of its start. Its log has no error."""
     at = tmp_path / "mount"
     for deadline_s in (0.01, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7):
         monkeypatch.setattr(launcher, "START_DEADLINE_S", deadline_s)
@@ -162,7 +158,7 @@ def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
-    """Each is its own: where some are killed the others go on, and each is unmounted alone."""
+    """If some are killed the others go on, and each is unmounted alone."""
     places = [tmp_path / f"mount{number}" for number in range(10)]
     pids = []
     for at in places:

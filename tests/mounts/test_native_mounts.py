@@ -34,7 +34,6 @@ def native(source: Path, tmp_path: Path) -> Iterator[LiveMount]:
 
 
 def run(*command: object) -> "subprocess.CompletedProcess[str]":
-    """Runs a tool of the system; the test is skipped where there is none."""
     words = list(map(str, command))
     if shutil.which(words[0]) is None:
         pytest.skip(f"there is no {words[0]}")
@@ -42,7 +41,6 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
 
 
 def serves(at: Path) -> bool:
-    """Whether everything of the mount is there, and `.diesel` is listed nowhere."""
     return (
         (at / "b").read_bytes() == b"beta"
         and os.listdir(at) == ["a", "b", "folder"]
@@ -51,8 +49,8 @@ def serves(at: Path) -> bool:
 
 
 def test_umount_8_finds_the_mount_busy_and_takes_it_away_innermost_first(native: LiveMount) -> None:
-    """Because of the mount on `.diesel`; as systemd does it at shutdown. Between, the tree goes on
-    serving."""
+    """It is busy because of the mount on `.diesel`. systemd does the same at shutdown. Between the
+    two steps, the tree goes on serving."""
     pids = Processes.of(native.at)
     found = run("umount", native.at)
     assert found.returncode == 32
@@ -79,7 +77,7 @@ def test_umount_8_with_an_option_ends_everything(native: LiveMount, option: str)
 
 @pytest.mark.parametrize("again", ["umount", "mount"])
 def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again: str) -> None:
-    """By `umount`, and by mounting there again."""
+    """Both `umount` and mounting there again remove it."""
     pids = Processes.of(native.at)
     syscalls.umount2(str(native.at / ".diesel"))
     assert mounted_at(str(native.at)) is not None
@@ -95,7 +93,7 @@ def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again:
 
 
 def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> None:
-    """But its own one on `.diesel` belongs to it."""
+    """Its own mount on `.diesel` does not count."""
     assert run("mount", "-t", "tmpfs", "none", native.at / "folder").returncode == 0
     try:
         with pytest.raises(BusyError, match="or another mount"):
@@ -110,7 +108,7 @@ def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> N
     assert not mounts_below(native.at)
 
 
-def test_two_umounts_at_once_leave_nothing(native: LiveMount) -> None:
+def test_two_umounts_at_once_take_everything_away(native: LiveMount) -> None:
     """The slower one may find nothing, but does no harm."""
     program = "import sys; from diesel_fs.mounts import umount; umount(sys.argv[1])"
     both = [
@@ -127,7 +125,7 @@ def test_two_umounts_at_once_leave_nothing(native: LiveMount) -> None:
 
 
 def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -> None:
-    """Also those that do not stay on one file system."""
+    """This holds for tools that do not stay on one file system, too."""
     names = ["", "/a", "/b", "/folder", "/folder/file"]
     found = run("find", native.at, "-xdev")
     assert found.stdout.split() == [f"{native.at}{name}" for name in names]
@@ -140,7 +138,7 @@ def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -
     assert (tmp_path / "copy" / "a").read_bytes() == b"alpha" * 1000
 
 
-def test_tools_name_the_dataset_and_who_uses_it(native: LiveMount) -> None:
+def test_tools_name_the_dataset_and_its_users(native: LiveMount) -> None:
     """The tree is one mount, and the hidden folder is another one below it."""
     shown = run("df", "--output=source,fstype,target", native.at / "b").stdout.splitlines()[1]
     assert shown.split() == ["folder@7", "erofs", str(native.at)]
@@ -159,7 +157,6 @@ def test_tools_name_the_dataset_and_who_uses_it(native: LiveMount) -> None:
 
 @pytest.fixture
 def second(tmp_path: Path) -> Iterator[Path]:
-    """A second place, with nothing mounted there at the end."""
     at = tmp_path / "second"
     at.mkdir()
     yield at
@@ -168,7 +165,8 @@ def second(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_bind_mount_shows_the_tree_with_no_hidden_files(native: LiveMount, second: Path) -> None:
-    """It keeps the mount alive, and is ended by `umount`. A recursive one shows them, too."""
+    """It keeps the mount alive, and is ended by `umount`. A recursive one shows the hidden files,
+    too."""
     assert run("mount", "--rbind", native.at, second).returncode == 0
     assert serves(second)
     umount(second)
@@ -220,11 +218,9 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_mounts_come_to_and_go_from_other_namespaces(
-    source: Path, shared: Path, before: bool
-) -> None:
-    """Whether the namespace was made before the mount or after it. A file that is open there keeps
-    the mount busy here, and everything stays in both."""
+def test_mounts_reach_and_leave_other_namespaces(source: Path, shared: Path, before: bool) -> None:
+    """The namespace may be made before the mount or after it. A file that is open there keeps the
+    mount busy here, and everything stays in both."""
     at = shared / "mount"
     at.mkdir()
     by = own_mounts("--propagation=slave", keep=shared)

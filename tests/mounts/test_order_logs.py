@@ -1,4 +1,6 @@
-"""Order logs of real mounts: what one epoch reads, the next one gets from the local disk."""
+"""Order logs of real mounts: the files that one epoch reads come from the local disk in the next
+one.
+"""
 
 import fcntl
 import hashlib
@@ -42,7 +44,6 @@ def names_of(files: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores with some files, and with many."""
     folder = tmp_path_factory.mktemp("stores")
     for files in (FEW, FILES):
         contents = (noise(number, FILE_BYTES) for number in range(files))
@@ -52,7 +53,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(filled: Path, tmp_path: Path) -> Path:
-    """A copy of that with many files, which the test may take away."""
     return Path(shutil.copytree(filled / str(FILES), tmp_path / "store", symlinks=True))
 
 
@@ -86,7 +86,6 @@ class Training:
         self.control.extend("train", [explicit(epoch=epoch, entries=order)])
 
     def read(self, epoch: int) -> None:
-        """Read an epoch in another process, and check every byte."""
         program = (
             "import json, sys, hashlib\n"
             "for path in json.load(sys.stdin):\n"
@@ -104,7 +103,6 @@ class Training:
             assert digest == hashlib.blake2b(noise(each, FILE_BYTES)).hexdigest()
 
     def read_in_step(self, epoch: int) -> None:
-        """Read an epoch as fast as the mount pushes it, and check every byte."""
         order = self.order(epoch).tolist()
         for at in range(0, self.files, STEP):
             some = order[at : at + STEP]
@@ -119,14 +117,13 @@ class Training:
                 self.control.progress("train", at + len(some), epoch)
 
     def pushed(self, epoch: int) -> int:
-        """How many files of an epoch the mount has pushed, the first first."""
         streams = figures(self.control.stats(), "residency")["streams"]
         [stream] = cast("list[dict[str, int]]", streams)
         is_before = stream["epoch"] == epoch - 1  # its last files are about to be noticed
         return stream["frontier"] - (stream["length"] if is_before else 0)
 
     def log_hits(self) -> int:
-        """How many files came from logs: pushed, or to READs of a reader that outruns pushes."""
+        """How many files came from logs: pushed, or for READs of a reader that outruns pushes."""
         return self.logs()["log_hits"] + figures(current_stats(self.at), "cache")["log_hits"]
 
     def logs(self) -> dict[str, int]:
@@ -167,12 +164,13 @@ def test_later_epochs_need_no_store(store: Path, tmp_path: Path, session: str) -
 
 
 @pytest.mark.deep
-def test_auto_goes_over_to_logs_where_they_pay(filled: Path, tmp_path: Path, session: str) -> None:
-    """Small files, more than fit the memory, and the next order is known: not before. The chunks
+def test_auto_changes_to_logs_when_they_pay(filled: Path, tmp_path: Path, session: str) -> None:
+    """They pay for small files that do not fit the memory, once the next order is known. The chunks
     that the cache has by then make room.
 
-    The reader waits for what is pushed: what READs bring would stay in the kernel's memory, and no
-    log would be asked for it."""
+    The reader waits for pushes: pages that READs bring would stay in the kernel's memory, and no
+    log would be read.
+    """
     dataset_bytes = FEW * FILE_BYTES
     cache = tmp_path / "cache"
     cache_bytes = dataset_bytes * 3 // 2  # the log, and less than half of the chunks
@@ -196,7 +194,8 @@ def test_auto_goes_over_to_logs_where_they_pay(filled: Path, tmp_path: Path, ses
         )
         before = job.log_hits()
         job.read_in_step(2)
-        # All but what was in memory, or pushed before the log had it. The figures may come late.
+        # All but the files that were in memory, or pushed before the log had them. The figures may
+        # come late.
         wait_until(lambda: job.log_hits() - before > 0.6 * FEW, otherwise=lambda: str(job.logs()))
         assert job.logs()["log_refused"] == 0
 
@@ -236,7 +235,7 @@ def test_two_mounts_of_one_order_share_a_folder(store: Path, tmp_path: Path, ses
 
 @pytest.mark.deep
 @each_row("options", ["ro,size=64m", f"size={FILES * FILE_BYTES // 4}"])
-def test_a_folder_that_takes_no_log_costs_nothing_but_that(
+def test_a_folder_that_takes_no_log_harms_nothing_else(
     store: Path, tmp_path: Path, session: str, options: str
 ) -> None:
     with (

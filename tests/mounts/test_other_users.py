@@ -1,4 +1,4 @@
-"""What other users get of a mount: nothing, or with --allow-other what the modes allow.
+"""The access of other users to a mount: none, or with --allow-other as the modes allow.
 
 `open_by_handle_at` is how an NFS server opens files: by a number that leads past all folders.
 """
@@ -50,8 +50,8 @@ Attempt = tuple[str, ...]
 
 
 def tried_by_another_user(*attempts: Attempt, inside: Path | None = None) -> list[str]:
-    """The errno of each attempt of a user without rights; empty where it succeeded. The process
-    begins `inside` a folder, as root."""
+    """The errno of each attempt of a user without rights; empty for success. The process begins
+    `inside` a folder, as root."""
     paths = [[name, *map(str, rest)] for name, *rest in attempts]
     command = [*as_user(), user_python(), "-I", "-S", "-c", TRY, json.dumps(paths)]
     done = subprocess.run(command, check=True, capture_output=True, cwd=inside or "/")
@@ -78,8 +78,10 @@ def source(open_place: Path) -> Path:
     return folder
 
 
-def test_nobody_gets_in_without_allow_other(source: Path, open_place: Path, session: str) -> None:
-    """By its path, the folders of root's processes, a bind mount, or a file handle."""
+def test_other_users_get_nothing_without_allow_other(
+    source: Path, open_place: Path, session: str
+) -> None:
+    """They try its path, the folders of root's processes, a bind mount, and a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,
         bound(mounted.at, open_place / "bound") as other,
@@ -102,9 +104,9 @@ def test_a_file_handle_is_for_root_alone(source: Path, open_place: Path, session
         assert tried_by_another_user(("by_handle", str(mounted.at), handle)) == ["EPERM"]
 
 
-def test_modes_decide_for_those_put_inside(source: Path, open_place: Path, session: str) -> None:
-    """FUSE refuses them everywhere. A native mount is closed at its root folder alone: root must
-    not bind a folder of it elsewhere, or change the user of a process inside it."""
+def test_modes_decide_inside_a_native_mount(source: Path, open_place: Path, session: str) -> None:
+    """FUSE refuses other users everywhere. A native mount is closed at its root folder alone: root
+    must not bind a folder of it elsewhere, or change the user of a process inside it."""
     inside = ["", "EACCES"] if session == "native" else ["EACCES", "EACCES"]
     with mounting(source, open_place / "m", session) as mounted:
         names = ("public", "shared")
@@ -138,7 +140,7 @@ def test_modes_owner_and_umask_decide_with_allow_other(
 def test_the_content_file_is_roots_alone_and_listed_nowhere(
     source: Path, open_place: Path, session: str, owner: int
 ) -> None:
-    """Also with --allow-other, and where the other user owns the dataset's entries."""
+    """This holds with --allow-other, too, and if the other user owns the dataset's entries."""
     (source / "folder" / "closed").write_bytes(b"closed")
     (source / "folder" / "closed").chmod(0)
     with mounting(source, open_place / "m", session, allow_other=True, uid=owner) as mounted:
@@ -155,7 +157,7 @@ def test_the_content_file_is_roots_alone_and_listed_nowhere(
 
 @pytest.mark.only_session("native")
 def test_file_handles_of_root_lead_to_files(source: Path, open_place: Path, session: str) -> None:
-    """As an NFS server keeps them; also from folders that the kernel has forgotten since."""
+    """An NFS server keeps them. They also work for folders that the kernel has forgotten since."""
     with ExitStack() as held:
         mounted = held.enter_context(mounting(source, open_place / "m", session))
         handles = {path: handle_of(path) for path in mounted.at.rglob("*") if not path.is_symlink()}

@@ -27,9 +27,9 @@ from tests.mounts.observed import (
     is_gone,
     log_of,
     reading,
-    state_of,
     waiting_reads,
 )
+from tests.processes import state_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -54,7 +54,7 @@ def mounted(
 
 
 def wait_for_the_push(at: Path, worker: int) -> None:
-    """Returns when the worker waits for the page lock that an unanswered READ holds."""
+    """Return when the worker waits for the page lock that an unanswered READ holds."""
     wait_until(lambda: waiting_reads(at))
     wait_until(lambda: state_of(worker) == "D")
     time.sleep(0.1)
@@ -66,7 +66,8 @@ def wait_for_the_push(at: Path, worker: int) -> None:
 
 
 def results(readers: Program, killed_s: float) -> set[str]:
-    """The results of the readers: errnos or "right". All come in time, and no wrong bytes."""
+    """The results of the readers: errnos or "right". Assert that all come in time, and no wrong
+    bytes."""
     found = readers.end().split()
     assert time.monotonic() - killed_s < FREED_S
     assert len(found) == READERS
@@ -97,10 +98,8 @@ def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
     assert mounted_at(str(found.at)) is None
 
 
-def test_Z1_a_killed_worker_that_can_end_harms_no_read(
-    mounted: tuple[LiveMount, Processes],
-) -> None:
-    """Reads go on, nothing is pushed, and the log says so."""
+def test_Z1_a_killed_worker_that_ends_harms_no_read(mounted: tuple[LiveMount, Processes]) -> None:
+    """Reads go on, nothing is pushed, and the log reports it."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -138,9 +137,7 @@ def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Pr
     assert all(map(is_gone, pids))
 
 
-def test_H6_a_pause_of_all_processes_ends_nothing(
-    mounted: tuple[LiveMount, Processes],
-) -> None:
+def test_H6_a_pause_of_all_processes_ends_nothing(mounted: tuple[LiveMount, Processes]) -> None:
     """After Ctrl-Z, or in a container that was frozen, everything goes on."""
     found, pids = mounted
     for pid in pids:
@@ -157,8 +154,8 @@ def test_H6_a_pause_of_all_processes_ends_nothing(
 
 @pytest.mark.parametrize("way", ["plain", "lazy", "force", "SIGTERM", "SIGINT twice"])
 def test_H4_a_mount_ends_while_a_push_waits(mounted: tuple[LiveMount, Processes], way: str) -> None:
-    """Plainly it is busy; lazily its readers are served to their end; by force or by signals it
-    ends, and so do they."""
+    """A plain umount finds it busy; a lazy one serves its readers to their end; force or signals
+    end it, and the readers' calls too."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -201,9 +198,9 @@ def test_H4_a_mount_ends_while_a_push_waits(mounted: tuple[LiveMount, Processes]
 def test_H4_a_signal_to_all_processes_of_a_mount_in_the_foreground_counts_once(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
 ) -> None:
-    """As Ctrl-C, or a service manager, sends it: a READ under way is still answered. The program
-    itself serves, logs to stderr, and ends with exit code 0."""
-    content = CONTENT[:65_536]  # one READ
+    """Ctrl-C and service managers send it. A READ under way is still answered. The program itself
+    serves, logs to stderr, and ends with exit code 0."""
+    content = CONTENT[:65_536]  # one READ reads it
     # A native mount reads ahead over the ends of files, which must not reach the file that waits.
     (source / "between").write_bytes(bytes(2 << 20))
     (source / "wait").write_bytes(content)
@@ -244,7 +241,7 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     source: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
     """It waits for a page that is read ahead, or in a READ of its own, which the kernel interrupts
-    (pyfuse3 is not told of that). Later reads of the file work."""
+    (pyfuse3 does not learn of that). Later reads of the file work."""
     (source / name).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         with reading(found.at / name, CONTENT, READERS) as readers:

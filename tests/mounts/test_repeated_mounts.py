@@ -1,6 +1,6 @@
 """Mounting, reading and unmounting many times leaves nothing behind.
 
-`DIESEL_ROUNDS=1000` sets the number of rounds. What one round leaves behind, a few show.
+`DIESEL_ROUNDS=1000` sets the number of rounds; a few show most leaks.
 """
 
 import faulthandler
@@ -16,6 +16,7 @@ from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from diesel_fs.mounts.mountpoints.processes import children_of, daemon_of
 from diesel_fs.settings import runtime_folder
 from tests.mounts.conftest import PROGRAM, request_for
+from tests.processes import command_lines
 
 pytestmark = pytest.mark.fuse
 
@@ -25,12 +26,9 @@ HANG_S = 300.0
 
 
 def resources_of(place: Path) -> Iterator[str]:
-    """What mounts at a place may leave behind: processes, mounts, descriptors, threads, memory."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
+    """The resources that mounts at a place may leave behind: processes, mounts, descriptors,
+    threads, memory."""
+    for pid, command in command_lines():
         if os.fsencode(place) in command:
             yield f"process {pid} {command!r}"
     for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -56,10 +56,10 @@ def test_an_empty_dataset_is_an_empty_folder(url: str, at: Path, session: str) -
         assert raised.value.errno == errno.EROFS
 
 
-def test_H16_a_dataset_that_changes_or_is_deleted_keeps_its_version_in_a_mount(
+def test_H16_a_changed_or_deleted_dataset_stays_in_a_mount(
     url: str, at: Path, session: str
 ) -> None:
-    """Also where another dataset with the same name, paths and sizes has taken its place."""
+    """Another dataset with the same name, paths and sizes may have taken its place."""
     before = {f"f{seed}": noise(seed) for seed in range(12)} | {"folder/f": noise(12)}
     put(url, before, one_each=True)
     with mounted(MountRequest(url, "ds", str(at), session=session)):
@@ -153,7 +153,7 @@ def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: 
         found = mounted_at(str(at))
         assert found is not None
         assert holders_of(found) == []
-        # The kernel session is asked for no OPEN, so it has nothing to release.
+        # The kernel session gets no OPEN, so it has nothing to release.
         assert session == "native" or "release" not in figures(current_stats(at), "requests")
         assert {name: (at / name).read_bytes() for name in files} == files
         umount(at)  # it would fail if a process used the mount
@@ -161,7 +161,6 @@ def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: 
 
 @pytest.fixture
 def saved(url: str, at: Path, session: str, tmp_path: Path) -> MountRequest:
-    """A request for a saved snapshot of a version that is not the current one."""
     put(url, {"a": b"old"})
     with connect("ds", url) as dataset:
         dataset.save_meta(tmp_path / "snap")
@@ -170,7 +169,7 @@ def saved(url: str, at: Path, session: str, tmp_path: Path) -> MountRequest:
 
 
 @pytest.mark.only_session("native")
-def test_E4_a_stale_snapshot_warns_the_user_who_mounts_or_is_refused(
+def test_E4_a_stale_snapshot_is_refused_or_warns_the_user(
     saved: MountRequest, at: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mounted(saved):

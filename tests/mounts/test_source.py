@@ -35,7 +35,6 @@ def saved(tmp_path: Path) -> MountRequest:
 
 
 def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
-    """The content of a file, read as the mount does."""
     reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
     try:
@@ -56,7 +55,7 @@ def open_with(request: MountRequest, **changes: object) -> OpenedSnapshot:
 def test_only_the_first_version_waits_for_a_master_that_ends(
     saved: MountRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later the master serves this mount, and stays until it is told of the new version."""
+    """Later the master serves this mount, and stays until it learns of the new version."""
     waits: list[float] = []
 
     def joined(inner: ObjectStore, *_: object, wait_s: float) -> ObjectStore:
@@ -121,7 +120,7 @@ def test_E6_without_metadata_it_is_exit_14_or_offline(saved: MountRequest, tmp_p
     assert content(saved, source, b"b") == b"another"
 
 
-def test_without_metadata_a_warning_says_that_the_version_may_be_old(
+def test_without_metadata_a_warning_says_the_version_may_be_old(
     saved: MountRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A mount without a snapshot file warns, and so does the Python API."""
@@ -146,7 +145,7 @@ def test_without_metadata_a_warning_says_that_the_version_may_be_old(
 def test_a_snapshot_is_never_mounted_under_another_name(
     saved: MountRequest, tmp_path: Path, offline: bool
 ) -> None:
-    """T28: `--offline --snapshot dogs.snap cats` showed the files of dogs as cats."""
+    """Otherwise `--snapshot dogs.snap cats` would show the files of dogs as cats."""
     with pytest.raises(ForeignError, match=r"is a snapshot of 'dogs' .* not of 'cats'"):
         open_with(saved, dataset="cats", offline=offline)
     with pytest.raises(NoSuchDataset):
@@ -155,7 +154,7 @@ def test_a_snapshot_is_never_mounted_under_another_name(
         dogs.delete_dataset()
     with connect("dogs", saved.url, create=True) as dogs:
         dogs.put(b"new dog", "a")
-    with pytest.raises(ForeignError):  # the same name, another identity
+    with pytest.raises(ForeignError):  # a dataset with the same name and another identity
         open_with(saved, offline=offline)
     lose_metadata(tmp_path / "store")
     with pytest.raises(ForeignError if offline else MetadataError):
@@ -191,10 +190,10 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(
     assert memory.cgroup_limit_bytes(tmp_path, listed) == limit
 
 
-def test_a_mount_takes_a_part_of_the_memory_of_its_container(
+def test_a_mount_takes_a_part_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a part of the host's memory it would be killed."""
+    """With a part of the host's memory the mount would be killed."""
     groups = Path("/proc/self/cgroup").read_text().splitlines()
     v1 = [line.split(":", 2)[2] for line in groups if ":memory:" in line]
     name = f"memory{v1[0]}/memory.limit_in_bytes" if v1 else "memory.max"
@@ -207,10 +206,9 @@ def test_a_mount_takes_a_part_of_the_memory_of_its_container(
     assert MemorySplit.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
 
 
-def test_the_parts_of_the_memory_add_up() -> None:
-    """The parts for pushes and for the server are together what was asked for."""
-    for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
-        shares = MemorySplit(asked_bytes)
-        assert shares.server_bytes(pushes=False) == asked_bytes
-        assert shares.server_bytes(pushes=True) + shares.push_bytes == asked_bytes
-        assert shares.push_bytes > asked_bytes // 2
+def test_the_parts_of_the_memory_add_up_to_the_whole() -> None:
+    for total_bytes in (64 << 20, 1 << 30, 64 << 30):
+        shares = MemorySplit(total_bytes)
+        assert shares.server_bytes(pushes=False) == total_bytes
+        assert shares.server_bytes(pushes=True) + shares.push_bytes == total_bytes
+        assert shares.push_bytes > total_bytes // 2

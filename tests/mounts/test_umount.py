@@ -46,7 +46,7 @@ def by_another_user(*arguments: object) -> "subprocess.CompletedProcess[str]":
 def test_another_users_mount_is_refused_and_lives(
     source: Path, open_place: Path, session: str, option: list[str]
 ) -> None:
-    """Each way to unmount is exit 12, and names the user who mounted it. So are statistics of a
+    """Each way to unmount is exit 12, and names the user who mounted it. So do the statistics of a
     mount without --allow-other."""
     with mounting(source, open_place / "mount", session) as mounted:
         run = by_another_user("umount", *option, mounted.at)
@@ -76,11 +76,11 @@ def in_another_namespace(at: Path) -> Program:
 
 @needs_root
 @pytest.mark.parametrize("way", ["umount", "lazy", "force"])
-def test_a_mount_that_another_namespace_has_too_is_served_there_further(
+def test_a_mount_stays_served_in_another_namespace(
     source: Path, tmp_path: Path, session: str, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """It is unmounted here, with a warning; the daemon ends with the other namespace. By force the
-    mount ends for all."""
+    """It is unmounted here, with a warning; the daemon ends with the other namespace. Force ends
+    the mount for all."""
     with (
         mounting(source, tmp_path / "mount", session) as mounted,
         in_another_namespace(mounted.at) as other,
@@ -100,11 +100,11 @@ def test_a_mount_that_another_namespace_has_too_is_served_there_further(
 
 @needs_root
 @pytest.mark.parametrize("way", ["umount", "force", "lazy", "signal"])
-def test_a_mount_that_was_moved_is_unmounted_where_it_is(
+def test_a_mount_that_was_moved_is_unmounted_at_its_new_place(
     source: Path, tmp_path: Path, session: str, way: str
 ) -> None:
-    """By `umount` with its new path, and by a signal for its daemon. What is mounted at its old
-    place by now stays."""
+    """`umount` with its new path does so, and a signal for its daemon. A later mount at its old
+    place stays."""
     with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
         at = place / "new"
         at.mkdir()
@@ -137,7 +137,7 @@ def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.only_session("native", "kernel")
-def test_a_worker_that_keeps_an_unmounted_mount_is_ended_and_that_is_no_error(
+def test_a_worker_that_keeps_an_unmounted_mount_is_ended_without_an_error(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """It waits for the store, while a process still reads the mount."""
@@ -148,13 +148,13 @@ def test_a_worker_that_keeps_an_unmounted_mount_is_ended_and_that_is_no_error(
             file.read()  # a miss, so the worker fetches the whole chunk
             time.sleep(0.5)
             unmount(str(mounted.at), lazy=True)
-            wait_until(lambda: len(children_of(mounted.pid)) == 1)  # the server is left
+            wait_until(lambda: len(children_of(mounted.pid)) == 1)  # then only the server is left
         assert ends_within(mounted.pid, PATIENCE_S)
         assert "is mounted on" in log_of(mounted)
         assert " ERROR " not in log_of(mounted)
 
 
-def test_a_worker_may_be_told_to_end_before_it_has_begun(source: Path, tmp_path: Path) -> None:
+def test_a_worker_may_be_ended_before_it_has_begun(source: Path, tmp_path: Path) -> None:
     """A signal may come before the mount is ready."""
     server, worker = socket.socketpair()
     with server, worker, open(os.devnull, "rb") as connection:
@@ -164,7 +164,7 @@ def test_a_worker_may_be_told_to_end_before_it_has_begun(source: Path, tmp_path:
 
 
 @pytest.mark.only_session("native")
-def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
+def test_an_idle_daemon_that_does_not_end_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """The supervisor is stopped, so it cannot end, although its mount is unmounted."""
@@ -180,7 +180,7 @@ def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
 
 @dataclass(frozen=True, slots=True)
 class WorkClock:
-    """A clock that runs as long as a process works: a tenth of a second for each of its ticks."""
+    """A clock that runs while a process works: a tenth of a second for each of its ticks."""
 
     pid: int
 
@@ -192,16 +192,16 @@ class WorkClock:
 
 
 @pytest.mark.only_session("native")
-def test_a_daemon_that_works_is_waited_for(
+def test_umount_waits_for_a_daemon_that_works(
     source: Path,
     tmp_path: Path,
     session: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Longer than an idle one, which would be given up, as while the kernel forgets a million
-    files; a warning says what is going on. A daemon that a busy machine does not let run is not
-    idle here, since time stands still then."""
+    """It waits longer than for an idle one, which it would give up, as while the kernel forgets a
+    million files, and logs a warning. On a busy machine the daemon does not look idle, since this
+    clock stands still when it does not run."""
     released = tmp_path / "released"
     monkeypatch.setenv(WORKS_UNTIL, str(released))
     patience = launcher.Patience(idle_s=3, total_s=math.inf, log_interval_s=6, before_signal_s=0)

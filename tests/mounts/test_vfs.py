@@ -20,27 +20,20 @@ from diesel_fs.mounts.tree.attributes import (
 )
 from diesel_fs.mounts.tree.dot_diesel import HiddenFile
 from diesel_fs.mounts.tree.vfs import MountHooks, Vfs
+from tests.clocks import ManualClock
 from tests.mounts.folder_dataset import FolderReader, snapshot_of
 from tests.rows import each_row
 
 MANY = 1034
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def vfs(source: Path, clock: Clock) -> Vfs:
+def vfs(source: Path, clock: ManualClock) -> Vfs:
     (source / "link").symlink_to("a")
     (source / "many").mkdir()
     for number in range(MANY):
@@ -100,7 +93,9 @@ def test_listings_agree_with_attributes(vfs: Vfs) -> None:
     assert vfs.child_columns(vfs.lookup(ROOT, b"a").node, 0, 400) is None
 
 
-async def test_a_hidden_file_has_a_new_node_whenever_it_changes(vfs: Vfs, clock: Clock) -> None:
+async def test_a_hidden_file_has_a_new_node_whenever_it_changes(
+    vfs: Vfs, clock: ManualClock
+) -> None:
     async def hidden(name: bytes) -> Attributes:
         return await vfs.lookup_hidden(HIDDEN_ROOT, name)
 
@@ -109,7 +104,7 @@ async def test_a_hidden_file_has_a_new_node_whenever_it_changes(vfs: Vfs, clock:
     content = vfs.read_nowait(first.node, 0, first.size)
     clock.now_s = 0.99
     vfs.requests["read"] += 1
-    assert await hidden(b"stats") == first, "they stand still for a second"
+    assert await hidden(b"stats") == first, "they do not change for a second"
     clock.now_s = 1.0
     second = await hidden(b"stats")
     assert second.node > first.node
@@ -124,7 +119,9 @@ async def test_a_hidden_file_has_a_new_node_whenever_it_changes(vfs: Vfs, clock:
     assert await hidden(b"nothing") == ABSENT_NOW
 
 
-async def test_contents_of_stats_that_the_kernel_forgot_are_freed(vfs: Vfs, clock: Clock) -> None:
+async def test_contents_of_stats_that_the_kernel_forgot_are_freed(
+    vfs: Vfs, clock: ManualClock
+) -> None:
     """A program that reads the statistics again and again fills no memory: old nodes are
     unknown."""
     nodes = []

@@ -84,9 +84,7 @@ def read(*paths: Path, **environment: str) -> None:
         ),
     ],
 )
-def test_waits_name_what_is_slow(
-    request_of: MountRequest, slow: str, cause: str, name: str
-) -> None:
+def test_waits_name_their_cause(request_of: MountRequest, slow: str, cause: str, name: str) -> None:
     """A node of the task is this node's own master here."""
     if cause == "peer":
         options = TaskOptions(task="night", rank=0, world=1)
@@ -131,7 +129,7 @@ def top(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_top_divides_each_interval(request_of: MountRequest) -> None:
-    """Its parts add up to the interval; it ends with the mount, and says so."""
+    """Its parts add up to the interval; it ends with the mount, and reports that."""
     with (
         slow_mount(request_of, slow_daemon.STORE) as at,
         top("--json", "--interval", "0.2", at) as process,
@@ -229,7 +227,7 @@ def test_prometheus_gets_the_figures_of_a_mount(request_of: MountRequest, sessio
             except urllib.error.HTTPError as error:
                 return error.code
 
-        wait_until(lambda: status() == 503)  # what was asked for just now is said again
+        wait_until(lambda: status() == 503)  # a recent answer is repeated
         os.kill(server, signal.SIGCONT)
         wait_until(lambda: status() == 200)
 

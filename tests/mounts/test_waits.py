@@ -21,6 +21,7 @@ from diesel_fs.mounts.statistics.waits import (
     Wait,
     Waits,
 )
+from tests.clocks import ManualClock
 from tests.mounts.observed import figures
 from tests.waiting import wait_until
 
@@ -31,24 +32,15 @@ OURS = 9
 MARKED = [cause for cause in WaitCause if cause not in (WaitCause.MOUNT, WaitCause.METADATA)]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def group_of(thread: int) -> ReaderGroup | None:
     return None if thread == OURS else GROUPS[thread % len(GROUPS)]
 
 
 Tick = list[tuple[ReaderGroup, WaitCause]]
-"""The oracle of one unit of time: what each request waits for in it."""
+"""The oracle for one unit of time: the cause that each request waits for."""
 
 
 def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
-    """Unit by unit, each request has the same part; of all readers or of one."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
         causes = [cause for of, cause in tick if group in (None, of)]
@@ -58,7 +50,6 @@ def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
 
 
 def sums(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
-    """The units of all requests, added up."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
         for of, cause in tick:
@@ -87,7 +78,7 @@ def readers_in(figures: Mapping[str, object]) -> list[dict[str, int]]:
 
 class Model:
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock(1000.0)
         self.waits = Waits(group_of, now=self.clock)
         self.ticks: list[Tick] = []
         self.waiting: list[tuple[Wait, ReaderGroup | None, WaitCause, list[WaitCause]]] = []
@@ -126,7 +117,7 @@ class Model:
             case ("end", int(number)) if self.waiting:
                 wait, _, _, marks = self.waiting.pop(number % len(self.waiting))
                 self.waits.end(wait)
-                for cause in marks:  # a thread that comes late changes nothing
+                for cause in marks:  # a late thread changes nothing
                     wait.leave(cause)
             case ("look",):
                 self.check()
@@ -148,19 +139,17 @@ class Model:
 
 
 @given(STEPS)
-def test_each_moment_is_divided_among_waiting_requests(
-    steps: list[tuple[object, ...]],
-) -> None:
-    """Any overlap of requests, of threads that mark what they wait for, and of answers given at
-    once, compared with a count unit by unit. The mount's own requests count nowhere."""
+def test_each_moment_is_divided_among_waiting_requests(steps: list[tuple[object, ...]]) -> None:
+    """Any overlap of requests, of threads that mark their cause, and of answers given at once,
+    compared with a count unit by unit. The mount's own requests count nowhere."""
     model = Model()
     for step in steps:
         model.run(step)
     model.check()
 
 
-def test_decompression_is_told_apart_also_where_a_request_is_answered_at_once() -> None:
-    clock = Clock()
+def test_decompression_has_its_own_figure_in_immediate_answers() -> None:
+    clock = ManualClock(1000.0)
     waits = Waits(group_of, now=clock)
     begun_s = clock()
     waits.inline.enter(WaitCause.DECOMPRESSION)
@@ -172,9 +161,9 @@ def test_decompression_is_told_apart_also_where_a_request_is_answered_at_once() 
     assert (causes["decompression"], causes["mount"]) == (3.0, 1.0)
 
 
-def test_what_was_counted_for_a_process_goes_to_its_rank_when_that_is_known() -> None:
-    """Also where a request of it waits meanwhile: then after that one has been answered."""
-    clock, known = Clock(), list[ReaderGroup]()
+def test_waits_of_a_process_are_added_to_its_rank_once_that_is_known() -> None:
+    """If a request of the process waits meanwhile, they are added after its answer."""
+    clock, known = ManualClock(1000.0), list[ReaderGroup]()
     alone, rank = ReaderGroup(None, 7, "python"), ReaderGroup(3, 5, "python")
     waits = Waits(lambda _: known[0] if known else alone, now=clock)
     clock.now_s += 1
@@ -192,7 +181,7 @@ def test_what_was_counted_for_a_process_goes_to_its_rank_when_that_is_known() ->
 
 
 def test_many_processes_never_push_out_a_rank() -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     waits = Waits(lambda thread: ReaderGroup(0 if thread == 1 else None, thread, "x"), now=clock)
     for thread in range(1, 10 * READERS_MAX):
         clock.now_s += 1
@@ -240,7 +229,7 @@ def test_workers_belong_to_their_script_and_its_rank(rank: int | None) -> None:
         script.stdin.close()
 
 
-def test_a_process_that_cannot_be_seen_is_nobody() -> None:
+def test_an_invisible_process_has_no_group() -> None:
     assert reader_group((1 << 22) + 1) == UNSEEN
     assert ReaderProcesses(0).group_of((1 << 22) + 1) == UNSEEN
     kernel_thread = 2

@@ -91,13 +91,13 @@ def cover(tests: tuple[str, ...], jobs: int, tree: Path, work: Path) -> None:
         finished = any("finished" in line for line in lines)
         return " ".join([f"{seconds:.0f} s", *([] if finished else ["CUT OFF"]), *failed])
 
-    for batch, said in _each(one, found, jobs):
-        click.echo(f"{batch.name}: {said}")
+    for batch, ending in _each(one, found, jobs):
+        click.echo(f"{batch.name}: {ending}")
 
 
 @main.command()
 @click.option("--seed", default=37, show_default=True)
-@click.option("--count", default=200, show_default=True, help="At least so many.")
+@click.option("--count", default=200, show_default=True, help="The least number of mutants.")
 @click.option("--package", "packages", multiple=True, default=PACKAGES, help="Default: all seven.")
 @tree_option
 @work_option
@@ -133,8 +133,10 @@ def run(tier: str, seconds: float, jobs: int, tree: Path, work: Path) -> None:
         for number, (_, verdict) in enumerate(_each(one, list(chosen), jobs), 1):
             file.write(as_line(verdict))
             file.flush()
-            said = f"{verdict.status} by {verdict.by}" if verdict.by else verdict.status
-            click.echo(f"{number} of {len(chosen)}: {verdict.mutant}: {said}, {verdict.seconds} s")
+            ending = f"{verdict.status} by {verdict.by}" if verdict.by else verdict.status
+            click.echo(
+                f"{number} of {len(chosen)}: {verdict.mutant}: {ending}, {verdict.seconds} s"
+            )
             sys.stdout.flush()
     everyone = read_verdicts(results)
     click.echo(table(everyone[mutant] for mutant in mutants))

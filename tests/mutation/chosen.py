@@ -53,7 +53,7 @@ class Chosen:
         if order.get("contexts"):
             os.register_at_fork(after_in_child=self._tell_coverage)
 
-    def _say(self, line: Line) -> None:
+    def _report(self, line: Line) -> None:
         with Path(self._order["report"]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -71,12 +71,11 @@ class Chosen:
             rank = {test: number for number, test in enumerate(self._order["tests"])}
             chosen = [item for item in items if item.nodeid in rank]
             items[:] = sorted(chosen, key=lambda item: rank[item.nodeid])
-        self._say({"collected": [item.nodeid for item in items]})
+        self._report({"collected": [item.nodeid for item in items]})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported has failed."""
         if report.failed:
-            self._say({"ended": report.nodeid, "outcome": "failed", "seconds": 0.0})
+            self._report({"ended": report.nodeid, "outcome": "failed", "seconds": 0.0})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -85,7 +84,7 @@ class Chosen:
             item.session.shouldstop = "the budget is spent"
             return True  # in place of running the test
         self._outcome, self._seconds = "passed", 0.0
-        self._say({"started": item.nodeid})
+        self._report({"started": item.nodeid})
         return None
 
     @pytest.hookimpl(tryfirst=True)
@@ -106,18 +105,16 @@ class Chosen:
         self._tell_coverage()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Combine the three phases of a test."""
         self._seconds += report.duration
         if not report.passed and self._outcome != "failed":
             self._outcome = report.outcome
         if report.when == "teardown":
             seconds = round(self._seconds, 3)
-            self._say({"ended": report.nodeid, "outcome": self._outcome, "seconds": seconds})
+            self._report({"ended": report.nodeid, "outcome": self._outcome, "seconds": seconds})
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Report that pytest was not cut off."""
-        self._say({"finished": int(exitstatus), "stopped": self._stopped})
+        self._report({"finished": int(exitstatus), "stopped": self._stopped})
 
 
 if __name__ == "__main__":

@@ -63,13 +63,11 @@ def run_tests(
 
 
 def read_report(path: Path) -> list[Line]:
-    """All lines of a report, except one that was cut off."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def pytest_arguments(copy: Sandbox, *more: str) -> list[str]:
-    """The arguments of every run of pytest."""
     return ["-q", "-p", "no:cacheprovider", f"--basetemp={copy.scratch}/t", *more]
 
 

@@ -137,7 +137,6 @@ def candidates(source: str, file: str) -> list[Mutant]:
 
 
 def _edits(node: ast.AST, lines: list[bytes]) -> Iterator[_Edit]:
-    """The edits of a node and of its children."""
     if _is_for_people(node):
         return
     if isinstance(node, ast.expr):

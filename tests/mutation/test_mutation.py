@@ -158,9 +158,7 @@ def test_a_copy_is_apart_from_the_tree_and_ends_its_daemons(toy: Path) -> None:
 
 @pytest.mark.deep
 @needs_copies
-def test_kills_and_survivals_are_told_apart(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_and_survivals(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "HANG_S_MIN", 2.0)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a toy needs none
     folder = tmp_path / "cover"
@@ -189,10 +187,10 @@ def test_kills_and_survivals_are_told_apart(
 
 def test_runs_are_resumed_and_compared(tmp_path: Path) -> None:
     mutants = [Mutant(f"diesel_fs/a/{n}.py", n, "constant", "1", "2") for n in range(1, 6)]
-    said = ["killed", "timed out", "survived", "killed", "unfinished"]
+    statuses = ["killed", "timed out", "survived", "killed", "unfinished"]
     ran = [
         Verdict(mutant, status, "t", 1, 2, 3.0)
-        for mutant, status in zip(mutants, said, strict=True)
+        for mutant, status in zip(mutants, statuses, strict=True)
     ]
     file = tmp_path / "all.jsonl"
     file.write_text("".join(map(as_line, ran)) + as_line(ran[0])[:40], encoding="utf-8")

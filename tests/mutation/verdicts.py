@@ -160,9 +160,9 @@ def read_verdicts(path: Path) -> dict[Mutant, Verdict]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = {}
     for line in text.split("\n")[:-1]:
-        said = json.loads(line)
-        mutant = Mutant(**said.pop("mutant"))
-        found[mutant] = Verdict(mutant, **said)
+        fields = json.loads(line)
+        mutant = Mutant(**fields.pop("mutant"))
+        found[mutant] = Verdict(mutant, **fields)
     return found
 
 

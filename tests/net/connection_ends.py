@@ -4,9 +4,9 @@ A `RawTls` is one end of a connection that a test drives by hand: it has TLS in 
 plain socket, so it can send half a record, or bytes and their end in one segment. `ENDS` and
 `handshake_ends` are the ways; each user of TLS has a test that goes through them.
 
-OpenSSL tells an end that close_notify announces from one that nothing announces, unless a context
-has OP_IGNORE_UNEXPECTED_EOF, as all have in some builds of Python, of which Debian's 3.11 is one.
-The fixture `unexpected_eof` runs a test both ways.
+OpenSSL distinguishes an end that close_notify announces from an unannounced one, unless a context
+has OP_IGNORE_UNEXPECTED_EOF, as all have in some builds of Python (Debian's 3.11 is one). The
+fixture `unexpected_eof` runs a test both ways.
 """
 
 import functools
@@ -27,19 +27,19 @@ import pytest
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
-"""What a test waits for comes far earlier, on a busy machine too."""
+"""Far longer than any wait of a test, even on a busy machine."""
 
 _CLOSE_NOTIFY = bytes.fromhex("15 03 03 00 02 01 00")  # before the keys: an alert in plain text
 _TLS_BYTES = 64 << 10
 
 
 class NoEndError(Exception):
-    """Something waits, or runs, without end."""
+    """A call waits, or runs, without end."""
 
 
 def promptly(what: str, work: Callable[[], T], within_s: float = PATIENCE_S) -> T:
-    """What `work` returns or raises. It runs in a thread, as a loop without end must fail one test
-    and not stop all others. Raises NoEndError, which names `what`."""
+    """The result or error of `work`, in a thread: an endless loop must fail one test and not stop
+    all others. Raises NoEndError, which names `what`."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -70,13 +70,12 @@ def half_close(plain: socket.socket) -> None:
 
 
 def reset(plain: socket.socket) -> None:
-    """Send RST."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     plain.close()
 
 
 def leave_open(plain: socket.socket) -> None:
-    """Leave the TCP connection open."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +107,13 @@ ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class HandshakeEnd:
-    """An end within the TLS handshake: behind a share of this end's first message."""
+    """An end within the TLS handshake, after a share of this end's first message."""
 
     share: float
     end: End
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"{self.end.name}, after {self.share:.0%} of the first message"
 
 
@@ -131,7 +129,7 @@ class RawTls:
     """One end of a TLS connection. It blocks, and owns the socket."""
 
     def __init__(self, plain: socket.socket, certificate: ssl.SSLContext | None = None) -> None:
-        """With the context of a certificate it is the accepting end."""
+        """The end that gets the context of a certificate accepts."""
         plain.settimeout(PATIENCE_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.plain = plain
@@ -142,7 +140,6 @@ class RawTls:
         self._is_server = certificate is not None
 
     def shake_hands(self) -> Self:
-        """Complete the handshake."""
         self._retry(self._object.do_handshake)
         self.plain.sendall(self._outgoing.read())
         return self
@@ -153,11 +150,11 @@ class RawTls:
         return self._object.getpeercert(binary_form=True) or b""
 
     def send(self, content: bytes) -> None:
-        """Send bytes in records of their own."""
+        """Send each of these in records of its own."""
         self.plain.sendall(self._encrypted(content))
 
     def exactly(self, size: int) -> bytes:
-        """Receive so many bytes. Raises EOFError."""
+        """Receive `size` bytes. Raises EOFError."""
         content = b""
         while len(content) < size:
             left = size - len(content)
@@ -168,8 +165,8 @@ class RawTls:
         return content
 
     def end(self, end: End, last: bytes = b"") -> None:
-        """End the connection in this way; `last` are the last bytes before the end, with which it
-        leaves in one piece."""
+        """End the connection in this way. `last` are the final bytes; they leave in one segment
+        with the end."""
         content = self._encrypted(last) if last else b""
         if end.within_record:
             record = self._encrypted(bytes(100))
@@ -199,7 +196,6 @@ class RawTls:
         way.end.end_tcp(self.plain)
 
     def close(self) -> None:
-        """Close the socket. Repeatable."""
         self.plain.close()
 
     def __enter__(self) -> Self:
@@ -232,8 +228,42 @@ def _unchecked() -> ssl.SSLContext:
     return context
 
 
+def connected(port: int) -> RawTls:
+    return RawTls(socket.create_connection(("127.0.0.1", port)))
+
+
+def secured(port: int) -> RawTls:
+    return connected(port).shake_hands()
+
+
+Begin = Callable[[int], RawTls]
+Row = tuple[str, Begin, bytes, End | HandshakeEnd]
+
+
+def rows(stages: Mapping[str, tuple[Begin, bytes]]) -> list[Row]:
+    """Each end within the TLS handshake, and after it at each stage. A stage has the function that
+    opens a connection, and the last bytes before the end."""
+    return [
+        *((f"within the TLS handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
+        *(
+            (f"{stage}: {end.name}", begin, last, end)
+            for stage, (begin, last) in stages.items()
+            for end in ENDS
+        ),
+    ]
+
+
+def end_one(port: int, begin: Begin, last: bytes, way: End | HandshakeEnd) -> RawTls:
+    """Open a connection and end it; the caller keeps the result while it must stay open."""
+    raw = begin(port)
+    if isinstance(way, HandshakeEnd):
+        raw.end_handshake(way)
+    else:
+        raw.end(way, last)
+    return raw
+
+
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
@@ -242,8 +272,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def accepting(serve: Callable[[socket.socket], object]) -> Iterator[int]:
-    """A port whose connections a thread serves, one after the other; where `serve` does not close
-    one, it stays open until the end."""
+    """A port whose connections a thread serves one after the other. A connection that `serve` does
+    not close stays open until the end."""
     accepted: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -291,7 +321,7 @@ ssl.SSLContext.__new__ = ignoring
 
 
 def ignoring_program(folder: Path) -> Mapping[str, str]:
-    """The environment of a Python program all of whose contexts ignore an unexpected end."""
+    """The environment of a Python program whose contexts all ignore unexpected ends."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_AS_DEBIAN, encoding="utf-8")
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))
@@ -300,7 +330,7 @@ def ignoring_program(folder: Path) -> Mapping[str, str]:
 
 @pytest.fixture(params=["reported", "ignored"])
 def unexpected_eof(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the contexts that are made in the test ignore an end that nothing announces."""
+    """Whether contexts that the test makes ignore unannounced ends."""
     new = ssl.SSLContext.__new__
     outcome = str(request.param)
 

@@ -1,4 +1,4 @@
-"""Circuit breakers: when a service that fails is asked again, and how long a peer is waited for."""
+"""Circuit breakers: when a failing service is tried again, and the timeouts of peers."""
 
 import random
 

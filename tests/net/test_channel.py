@@ -18,15 +18,12 @@ from tests.rows import each_row
 
 
 class Endless(Channel):
-    """A channel that always has bytes."""
-
     def receive_now(self, room: memoryview) -> int:
         return len(room)
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a connection."""
     here, there = socket.socketpair()
     with here, there:
         yield here, there
@@ -55,7 +52,7 @@ async def test_a_receiver_that_always_has_bytes_lets_other_tasks_run(ends: Ends)
 
 
 async def test_F7_a_frame_that_has_begun_must_go_on(ends: Ends, autojump_clock: MockClock) -> None:
-    """Between frames it may take as long as it likes."""
+    """Between frames the other end may take any time."""
     autojump_clock.autojump_threshold = 0.02
     here, there = ends
     inbox = FrameReader(Channel(here), 4096)
@@ -74,8 +71,8 @@ async def test_unsent_parts_leave_later_in_their_order(ends: Ends) -> None:
     here, there = ends
     there.setblocking(False)
     channel = Channel(here)
-    said = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
-    expected = b"".join(said)
+    written = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
+    expected = b"".join(written)
     got = bytearray()
 
     async def read() -> None:
@@ -83,7 +80,7 @@ async def test_unsent_parts_leave_later_in_their_order(ends: Ends) -> None:
             await trio.lowlevel.wait_readable(there)
             got.extend(there.recv(100_000))
 
-    for some in (said[:1500], said[1500:]):
+    for some in (written[:1500], written[1500:]):
         assert not channel.send_now(some, sum(map(len, some)))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(read)
@@ -97,8 +94,8 @@ SIZES = [0, 1, 17, 4096, 16_384, 16_385, 100_000, 300_000, 1_000_001]
 
 
 @each_row("seed", range(4))
-async def test_what_a_slow_end_takes_over_TLS_comes_once_and_in_its_order(seed: int) -> None:
-    """Parts of any sizes, of which each call sends as much as leaves: some bytes are encrypted long
+async def test_a_slow_reader_over_TLS_gets_each_byte_once_and_in_order(seed: int) -> None:
+    """Parts of any sizes; each call sends as much as leaves, so some bytes are encrypted long
     before they count as sent."""
     here, there = socket.socketpair()
     for end in (here, there):
@@ -137,7 +134,7 @@ async def test_what_a_slow_end_takes_over_TLS_comes_once_and_in_its_order(seed: 
     assert answer == expected[:100_000]
 
 
-async def test_a_TLS_handshake_with_something_else_fails_and_says_why(ends: Ends) -> None:
+async def test_a_TLS_handshake_with_another_protocol_fails_with_the_reason(ends: Ends) -> None:
     here, there = ends
     there.sendall(b"GET / HTTP/1.1\r\n\r\n")
     context = make_certificate().context
@@ -155,7 +152,7 @@ async def test_a_TLS_handshake_with_something_else_fails_and_says_why(ends: Ends
 
 
 def test_bytes_that_are_not_TLS_end_a_connection(ends: Ends) -> None:
-    """What comes behind them is not read, and nobody waits for more."""
+    """Bytes behind them are not read, and no task waits for more."""
     here, there = ends
     context = make_certificate().context
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The client of servers: requests and answers, requests sent again, several servers, forks."""
+"""The client of servers: requests and answers, repeated requests, several servers, forks."""
 
 import os
 import re
@@ -34,11 +34,11 @@ from diesel_fs.net.messages import Message
 from diesel_fs.urls import parse_url
 from diesel_server.limits import ConnectionLimits
 from diesel_server.requests.dispatcher import Reply, Request
+from tests.forks import in_child, within
 from tests.rows import each_row
-from tests.storage.forks import in_child, within
+from tests.waiting import until
 
 from ..server.fake_server import ME, STORE, ThreadedServer, links
-from ..server.program import until
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,12 @@ def fds() -> int:
 
 
 def echoed(link: ServerLink, *parts: Bytes) -> bytes:
-    """What comes back of these parts of a payload."""
+    """The payload that the server sends back."""
     return link.call({"do": "echo"}, parts).payload.tobytes()
 
 
-def test_a_payload_goes_and_comes_in_parts(link: ServerLink) -> None:
-    """Of any size and kind, also in a thousand small ones."""
+def test_a_payload_is_sent_and_received_in_parts(link: ServerLink) -> None:
+    """The parts have any size and kind; one payload has a thousand small ones."""
     parts: list[Bytes] = [
         *(b"a" * 3, bytearray(b"b" * 70_000), memoryview(b"c" * 5_000_000), b"", b"d"),
         *(bytes([i % 256]) * (i % 7) for i in range(1000)),
@@ -94,7 +94,7 @@ def test_an_error_has_its_class_and_ends_only_its_request(link: ServerLink) -> N
     with pytest.raises(DieselError, match="internal error") as caught:
         link.call({"do": "bug"})
     assert "secret" not in str(caught.value)
-    with pytest.raises(NoSuchDataset):  # with room for what does not come
+    with pytest.raises(NoSuchDataset):  # with room for a payload that does not come
         link.call(
             {"do": "fail", "kind": "NoSuchDataset", "message": "x"}, room=memoryview(bytearray(10))
         )
@@ -120,7 +120,7 @@ def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
 
 
 def test_a_stream_gives_all_its_answers(link: ServerLink) -> None:
-    """Each answer but the last has `more`; one that is left early takes its connection along."""
+    """Each answer but the last has `more`; a client that leaves early closes the connection."""
     answers = list(link.stream({"do": "count", "n": 5}))
     assert [answer.message["i"] for answer in answers] == list(range(5))
     assert [answer.payload.nbytes for answer in answers] == list(range(5))
@@ -137,7 +137,7 @@ def test_a_stream_gives_all_its_answers(link: ServerLink) -> None:
 
 
 def test_a_generator_whose_client_has_gone_is_closed() -> None:
-    closed, held = threading.Event(), []  # else it would be closed by being forgotten
+    closed, held = threading.Event(), []  # otherwise garbage collection would close it
 
     def begun(request: Request) -> AsyncGenerator[Reply, None]:
         held.append(endless(request))
@@ -255,10 +255,10 @@ def test_a_deadline_covers_the_whole_answer(server: ThreadedServer, link: Server
         scripted.link().call({"do": "echo"}, deadline_s=1.0)
 
 
-def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
+def test_the_next_and_the_previous_version_are_refused_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, server: ThreadedServer
 ) -> None:
-    """G4: a client of another version is told so, by the server and by itself."""
+    """G4: both the server and the client itself explain it to a client of another version."""
     for version in (wire.VERSION - 1, wire.VERSION + 1):
         other = wire.greeting()[:8] + version.to_bytes(2, "little") + bytes(6)
         with monkeypatch.context() as patch:
@@ -270,7 +270,8 @@ def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
 
 
 class Scripted:
-    """A server that logs anybody in, reads one request of each connection and does as told."""
+    """A server that logs any client in, reads one request of each connection, and runs an
+    action."""
 
     def __init__(self, *acts: Callable[[socket.socket], object]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -337,7 +338,7 @@ def test_G1_only_a_repeatable_request_is_sent_again_when_the_connection_breaks()
 
 
 def test_a_request_that_has_not_arrived_whole_is_always_sent_again() -> None:
-    """The server closes before it has the whole request: it cannot have been carried out."""
+    """The server closes before it has the whole request, so it cannot have carried it out."""
     server = ThreadedServer()
     try:
         link = server.link()
@@ -350,12 +351,12 @@ def test_a_request_that_has_not_arrived_whole_is_always_sent_again() -> None:
         server.stop()
 
 
-def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
-    """G2, the client's side: `retry_after_s`, also for what may not be repeated."""
+def test_an_overloaded_server_is_tried_again_within_the_deadline() -> None:
+    """G2, the client's side: `retry_after_s`, also for requests that may not be repeated."""
 
     def busy(client: socket.socket, **more: float) -> None:
-        said: Message = {"id": 1, "error": "BusyError", "message": "busy", "advice": "", **more}
-        client.sendall(wire.frame(said, wire.ANSWER_LIMITS))
+        reply: Message = {"id": 1, "error": "BusyError", "message": "busy", "advice": "", **more}
+        client.sendall(wire.frame(reply, wire.ANSWER_LIMITS))
 
     overloaded = partial(busy, retry_after_s=0.05)
     with Scripted(overloaded, overloaded) as scripted:
@@ -370,7 +371,7 @@ def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
 
 
 @each_row(
-    "said",
+    "reply",
     [
         wire.frame({"id": 2}, wire.ANSWER_LIMITS),
         wire.frame({}, wire.ANSWER_LIMITS),
@@ -379,12 +380,12 @@ def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
         b"\0" * 8,
     ],
 )
-def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(said: bytes) -> None:
-    with Scripted(lambda client: client.sendall(said)) as scripted, pytest.raises(CorruptError):
+def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(reply: bytes) -> None:
+    with Scripted(lambda client: client.sendall(reply)) as scripted, pytest.raises(CorruptError):
         scripted.link().call({"do": "echo"})
 
 
-def test_G1_another_server_is_asked_when_one_dies() -> None:
+def test_G1_another_server_is_used_when_one_dies() -> None:
     with ThreadedServer() as first, ThreadedServer() as second:
         link = links([first, second])
         for _ in range(3):
@@ -395,7 +396,7 @@ def test_G1_another_server_is_asked_when_one_dies() -> None:
         assert echoed(link, b"x") == b"x"
 
 
-def test_clients_spread_over_the_servers() -> None:
+def test_clients_are_distributed_over_the_servers() -> None:
     with ThreadedServer() as first, ThreadedServer() as second:
         for _ in range(40):
             links([first, second]).call({"do": "echo"})
@@ -403,8 +404,8 @@ def test_clients_spread_over_the_servers() -> None:
         assert second.cells.get("diesel_logins_total") > 5
 
 
-def test_another_server_is_asked_when_one_hangs() -> None:
-    """It accepts, and then says nothing, or nothing any more."""
+def test_another_server_is_used_when_one_hangs() -> None:
+    """It accepts, and then sends nothing, or nothing more."""
     with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
             url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
@@ -413,7 +414,7 @@ def test_another_server_is_asked_when_one_hangs() -> None:
                 assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
             if hangs.requests:
                 return
-    raise AssertionError("it was never asked: proves nothing")
+    raise AssertionError("no request came: the test proves nothing")
 
 
 @pytest.mark.parametrize("hello", [True, False])
@@ -431,7 +432,7 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
         url = f"diesel://{','.join([*places, well.place])}"
         while True:
             link = ServerLink(parse_url(url), ME, open_s=6.0, first=2)
-            try:  # on a busy machine all answers may be there whenever this thread runs again
+            try:  # on a busy machine all answers may have arrived when this thread runs again
                 link.call({"do": "echo"}, deadline_s=0.0)
                 link.close()
             except DieselError:
@@ -441,7 +442,7 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
         asked_silent_s = time.monotonic() - begun
         assert asked_silent_s > 2, "a server that could not be reached is not asked first again"
         link.close_idle()
-        with within(asked_silent_s):  # the one that answers is asked first
+        with within(asked_silent_s):  # the server that answers is tried first
             assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
 
 
@@ -471,7 +472,7 @@ def test_clients_of_a_server_that_shuts_down_go_to_another() -> None:
         thread.join(10)
 
 
-def test_too_many_connections_are_refused_with_a_reason() -> None:
+def test_excess_connections_are_refused_with_a_reason() -> None:
     with ThreadedServer(count=ConnectionLimits(3)) as server:
         held = [server.link() for _ in range(2)]
         for link in held:
@@ -482,8 +483,8 @@ def test_too_many_connections_are_refused_with_a_reason() -> None:
         assert server.link().call({"do": "echo"})
 
 
-def test_Z9_a_forked_child_has_connections_of_its_own(link: ServerLink) -> None:
-    """Parent and child both go on, and the child's end breaks nothing of the parent's."""
+def test_Z9_a_forked_child_opens_its_own_connections(link: ServerLink) -> None:
+    """Both continue, and the child's end breaks no connection of the parent."""
     parent_peer = link.call({"do": "echo"}).message["peer"]
     stream = link.stream({"do": "count", "n": 50})
     next(stream)
@@ -500,7 +501,7 @@ def test_Z9_a_forked_child_has_connections_of_its_own(link: ServerLink) -> None:
     assert echoed(link, b"parent") == b"parent"
 
 
-def test_Z9_a_fork_while_other_threads_are_asking(link: ServerLink) -> None:
+def test_Z9_a_fork_while_other_threads_send_requests(link: ServerLink) -> None:
     stop = threading.Event()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Each end of a TLS connection is noticed at once, behind all bytes that came before it."""
+"""Each end of a TLS connection is noticed at once, after all bytes that came before it."""
 
 import socket
 import ssl
@@ -46,7 +46,7 @@ Serve = Callable[[socket.socket], object]
 
 
 def received_by_channel(plain: socket.socket, context: ssl.SSLContext, *, accepted: bool) -> bytes:
-    """All that a channel receives to the end, which must not change."""
+    """All bytes that a channel receives; the end must not change."""
     got = bytearray()
 
     async def main() -> None:
@@ -63,7 +63,7 @@ def received_by_channel(plain: socket.socket, context: ssl.SSLContext, *, accept
 
 
 def received_by_socket(plain: socket.socket, context: ssl.SSLContext) -> bytes:
-    """All that a `TlsSocket` receives to the end, which must not change."""
+    """All bytes that a `TlsSocket` receives; the end must not change."""
     connected = TlsSocket(plain, context)
     got, room = bytearray(), memoryview(bytearray(5000))
     for _ in range(3):
@@ -82,8 +82,8 @@ RECEIVERS: dict[str, Receiver] = {
 
 
 @pytest.mark.parametrize("receiver", RECEIVERS)
-def test_an_end_is_noticed_behind_all_bytes_before_it(receiver: str, unexpected_eof: str) -> None:
-    """Also where the bytes and close_notify come in one segment, and TCP stays open."""
+def test_an_end_is_noticed_after_all_bytes_before_it(receiver: str, unexpected_eof: str) -> None:
+    """Also if the bytes and close_notify come in one segment, and TCP stays open."""
     failed = []
     for end in ENDS:
         for content in (b"", CONTENT[:10], CONTENT):
@@ -107,7 +107,7 @@ def test_an_end_within_the_handshake_is_noticed(receiver: str, unexpected_eof: s
 
 
 def _received(receiver: str, way: End | HandshakeEnd, content: bytes = b"") -> bytes:
-    """What a receiver has got from an end that sends this and ends so."""
+    """The bytes that a receiver gets from an end that sends this content and ends in this way."""
 
     def behave(raw: RawTls) -> None:
         if isinstance(way, HandshakeEnd):
@@ -149,7 +149,7 @@ SENT = {  # bytes of welcome, the login's answer and the answer, before the end
 
 
 def serve_until(way: End | HandshakeEnd, sent: int, context: ssl.SSLContext) -> Serve:
-    """A server that ends each connection in this way, after it has sent so many bytes."""
+    """A server that sends `sent` bytes on each connection and ends it in this way."""
 
     def serve(plain: socket.socket) -> None:
         raw, left = RawTls(plain, context), sent
@@ -169,10 +169,10 @@ def serve_until(way: End | HandshakeEnd, sent: int, context: ssl.SSLContext) -> 
     return serve
 
 
-def test_a_client_reports_each_end_of_a_server_and_goes_on_with_another(
+def test_a_client_reports_each_end_of_a_server_and_uses_another(
     unexpected_eof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No end is an answer, nor a reason to give up the server for good."""
+    """No end is taken for an answer, and none makes the client give up the server for good."""
     authority = Authority(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     pair = authority.issue()
@@ -194,7 +194,7 @@ def test_a_client_reports_each_end_of_a_server_and_goes_on_with_another(
 
 
 def _check_client(port: int, good_port: int, sent: int, way: End | HandshakeEnd) -> None:
-    """Of the servers at the two ports the first ends in this way."""
+    """The first of the servers at the two ports ends in this way."""
     with pytest.raises(ConnectionBroken) as caught:
         _connect_and_ask(port)
     broken, is_logged_in = caught.value, sent >= LOGIN_BYTES

@@ -22,7 +22,8 @@ BINDING = bytes(range(32, 64))
 
 
 def test_golden_bytes() -> None:
-    """These bytes must never change: programs of different versions tell each other so by them."""
+    """These bytes must never change: programs of different versions recognise each other by
+    them."""
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"
@@ -35,28 +36,28 @@ def test_golden_bytes() -> None:
 
 def test_a_greeting_is_understood() -> None:
     assert wire.parse_greeting(wire.greeting()) == VERSION
-    said = wire.welcome(NONCE)
-    assert wire.parse_welcome(said[:16]) == (True, VERSION, 32)
+    received = wire.welcome(NONCE)
+    assert wire.parse_welcome(received[:16]) == (True, VERSION, 32)
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 65_535])
 def test_another_version_is_refused_with_a_sentence(version: int) -> None:
-    """G4: the client's next version and the one before, and what an old client makes of it."""
+    """G4: the client's next and previous versions, and the sentence that an old client shows."""
     other = wire.greeting()[:8] + struct.pack("<H", version) + bytes(6)
     assert wire.parse_greeting(other) == version
     sentence = wire.version_mismatch(version)
     assert f"version {VERSION}" in sentence
     assert str(version) in sentence
     assert ("newer client" in sentence) is (version < VERSION)
-    said = wire.refusal(sentence)
-    goes_on, server, length = wire.parse_welcome(said[:16])
-    assert (goes_on, server, length) == (False, VERSION, len(said) - 16)
-    assert sentence in str(wire.refusal_error(server, said[16:]))
+    received = wire.refusal(sentence)
+    goes_on, server, length = wire.parse_welcome(received[:16])
+    assert (goes_on, server, length) == (False, VERSION, len(received) - 16)
+    assert sentence in str(wire.refusal_error(server, received[16:]))
 
 
-def test_a_server_of_another_version_that_says_nothing_is_named() -> None:
-    said = b"\x93DIESNET" + struct.pack("<HHI", 9, 1, 0)
-    assert wire.parse_welcome(said) == (False, 9, 0)
+def test_a_server_of_another_version_that_sends_no_text_is_named() -> None:
+    received = b"\x93DIESNET" + struct.pack("<HHI", 9, 1, 0)
+    assert wire.parse_welcome(received) == (False, 9, 0)
     assert "version 9" in str(wire.refusal_error(9, b""))
     with pytest.raises(ForeignError):  # it accepts another version than its own
         wire.parse_welcome(b"\x93DIESNET" + struct.pack("<HHI", 9, 0, 32))
@@ -75,8 +76,8 @@ def test_any_bytes_are_a_greeting_or_foreign(content: bytes) -> None:
 def test_reserved_bytes_must_be_zero_and_long_refusals_are_cut() -> None:
     with pytest.raises(ForeignError):
         wire.parse_greeting(wire.greeting()[:15] + b"\1")
-    said = wire.refusal("x" * 5000)
-    assert wire.parse_welcome(said[:16]) == (False, VERSION, len(said) - 16)
+    received = wire.refusal("x" * 5000)
+    assert wire.parse_welcome(received[:16]) == (False, VERSION, len(received) - 16)
 
 
 @pytest.mark.parametrize(

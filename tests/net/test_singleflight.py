@@ -12,7 +12,7 @@ from tests.rows import each_row
 
 
 class Gate:
-    """A run that goes on when it is let, and counts."""
+    """A run that waits until it is released, and counts."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -45,7 +45,7 @@ async def _ask(rounds: ThreadSingleFlight[str, int], key: str, found: list[int |
     ("key", "outcomes"), [("a", [1, 2, 2, 2, 3]), ("bad", ["run 1"] + ["run 2"] * 3 + ["run 3"])]
 )
 async def test_a_caller_during_a_run_gets_the_next_run(key: str, outcomes: list[int | str]) -> None:
-    """What a run saw before the question came may be stale by then."""
+    """The state that a running run read may be stale by the time of the call."""
     gate, found = Gate(), list[int | str]()
     rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""Snapshots for tests of orders: which file is in which chunk is a rule that the test knows."""
+"""Snapshots for tests of orders, with known places of files in chunks."""
 
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -10,7 +10,7 @@ def stored_part(chunk: int, place: int, size: int = 100) -> Part:
 
 
 def dataset(chunks: int, per_chunk: int, *, folders: int = 7) -> Snapshot:
-    """Files `dF/CCCC-PPP`: in chunk C + 1, the P-th of it, in folder (C + P) modulo `folders`."""
+    """Files `dF/CCCC-PPP`: the P-th file of chunk C + 1, in folder (C + P) modulo `folders`."""
     state = {
         b"d%d/%04d-%03d" % ((chunk + place) % folders, chunk, place): OwnEntry(
             Kind.FILE, parts=(stored_part(chunk + 1, place),)

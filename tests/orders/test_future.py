@@ -1,4 +1,4 @@
-"""What will be read, as columns: against a plain list of uses."""
+"""Future reads, as columns, against a plain list of uses."""
 
 from dataclasses import dataclass, field
 
@@ -15,14 +15,14 @@ UNITS = 6
 ORDERS = st.lists(
     st.tuples(st.lists(st.integers(0, UNITS - 1), max_size=12), st.integers(0, 9)), max_size=4
 )
-"""Of each rank: its units, and when it starts."""
+"""For each rank: its units, and the time of its start."""
 
 SEEKS = st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 14)), max_size=12)
 
 
 @dataclass
 class ListedUses:
-    """The oracle: every use in a list, looked through each time."""
+    """The oracle: a list of all uses, searched from its start each time."""
 
     orders: list[tuple[list[int], int]]
     position: list[int] = field(init=False)
@@ -31,7 +31,7 @@ class ListedUses:
         self.position = [0] * len(self.orders)
 
     def left(self, unit: int) -> list[tuple[int, int, int]]:
-        """Time, rank and position of the uses that are left."""
+        """Time, rank and position of the remaining uses."""
         return sorted(
             (start + position, rank, position)
             for rank, (units, start) in enumerate(self.orders)
@@ -64,8 +64,8 @@ def check(uses: FutureUses, listed: ListedUses) -> None:
 
 
 @given(orders=ORDERS, seeks=SEEKS)
-def test_uses_are_those_of_a_list(orders: list[tuple[list[int], int]], seeks: object) -> None:
-    """Readers advance and go back, alone and beyond their ends."""
+def test_uses_equal_those_of_a_list(orders: list[tuple[list[int], int]], seeks: object) -> None:
+    """Readers advance and go back, one by one, also beyond their ends."""
     uses = FutureUses([UnitOrder(np.array(u, np.int64), s) for u, s in orders], UNITS)
     listed = ListedUses(orders)
     check(uses, listed)

@@ -1,7 +1,8 @@
 """Orders that every later version must give, so that runs begun with an older one can continue.
 
-A second implementation of the description fixes them to the last file. So no test needs to show
-that they are random: what splitmix64 gives is."""
+A second implementation of the description fixes them to the last file, so no test needs to show
+that they are random: splitmix64 is.
+"""
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle

@@ -1,5 +1,6 @@
-"""Importance sampling: how likely each sample is drawn, that it is drawn so often, and that weights
-correct for it."""
+"""Importance sampling: each sample's chance, the frequency of its draws, and weights that correct
+for it.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,8 @@ def test_a_draw_has_its_length_and_no_sample_twice(
 
 
 def test_chances_follow_the_rule_of_the_source() -> None:
-    """The share c of samples below, to the power of beta; beta 1 takes half, beta 3 a quarter."""
+    """The share c of samples with lower values, to the power of beta; beta 1 draws half, beta 3 a
+    quarter."""
     values = np.random.default_rng(1).permutation(10_000).astype(np.float32)
     for beta in (1, 3, 0.25):
         chances = DrawRule(1 / (1 + beta)).probabilities(values, 0, 0)
@@ -66,7 +68,7 @@ def test_equal_values_have_equal_chances_and_unknown_ones_the_greatest() -> None
 
 
 @each_row("rule", [DrawRule(0.5), DrawRule(0.3, 0.1), DrawRule(0.9), DrawRule(0.1)])
-def test_samples_are_drawn_as_often_as_their_chances_say(rule: DrawRule) -> None:
+def test_samples_are_drawn_with_the_frequency_of_their_chances(rule: DrawRule) -> None:
     count, draws = 200, 4000
     chances = rule.probabilities(np.arange(count, dtype=np.float32), 0, 0)
     found = np.zeros(count)
@@ -86,7 +88,8 @@ def test_samples_are_drawn_as_often_as_their_chances_say(rule: DrawRule) -> None
 def test_weights_make_the_mean_unbiased() -> None:
     chance = np.random.default_rng(2)
     values = chance.exponential(1, 1000).astype(np.float32)
-    terms = values + chance.normal(0, 0.1, 1000)  # what is drawn more often is greater
+    # samples that are drawn more often have greater values
+    terms = values + chance.normal(0, 0.1, 1000)
     rule = DrawRule(0.4, 0.05)
     chances = rule.probabilities(values, 0, 0)
     corrected, plain = [], []
@@ -126,7 +129,7 @@ def test_substitutes_are_cached_or_in_packages(count: int, seed: int, data: st.D
 
 
 def test_missed_samples_of_low_importance_are_read_in_few_chunks() -> None:
-    """100 chunks of 40 samples, of which a fifth are important and in memory; a draw of a third of
+    """100 chunks of 40 samples, a fifth of which are important and in memory; a draw of a third of
     the others would read all chunks."""
     count, rng = 4000, np.random.default_rng(1)
     low = np.arange(count) % 5 != 0
@@ -139,7 +142,7 @@ def test_missed_samples_of_low_importance_are_read_in_few_chunks() -> None:
     found = np.unique(chunks[read[low[read]]])
     missed = np.count_nonzero(low[drawn])
     assert len(found) == -(-missed // 32)  # each of them is read whole
-    # What was drawn most often stays
+    # The samples that were drawn most often stay
     own = np.bincount(chunks[drawn[low[drawn]]], minlength=100)
     assert own[found].min() >= np.delete(own, found).max()
 

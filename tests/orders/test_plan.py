@@ -1,4 +1,4 @@
-"""Plans: what is accepted, what is refused, and that a refusal changes nothing."""
+"""Plans: which are accepted, which are refused, and that a refusal changes nothing."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_extending_appends_to_the_last_epoch_and_adds_more() -> None:
         made.extended([epoch(3, 5)])
 
 
-def test_replacing_takes_the_rest_or_the_whole() -> None:
+def test_replacing_takes_the_remaining_or_all_entries() -> None:
     old = Stream("a", (epoch(3, 1, 2, 3), epoch(4, 1, exact=False)))
     made = old.replaced(epoch(3, 5, 5), 1).replaced(epoch(4, 2))
     assert orders(made) == [[1, 5, 5], [2]]

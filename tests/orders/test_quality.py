@@ -1,4 +1,4 @@
-"""Laws of the measures of orders: against slow arithmetic, and known layouts."""
+"""Laws of the measures of orders, against slow arithmetic and known layouts."""
 
 from collections import Counter
 from fractions import Fraction
@@ -44,7 +44,8 @@ def slow_design_effect(classes: list[int], order: list[int], batch_files: int) -
 
 
 def sorted_dataset(chunks: int, per_chunk: int, chunks_per_class: int) -> Snapshot:
-    """Files `train/cC/N` and, in the last chunk, `val/v`: classes lie together in the chunks."""
+    """Files `train/cC/N` and, in the last chunk, `val/v`: the files of a class are neighbours in
+    chunks."""
     state = {
         b"train/c%02d/deep/%05d" % (chunk // chunks_per_class, chunk * per_chunk + place): OwnEntry(
             Kind.FILE, parts=(stored_part(chunk + 1, place),)
@@ -61,7 +62,7 @@ MIXED = dataset(40, 100, folders=8)
 
 
 @given(data=st.data())
-def test_the_design_effect_is_that_of_the_definition(data: st.DataObject) -> None:
+def test_the_design_effect_equals_its_definition(data: st.DataObject) -> None:
     classes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=60))
     order = data.draw(st.lists(st.integers(0, len(classes) - 1), min_size=1, max_size=80))
     batch_files = data.draw(st.integers(1, len(order)))
@@ -86,7 +87,7 @@ def test_a_class_is_the_folder_below_the_measured_one() -> None:
 
 
 @pytest.mark.parametrize(("snapshot", "below"), [(SORTED, b"train"), (MIXED, b"")])
-def test_a_report_has_what_slow_arithmetic_finds(snapshot: Snapshot, below: bytes) -> None:
+def test_a_report_equals_slow_arithmetic(snapshot: Snapshot, below: bytes) -> None:
     top = snapshot.index_of(below)
     report = compare_group_sizes(snapshot, 1, 2, 7, below=top)
     assert (report.files, report.chunks, report.classes) == (4000, 40, 8)
@@ -137,7 +138,7 @@ def test_orders_are_judged_by_how_they_mix() -> None:
 def test_the_smallest_group_that_mixes_well_is_recommended(
     effects: list[float | None], full: float | None, recommended: int | None
 ) -> None:
-    """Or one that mixes as well as full shuffle does, where that is worse by chance."""
+    """Or one that mixes as well as a full shuffle, if that happens to be worse."""
     sizes = zip((1, 3, 10, 30), effects, strict=True)
     by_size = {size: OrderQuality(1, 1.0, effect) for size, effect in sizes}
     ends = OrderQuality(1, 1.0, 50.0), OrderQuality(1, 1.0, full)
@@ -145,7 +146,7 @@ def test_the_smallest_group_that_mixes_well_is_recommended(
     assert report.recommended == recommended
 
 
-def test_the_parts_of_ranks_are_measured_alone() -> None:
+def test_the_parts_of_ranks_are_measured_separately() -> None:
     report = compare_group_sizes(MIXED, 1, 2, 4, rank=1, world=4)
     order = chunk_order(MIXED, 1, 2, group_size=4, rank=1, world=4)
     assert report.files == len(order.indices) == 1000

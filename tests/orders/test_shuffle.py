@@ -1,4 +1,4 @@
-"""Laws of every order: which files it has, how it is cut into parts, how chunks are grouped."""
+"""Laws of every order: its files, how it is divided into parts, how chunks are grouped."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,11 +26,9 @@ def names(snapshot: Snapshot, order: "np.typing.NDArray[np.int64]") -> list[str]
 
 
 def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
-    """The places in the list that a `DistributedSampler` of that many files gives all ranks.
-
-    This is its arithmetic, step by step, except that a rank takes a contiguous piece and not every
-    `world`-th file.
-    """
+    """The places that a `DistributedSampler` gives each rank in a list of `files` files. This is
+    its arithmetic, step by step, except that a rank takes a contiguous piece instead of every
+    `world`-th file."""
     places = list(range(files))
     if drop_last and files % world != 0:
         per_rank = -((world - files) // world)  # math.ceil((files - world) / world)
@@ -60,7 +58,7 @@ def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list
 def test_parts_are_those_of_the_distributed_sampler(
     seed: int, epoch: int, group_size: int, world: int, drop_last: bool, snapshot: Snapshot
 ) -> None:
-    """The files that are repeated or dropped are the sampler's; all others occur once."""
+    """The sampler repeats or drops the same files; all others occur once."""
     whole = chunk_shuffle(snapshot, seed, epoch, group_size=group_size)
     assert sorted(whole.tolist()) == snapshot.files().tolist()
     parts = []
@@ -81,7 +79,7 @@ def test_parts_are_those_of_the_distributed_sampler(
 
 
 @given(seed=NUMBERS, epoch=NUMBERS, group_size=st.integers(1, 15), position=st.integers(0, 65))
-def test_groups_are_of_whole_chunks(seed: int, epoch: int, group_size: int, position: int) -> None:
+def test_groups_are_whole_chunks(seed: int, epoch: int, group_size: int, position: int) -> None:
     order = chunk_order(SMALL, seed, epoch, group_size=group_size)
     seen: set[int] = set()
     start = 0
@@ -100,9 +98,7 @@ def test_groups_are_of_whole_chunks(seed: int, epoch: int, group_size: int, posi
 
 
 @given(seed=NUMBERS, group_size=st.integers(1, 15), world=st.integers(1, 30), data=st.data())
-def test_a_part_can_begin_anywhere(
-    seed: int, group_size: int, world: int, data: st.DataObject
-) -> None:
+def test_parts_begin_anywhere(seed: int, group_size: int, world: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, world - 1))
     numbers = {"group_size": group_size, "rank": rank, "world": world}
     part = chunk_order(SMALL, seed, 1, **numbers)  # type: ignore[arg-type]  # by name
@@ -122,7 +118,7 @@ def test_every_kind_of_file_occurs_once() -> None:
         assert sorted(names(ODD, order.indices)) == expected
         groups = [set(names(ODD, each)) for each in np.split(order.indices, order.ends)[:-1]]
         assert {"a/empty", "b/also empty"} in groups  # in the chunk of their entries
-        assert {"a/large"} in groups  # in that of its first extent alone
+        assert {"a/large"} in groups  # in the chunk of its first extent alone
         assert {"a/small"} in groups
         assert len(groups) == 4  # two chunks hold no first extent
 
@@ -151,7 +147,7 @@ def test_an_empty_dataset_has_empty_orders() -> None:
 
 def test_full_shuffle_is_one_group() -> None:
     order = full_shuffle(WIDE, 1, 2**63 - 1).tolist()
-    numpys = np.int64(1), np.int64(2**63 - 1)  # which are accepted, too
+    numpys = np.int64(1), np.int64(2**63 - 1)  # also accepted
     assert order == full_shuffle(WIDE, *numpys).tolist()  # type: ignore[arg-type]
     for group_size, is_same in ((10**6, True), (40, True), (39, False)):
         grouped = chunk_shuffle(WIDE, 1, 2**63 - 1, group_size=group_size)
@@ -171,6 +167,6 @@ BAD: dict[str, tuple[object, ...]] = {
 
 @each_row(("name", "bad"), [(name, bad) for name, values in BAD.items() for bad in values])
 def test_numbers_out_of_range_are_refused(name: str, bad: object) -> None:
-    asked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
+    unchecked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
     with pytest.raises(UsageError, match=r"^bad "):
-        asked(SMALL, **{"seed": 1, "epoch": 2, "world": 2, name: bad})
+        unchecked(SMALL, **{"seed": 1, "epoch": 2, "world": 2, name: bad})

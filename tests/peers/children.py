@@ -1,11 +1,11 @@
-"""Forked children of a test, as a data loader's workers are."""
+"""Forked children of a test, like a data loader's workers."""
 
 import os
 from collections.abc import Callable
 
 
 def fork(work: Callable[[], object]) -> Callable[[], None]:
-    """Do some work in a child; the result waits for its end, and fails if the work failed."""
+    """Work in a child. The returned function waits for its end, and fails if the work failed."""
     child = os.fork()
     if not child:
         code = 1

@@ -25,7 +25,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..trees import write
-from .connected_masters import FakeAnswers, Node, answering, asking
+from .connected_masters import FakeAnswers, Node, answering, connected_peer
 from .fake_master import Behaviour, FakeMaster
 from .node_caches import run_inline
 from .planes import Plane, running_plane
@@ -68,14 +68,13 @@ class Counting(ReadWrapper):
 
 @pytest.fixture
 def jumping_clock() -> MockClock:
-    """It jumps when no task has run for a while; sockets and the data plane's thread are real, and
-    need far less than this while."""
+    """It jumps when no task has run for some time; sockets and the data plane's thread are real,
+    and need far less than that."""
     return MockClock(autojump_threshold=0.1)
 
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The runtime folder of this machine's user, as on a node that no launcher has named."""
     for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run").mkdir(mode=0o700)
@@ -110,7 +109,7 @@ async def node(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @pytest.fixture
 async def peer(node: Node) -> AsyncIterator[Peer]:
-    async with asking(node.port) as found:
+    async with connected_peer(node.port) as found:
         yield found
 
 
@@ -184,18 +183,15 @@ class Client:
         return cast("dict[str, int]", self.store.stats()["client"])
 
     def read_one(self, chunk: int) -> None:
-        """Read a part of a chunk and check it."""
         room = bytearray(100)
         self.store.read_into(self.name(chunk), 500, room)
         assert room == self.chunks[chunk][500:600]
 
     def read(self, *chunks: int) -> None:
-        """Read a part of each of these chunks, in one request, and check them."""
         found = self.store.fast_reads.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
         assert list(map(bytes, found)) == [self.chunks[chunk][500:600] for chunk in chunks]
 
     def parts(self, seed: int, count: int) -> list[tuple[int, int, int]]:
-        """Random parts (chunk, start, bytes)."""
         random = np.random.default_rng(seed)
         found = []
         for chunk in random.integers(0, self.view.chunk_count, count).tolist():
@@ -205,7 +201,6 @@ class Client:
         return found
 
     def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
-        """Begin to read random parts; and the right ones."""
         parts = self.parts(seed, count)
         found = self.store.fast_reads.read_parts(
             [(self.name(chunk), start, size) for chunk, start, size in parts]

@@ -1,4 +1,4 @@
-"""Masters that talk over real sockets, with made-up chunks and no dataset."""
+"""Masters connected by real sockets, with made-up chunks and no dataset."""
 
 import functools
 import os
@@ -37,7 +37,6 @@ Part = tuple[int, int, int]
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
-    """Bytes of a chunk."""
     at = np.arange(start // 8, (start + size) // 8 + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     return (at + np.uint64(chunk)).tobytes()[start % 8 :][:size]
 
@@ -46,14 +45,12 @@ def parts(*records: Part) -> Parts:
     return np.array(records, "<u4").reshape(-1, 3)
 
 
-def asked(number: int, *records: Part, flags: int = 0) -> bytes:
-    """A READ."""
+def read_request(number: int, *records: Part, flags: int = 0) -> bytes:
     return wire.request(number, wire.READ, flags, parts(*records))
 
 
 @functools.cache
 def whole(chunk: int) -> memoryview:
-    """All bytes of a chunk."""
     return memoryview(content(chunk, 0, int(SIZES[chunk])))
 
 
@@ -63,14 +60,14 @@ class FakeAnswers:
     def __init__(self) -> None:
         self.table = ChunkTable(SIZES)
         self.ready: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        self.asked: list[tuple[int, int, bool, bool]] = []
+        self.requested: list[tuple[int, int, bool, bool]] = []
         self.plans: list[tuple[int, bytes]] = []
         self.plan_status = GIVEN
         self.slow = self.slow_most = 0
         self.hold()
 
     def hold(self, *, hot: bool = True, absent: Collection[int] = ()) -> None:
-        """Have chunks in memory, or not. Absent ones are never given."""
+        """Put chunks into memory, or take them out. Absent chunks are never given."""
         self.absent = absent
         for chunk in range(len(SIZES)):
             if hot and chunk not in absent:
@@ -85,7 +82,7 @@ class FakeAnswers:
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        self.asked.append((rank, len(parts), load, through))
+        self.requested.append((rank, len(parts), load, through))
         self.slow += 1
         self.slow_most = max(self.slow, self.slow_most)
         try:
@@ -112,8 +109,6 @@ def member(port: int, certificate: bytes = b"") -> Member:
 
 @dataclass
 class Node:
-    """A running acceptor of rank 1."""
-
     acceptor: Acceptor
     answers: FakeAnswers
     port: int
@@ -138,7 +133,7 @@ async def answering(
 
 
 @asynccontextmanager
-async def asking(
+async def connected_peer(
     port: int, mine: LocalIdentity | None = None, certificate: bytes = b""
 ) -> AsyncIterator[Peer]:
     peer = Peer(mine or me(0), member(port, certificate))
@@ -149,7 +144,6 @@ async def asking(
 
 
 async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
-    """Read parts; checks the bytes that are given, and returns the statuses."""
     room = memoryview(bytearray(sum(size for _, _, size in records)))
     statuses = await peer.read(parts(*records), room, load=load)
     at = 0
@@ -174,15 +168,14 @@ def hello(
 ) -> bytes:
     """The message of a connector that knows the acceptor's nonce."""
     own = os.urandom(NONCE_BYTES)
-    said = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
-    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
-    return wire.hello_frame(said, proofs.connector)
+    sent = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, sent)
+    return wire.hello_frame(sent, proofs.connector)
 
 
-def proof(mine: LocalIdentity, nonce: bytes, heard: bytes, binding: bytes = NO_BINDING) -> bytes:
-    """What an acceptor answers to a hello."""
-    said, _ = wire.parse_hello(heard)
-    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+def proof(mine: LocalIdentity, nonce: bytes, received: bytes, binding: bytes = NO_BINDING) -> bytes:
+    parsed, _ = wire.parse_hello(received)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, parsed)
     return wire.proof_frame(proofs.acceptor)
 
 
@@ -205,7 +198,6 @@ class RawPeer:
         return bytes(found)
 
     async def receive_all(self) -> bytes:
-        """Until the other end closes, however it does that."""
         found = b""
         try:
             while some := await self.stream.receive_some(65536):
@@ -226,7 +218,7 @@ class RawPeer:
         to: int = 1,
         is_client: bool = False,
     ) -> dict[str, object]:
-        """Say hello as a connector; returns the answer."""
+        """Send a hello as a connector. Returns the answer."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
@@ -234,7 +226,6 @@ class RawPeer:
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
-        """As an acceptor."""
         await self.exactly(GREETING_BYTES)
         nonce = os.urandom(NONCE_BYTES)
         await self.send(wire.welcome(nonce))
@@ -247,12 +238,10 @@ class RawPeer:
         return head
 
     async def give(self, head: wire.RequestHead, part: Part = SMALL) -> None:
-        """Answer a request for this part."""
-        said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
-        await self.send(said, content(*part))
+        answered = wire.answer_head(head.id, wire.READ, b"\0", part[2])
+        await self.send(answered, content(*part))
 
     async def answer(self) -> tuple[wire.AnswerHead, bytes, bytes]:
-        """The next answer, with its statuses and bytes."""
         head = wire.parse_answer(await self.exactly(wire.HEAD_BYTES))
         return head, await self.exactly(head.counted), await self.exactly(head.payload_bytes)
 
@@ -269,7 +258,6 @@ async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
 
 
 async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False) -> RawPeer:
-    """A connection after its handshake."""
     raw_peer = await open_raw(port)
     assert "proof" in await raw_peer.handshake(replace(me(0), rank=rank), is_client=is_client)
     return raw_peer
@@ -277,8 +265,7 @@ async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False
 
 @asynccontextmanager
 async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
-    """A master with connections that a test answers by hand after the handshake; yields its
-    port."""
+    """A master whose connections a test answers by hand after the handshake; yields its port."""
 
     async def one(stream: trio.SocketStream) -> None:
         raw_peer = RawPeer(stream)
@@ -304,5 +291,4 @@ async def gather(*works: Callable[[], Awaitable[None]]) -> None:
 
 
 def lines(messages: Sequence[str]) -> list[str]:
-    """The log lines about refused connections."""
     return [line for line in messages if line.startswith("refused")]

@@ -17,7 +17,6 @@ def content(number: int) -> bytes:
 
 
 def make(folder: Path, files: int) -> int:
-    """Write the files below a folder; their bytes."""
     total = 0
     for number in range(files):
         place = folder / path(number)

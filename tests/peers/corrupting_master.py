@@ -19,7 +19,6 @@ _send, _adopt = DataPlane._send, DataPlane._adopt
 
 
 def corrupted(payload: bytes) -> bytes:
-    """As many bytes as in the answer, but wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
             lie = bytearray(payload)
@@ -32,7 +31,6 @@ def corrupted(payload: bytes) -> bytes:
 
 
 def lie(answer: bytes) -> bytes:
-    """A whole answer with a wrong payload."""
     _, _, _, _, count, _ = _HEAD.unpack_from(answer)
     start = _HEAD.size + count
     return answer[:start] + corrupted(answer[start:])
@@ -48,8 +46,8 @@ def send(self: DataPlane, connection: ServedConnection, parts: Sequence[Bytes], 
 
 
 def adopt(self: DataPlane, connection: ServedConnection) -> None:
-    """Answers at once to other nodes do not leave by `_send`. What does not leave in one piece is
-    right from there on."""
+    """Immediate answers to other nodes do not leave by `_send`. The remainder of one that does not
+    leave in one piece is right."""
     if not connection.is_local:
         send_one, send_many = connection.send, connection.send_many
         connection.send = lambda answer: send_one(lie(bytes(answer)))

@@ -18,7 +18,6 @@ _AT_ONCE = 8
 
 
 def worker(path: str, identity: bytes, version: int, number: int) -> None:
-    """The life of one client."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     window = os.memfd_create("window", os.MFD_ALLOW_SEALING)
@@ -40,7 +39,7 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
         link.sendall(read[: len(read) // 2])
     elif kind == 3:
         link.sendall(pin)
-    else:  # it has a chunk, and wants more
+    else:  # after it has a chunk, and has requested more
         link.sendall(pin)
         link.recvmsg(64, 64)
         link.sendall(read)
@@ -48,7 +47,6 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
 
 
 def main() -> None:
-    """Runs several clients at once."""
     path, identity, version, count = sys.argv[1:]
     alive = 0
     for number in range(int(count)):

@@ -37,13 +37,11 @@ class Behaviour(OwnerBehaviour):
     pins: bool = True
     change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
     revoked: list[int] = field(default_factory=list)
-    raw: bytes = b""  # instead of any answer but a hello's, on control connections
-    versions: set[int] = field(default_factory=set)  # none: any
+    raw: bytes = b""  # instead of any answer but that to a hello, on control connections
+    versions: set[int] = field(default_factory=set)  # empty: any version
 
 
 class FakeMaster(FakeServer):
-    """One master at a socket, with the chunks of a dataset."""
-
     def __init__(
         self, path: Path, chunks: Mapping[int, bytes], behaviour: Behaviour | None = None
     ) -> None:
@@ -73,7 +71,6 @@ class FakeMaster(FakeServer):
         super().__exit__()
 
     def set_owners(self, owners: Mapping[int, int], *members: FakeOwner) -> None:
-        """Set the owners of some chunks, and all other nodes."""
         self.members = list(members)
         for chunk, rank in owners.items():
             struct.pack_into("<i", self._owners, 16 + 4 * chunk, rank)
@@ -81,11 +78,9 @@ class FakeMaster(FakeServer):
         struct.pack_into("<QII", self._owners, 0, self._generation, len(self.chunks), 0)
 
     def kinds(self) -> list[int]:
-        """The kinds of all requests, in order."""
         return [kind for kind, _ in self.requests]
 
     def bodies(self, kind: int) -> list[bytes]:
-        """The bodies of all requests of a kind."""
         return [body for each, body in self.requests if each == kind]
 
     def unpinned(self) -> list[int]:

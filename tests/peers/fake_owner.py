@@ -45,7 +45,7 @@ def answer_reads(
     behaviour: OwnerBehaviour,
     note: Callable[[int, bytes], None],
 ) -> None:
-    """Answer requests until the connection ends; `note` gets their flags and records."""
+    """Answer requests until the connection ends. `note` gets their flags and records."""
     while True:
         number, kind, flags, _, count, _ = HEAD.unpack(received(connection, HEAD.size))
         records = received(connection, count * RECORD.size)
@@ -98,7 +98,6 @@ class FakeServer:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """End all connections."""
         for each in self.connections:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -132,7 +131,6 @@ class FakeOwner(FakeServer):
 
     @property
     def member(self) -> Member:
-        """Its registration."""
         port: int = self._listener.getsockname()[1]
         return Member(self.rank, bytes([self.rank]) * 16, f"127.0.0.1:{port}", self.version, b"")
 

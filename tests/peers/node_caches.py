@@ -102,7 +102,6 @@ def make_cache(
     costs: ReadCosts | None = None,
     mine: bool = True,
 ) -> NodeCache:
-    """A cache of this node's own chunks; by default with memory for all of them."""
     make_policy = POLICIES[policy] if isinstance(policy, str) else policy
     cache = NodeCache(
         IDENTITY,
@@ -122,7 +121,6 @@ def make_cache(
 
 @asynccontextmanager
 async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
-    """Runs the cache; its chunks stay afterwards."""
     async with trio.open_nursery() as nursery:
         await nursery.start(cache.run)
         yield cache
@@ -131,7 +129,6 @@ async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
 
 @asynccontextmanager
 async def running(cache: NodeCache) -> AsyncIterator[NodeCache]:
-    """Runs the cache, and releases its memory and descriptors afterwards."""
     try:
         async with run_cache(cache):
             yield cache
@@ -142,7 +139,7 @@ async def running(cache: NodeCache) -> AsyncIterator[NodeCache]:
 async def run_inline(
     self: Fetches, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
 ) -> Made:
-    """Replaces work in threads where time is simulated, as the clock does not know that threads
+    """Run work in threads inline when time is simulated, since the clock does not know that threads
     work."""
     return work(*given, **named)
 
@@ -152,7 +149,6 @@ def raw(content: memoryview | None) -> bytes | None:
 
 
 def descriptors() -> Mapping[str, int]:
-    """This process's descriptors of chunks."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -165,7 +161,7 @@ def descriptors() -> Mapping[str, int]:
 
 @pytest.fixture(autouse=True)
 def memory_is_released() -> Iterator[None]:
-    """Fails a test that leaves the memory of a chunk behind, in a module that imports this."""
+    """A test fails if it leaves the memory of a chunk behind, in a module that imports this."""
     before = descriptors()
     yield
     for _ in range(100):
@@ -185,7 +181,6 @@ def total_bytes(source: ChunkSource) -> int:
 
 
 def read_in_plane(cache: NodeCache, *records: tuple[int, int, int]) -> list[memoryview] | None:
-    """The data plane's answer to a request for these parts (chunk, start, bytes)."""
     packed = np.array(records, "<u4").tobytes()
     return cache.table.find(memoryview(packed))[0]
 
@@ -195,12 +190,11 @@ def in_memory(cache: NodeCache) -> set[int]:
 
 
 def kept_numbers(cache: NodeCache) -> set[int]:
-    """The chunks in memory or on the disk."""
     return {number for number in range(len(cache.ledger.sizes)) if cache.holds(number)}
 
 
 async def misses_until_loaded(cache: NodeCache, number: int, times: int, size: int = 3000) -> int:
-    """How many misses it takes until a chunk comes; 0 if it does not."""
+    """The number of misses before a chunk comes; 0 if it does not come."""
     for misses in range(1, times + 1):
         if await cache.get(number, size, load=True) is not None:
             return misses

@@ -37,7 +37,9 @@ from typing import IO, Self
 import pytest
 from redis import Redis
 
-from ..server.program import is_running, until
+from tests.processes import command_lines, is_running
+from tests.waiting import until
+
 from ..storage.metadata.redis_servers import program
 
 TREE = Path(__file__).resolve().parents[2]
@@ -54,7 +56,7 @@ _serial = itertools.count()
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether nodes can be network namespaces here; logs the reason once if they cannot."""
+    """Whether nodes can be network namespaces here. If they cannot, logs the reason once."""
     name = f"{_PREFIX}{os.getpid()}-try"
     try:
         _sweep()
@@ -70,7 +72,7 @@ def has_namespaces() -> bool:
 
 
 def needs_links() -> None:
-    """Skips the test where nodes have no links of their own."""
+    """Skip the test if nodes have no links of their own."""
     if not has_namespaces():
         pytest.skip("links cannot be cut here: no network namespaces")
 
@@ -112,7 +114,6 @@ class NodeHost:
     # Programs
 
     def command(self, *words: str | Path) -> list[str]:
-        """The words that run a program here, from anywhere."""
         inside = ["nsenter", f"--net={_NAMESPACES / self.name}"] if self._switch else []
         return [*inside, *map(str, words)]
 
@@ -123,7 +124,6 @@ class NodeHost:
         log: IO[bytes] | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> "subprocess.Popen[bytes]":
-        """A program that runs until it ends, or the nodes do."""
         return subprocess.Popen(
             self.command(*words),
             env=self.environment,
@@ -137,7 +137,7 @@ class NodeHost:
         self, *words: str | Path, check: bool = True, timeout_s: float = RUN_S
     ) -> "subprocess.CompletedProcess[str]":
         """Run a program to its end. Processes that it leaves in the background keep none of our
-        pipes."""
+        pipes open."""
         with (
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
@@ -166,19 +166,18 @@ class NodeHost:
         return self.run("dlcmd", "-q", *words, timeout_s=timeout_s)
 
     def pids(self) -> list[int]:
-        """What runs here, daemons too."""
         if self._switch:
             words = _ip("netns", "pids", self.name).split()
             return [pid for pid in map(int, words) if pid != os.getpid()]
         mark = f"{_MARK}={self.name}".encode()
-        return [pid for pid in _processes() if mark in _environment(pid)]
+        return [pid for pid, _ in command_lines() if mark in _environment(pid)]
 
     def matching(self, text: str) -> list[int]:
-        """Those of them with this in their command line."""
-        return [pid for pid in self.pids() if text in command_line(pid)]
+        words, here = text.replace(" ", "\0").encode(), self.pids()
+        return [pid for pid, line in command_lines() if pid in here and words in line]
 
     def kill(self) -> None:
-        """End all that runs here as a crash of the node does."""
+        """End all processes here, as a crash of the node does."""
         for _ in range(50):
             pids = [pid for pid in self.pids() if is_running(pid)]
             for pid in pids:
@@ -191,7 +190,7 @@ class NodeHost:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Sockets that this thread makes meanwhile are this place's, and stay so."""
+        """Sockets that this thread makes meanwhile belong to this place, and stay here."""
         if not self._switch:
             yield
             return
@@ -206,9 +205,9 @@ class NodeHost:
     # Sockets
 
     def sockets(self, *, listening: bool = False) -> list[Socket]:
-        """TCP sockets that listen, or those of connections that stand."""
-        asked = ["-l"] if listening else ["state", "established"]
-        text = self.run("ss", "-H", "-t", "-n", "-p", *asked).stdout
+        """TCP sockets that listen, or those of established connections."""
+        options = ["-l"] if listening else ["state", "established"]
+        text = self.run("ss", "-H", "-t", "-n", "-p", *options).stdout
         found = []
         for line in text.splitlines():
             ends = re.findall(r"(\S+):(\d+|\*)(?=\s|$)", line)
@@ -226,14 +225,14 @@ class NodeHost:
     # The link
 
     def cut(self) -> None:
-        """Nothing comes in or goes out from now on, and no end of a connection gets a notice."""
+        """Drop all packets from now on, and give no end of a connection a notice."""
         self._of_switch("link", "set", self._link, "down")
 
     def restore(self) -> None:
         self._of_switch("link", "set", self._link, "up")
 
     def block(self, other: "NodeHost") -> None:
-        """Nothing reaches that one from here any more, silently; all else goes on."""
+        """Drop all packets from here to the other node, without a notice."""
         needs_links()
         self.run(
             *("ip", "neigh", "replace", other.address, "lladdr", _UNUSED_MAC),
@@ -241,11 +240,10 @@ class NodeHost:
         )
 
     def unblock(self, other: "NodeHost") -> None:
-        """The end of `block`."""
         self.run("ip", "neigh", "del", other.address, "dev", "eth0")
 
     def limit_bandwidth(self, kbit_s: int) -> None:
-        """As much goes out from here and comes in, from now on; 0 for as much as can be."""
+        """Limit the rate in both directions; 0 for no limit."""
         needs_links()
         for prefix, device in ((self.command(), "eth0"), (self._switch_command(), self._link)):
             if kbit_s:
@@ -272,7 +270,6 @@ class NodeHost:
         _ip("-n", self.name, "link", "set", device, "up")
 
     def remove(self) -> None:
-        """End all that is here."""
         self.kill()
         for point in mounts_below(self.folder):
             subprocess.run(["umount", "-l", point], check=False)
@@ -289,8 +286,6 @@ class NodeHost:
 
 
 class Nodes:
-    """Nodes and `shared`; see the module."""
-
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
         self.runtime = Path(
@@ -337,7 +332,7 @@ class Nodes:
         return f"redis://{self.shared.address}:{REDIS_PORT}"
 
     def start_redis(self) -> Redis:
-        """Redis at `redis_url`; a client of it for the test itself."""
+        """Start Redis at `redis_url`. Returns a client of it for the test itself."""
         folder = self.shared.folder / "redis"
         folder.mkdir()
         socket = self.runtime / "redis"
@@ -375,7 +370,6 @@ class Nodes:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a process of the tests and wait for it."""
     if process.poll() is None:
         process.kill()
     process.wait(20)
@@ -384,23 +378,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             pipe.close()
 
 
-def command_line(pid: int) -> str:
-    """The arguments of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
 def mounts_below(folder: Path) -> list[str]:
     """Mount points in a folder, the innermost first."""
     lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     points = [line.split()[1] for line in lines]
     return sorted((each for each in points if each.startswith(f"{folder}/")), reverse=True)
-
-
-def _processes() -> list[int]:
-    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
 
 
 def _environment(pid: int) -> list[bytes]:
@@ -411,7 +393,7 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of runs that were killed, what runs in them, and their folders."""
+    """Remove the namespaces of runs that were killed, their processes, and their folders."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
         if not is_running(int(left.name.removeprefix(_PREFIX).partition("-")[0])):
             shutil.rmtree(left, ignore_errors=True)

@@ -25,8 +25,6 @@ KINDS = ("TCP", "Unix", "TLS")
 
 
 class Forwarded(NamedTuple):
-    """A request that the data plane could not answer."""
-
     connection: ServedConnection
     id: int
     flags: int
@@ -35,8 +33,6 @@ class Forwarded(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer as it arrived."""
-
     id: int
     kind: int
     statuses: bytes
@@ -66,7 +62,6 @@ class Plane:
         return self.forwarded.get(timeout=HOPE_S)
 
     def answer(self, forwarded: Forwarded, statuses: bytes, payload: bytes) -> None:
-        """Answer a forwarded request."""
         head = wire.answer_head(forwarded.id, wire.READ, statuses, len(payload))
         found: list[Bytes] = [head, memoryview(payload)]
         self.data.answer(forwarded.connection, forwarded.size, found, len(head) + len(payload))
@@ -105,7 +100,6 @@ class Plane:
         return end
 
     def connect_as(self, kind: str) -> socket.socket:
-        """The other end of a new connection of this of the `KINDS`."""
         certificate = make_certificate() if kind == "TLS" else None
         return self.connect(is_local=kind == "Unix", certificate=certificate)
 
@@ -136,13 +130,11 @@ def exactly(end: socket.socket, size: int) -> bytes:
 
 
 def answer(end: socket.socket) -> Answer:
-    """The next answer."""
     head = wire.parse_answer(exactly(end, wire.HEAD_BYTES))
     return Answer(head.id, head.kind, exactly(end, head.counted), exactly(end, head.payload_bytes))
 
 
 def is_closed(end: socket.socket) -> bool:
-    """Whether the data plane closes the connection without another byte."""
     try:
         return end.recv(1) == b""
     except ConnectionResetError:

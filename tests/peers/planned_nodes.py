@@ -32,7 +32,7 @@ SEED = 1  # of `reader_program.py`
 
 
 class PlannedEgress:
-    """Epochs of a task; its nodes hold half of the dataset together."""
+    """Epochs of a task whose nodes hold half of the dataset together."""
 
     def __init__(
         self, task: RunningTask, *, group: int, pace_s: float, announced: str = "computed"
@@ -59,7 +59,6 @@ class PlannedEgress:
         )
 
     def read(self, epoch: int) -> list[Outcome]:
-        """Have all readers read their parts of an epoch."""
         self._task.forget()
         for rank, reader in enumerate(self.readers):
             reader.begin_planned(
@@ -80,7 +79,6 @@ class PlannedEgress:
 
     @property
     def least(self) -> list[float]:
-        """The bytes that the store must give in each epoch."""
         if self._is_full:
             stored = float(self.snapshot.chunk_sizes.sum())
             held = min(NODES * self._room_bytes, stored)
@@ -96,7 +94,6 @@ class PlannedEgress:
 
     @property
     def ratios(self) -> list[float]:
-        """The bytes that the store gave in each epoch, divided by the least."""
         return [float(got / least) for got, least in zip(self.got, self.least, strict=True)]
 
     @property

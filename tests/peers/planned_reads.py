@@ -58,8 +58,8 @@ def full(epoch: int) -> Files:
 
 
 def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
-    """How many chunks MIN fetches for these accesses, in a cache with room for `room` chunks,
-    from the access `first` on."""
+    """How many chunks MIN fetches for these accesses, in a cache with room for `room` chunks, from
+    the access `first` on."""
     following, last = [math.inf] * len(accesses), dict[int, int]()
     for at in range(len(accesses) - 1, -1, -1):
         following[at] = last.get(accesses[at], math.inf)
@@ -112,8 +112,8 @@ class EpochEgress:
 
 
 class PlannedTask:
-    """Four nodes that hold half of the dataset together; the readers of all read in step, each its
-    part of the order. The next epoch is known at the begin of one."""
+    """Four nodes that hold half of the dataset together. All their readers read in step, each its
+    part of the order. The next epoch is known when one begins."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PlannedTask:
         lag_s: float = 1.0,
         prefetches: bool = True,
     ) -> None:
-        """`lag_s`: how old positions become."""
+        """`lag_s` is the greatest age of positions."""
         self.order, self.lag_s, self.prefetches = order, lag_s, prefetches
         self.owner = np.random.default_rng(3).permutation(np.arange(CHUNKS) % NODES)
         self.source = ChunkSource(range(CHUNKS), CHUNK_BYTES)

@@ -42,7 +42,7 @@ def checked(
     batch: int,
     pause: Callable[[int], None],
 ) -> dict[str, object]:
-    """Read files in batches; returns how many were right, and how long the slowest batch took.
+    """Read files in batches. Returns how many were right, and how long the slowest batch took.
     `pause` is called with the first place of the next batch."""
     right, wrong, worst_s, errors = 0, 0, 0.0, []
     start_s = time.monotonic()
@@ -63,7 +63,6 @@ def checked(
 
 
 def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
-    """Read all files in random order."""
     order = random.Random(seed).sample(range(files), files)
 
     def read_numbers(numbers: list[int]) -> Iterable[bytes | memoryview]:
@@ -85,7 +84,7 @@ class PlannedReader:
         self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,
         announced: str,
     ) -> dict[str, object]:  # fmt: skip
-        """Read all files of the rank; as the other `epoch`."""
+        """Read all files of the rank. Returns as the other `epoch`."""
         snapshot = self._dataset.snapshot
         orders = [ComputedOrder(1, each, group, rank, world) for each in (epoch, epoch + 1)]
         entries = [each.entries(snapshot).astype(np.uint32) for each in orders]
@@ -95,24 +94,23 @@ class PlannedReader:
             epochs = [Epoch(epoch + at, each) for at, each in enumerate(entries)]
         order, start_s = entries[0].tolist(), time.monotonic()
 
-        def tell(first: int) -> None:
+        def announce(first: int) -> None:
             at = min(first, len(order))
             self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, at)})
 
         def pause(following: int) -> None:
             due_s = start_s + pace_s * following / batch
             time.sleep(max(due_s - time.monotonic(), 0))
-            tell(following)
+            announce(following)
 
         def number_of(entry: int) -> int:
             return int(snapshot.path(entry)[-5:])
 
-        tell(0)
+        announce(0)
         return checked(self._dataset.read_many, order, number_of, batch, pause)
 
 
 def main() -> None:
-    """Follows orders."""
     open_buckets_directly()  # it never forks
     opened = json.loads(sys.stdin.readline())
     if "mount" in opened:

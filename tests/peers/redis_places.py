@@ -28,7 +28,6 @@ class RedisPlace:
         self._opened: list[RedisMemberStore] = []
 
     def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisMemberStore:
-        """Registrations that last `ttl_s`."""
         found = RedisMemberStore.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
         self._opened.append(found)
         return found
@@ -36,15 +35,13 @@ class RedisPlace:
     def registry(
         self, task: TaskName = TASK, secret: bytes | None = None, ttl_s: float = 6.0
     ) -> RedisRegistry:
-        """That of one master."""
         return RedisRegistry(task, secret, lambda: self.open(ttl_s))
 
     def keys(self) -> list[object]:
-        """All keys that belong to tasks."""
         return [key for server in self.servers for key in server.client().keys("dfs:{task.*")]
 
     def forget_all(self) -> None:
-        """As a Redis that has been started with nothing."""
+        """Delete everything, as if Redis had been started empty."""
         for server in self.servers:
             server.client().flushall()
 
@@ -55,7 +52,6 @@ class RedisPlace:
 
 @contextmanager
 def redis_place(redis: RedisServer | RedisCluster) -> Iterator[RedisPlace]:
-    """An empty Redis."""
     servers = redis.nodes if isinstance(redis, RedisCluster) else [redis]
     found = RedisPlace(servers, redis.url)
     found.forget_all()

@@ -28,7 +28,8 @@ from typing import Self, cast
 
 from redis import Redis
 
-from ..server.program import until
+from tests.waiting import until
+
 from ..storage.objects.s3_server import credentials
 from ..storage.objects.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
 from .contents import make
@@ -38,8 +39,7 @@ DATASET = "images"
 TASK = "training"
 CHUNK_BYTES = 64 << 10
 OWN_BYTES = 1 << 20
-"""The memory of a reader alone: no dataset is to fit it, or a second epoch would make no
-request."""
+"""The memory of a reader alone: if a dataset fitted it, a second epoch would make no request."""
 
 ANSWER_S = 90.0
 PUT_S = 300.0
@@ -53,8 +53,6 @@ WAIT_MAX_S = 90.0  # every awaited event comes much earlier, on a busy machine t
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an epoch."""
-
     right: int
     wrong: int
     errors: list[str]
@@ -75,17 +73,15 @@ class Reader:
                 *(sys.executable, "-m", "tests.peers.reader_program"),
                 log=log, stdin=subprocess.PIPE,
             )  # fmt: skip
-        self._tell(opened)
+        self._send(opened)
 
     def ready(self) -> Self:
-        """Wait until it has opened its dataset."""
         assert self._answer() == {"ready": True}
         return self
 
     def begin(self, seed: int, *, batch: int = 64, pace_s: float = 0.0) -> None:
-        """Start an epoch; `outcome` waits for its end."""
         order = {"do": "epoch", "files": self._files, "seed": seed, "batch": batch}
-        self._tell({**order, "pace_s": pace_s})
+        self._send({**order, "pace_s": pace_s})
 
     def begin_planned(
         self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float,
@@ -94,7 +90,7 @@ class Reader:
         """Start an epoch of the rank's files, announced to the master; `outcome` waits."""
         numbers = {"epoch": epoch, "rank": rank, "group": group, "batch": batch}
         more = {"world": world, "pace_s": pace_s, "announced": announced}
-        self._tell({"do": "planned", **numbers, **more})
+        self._send({"do": "planned", **numbers, **more})
 
     def outcome(self) -> Outcome:
         return Outcome(**self._answer())  # type: ignore[arg-type]  # as the program says it
@@ -104,7 +100,7 @@ class Reader:
         return self.outcome()
 
     def stats(self) -> dict[str, object]:
-        self._tell({"do": "stats"})
+        self._send({"do": "stats"})
         return self._answer()
 
     @property
@@ -112,7 +108,7 @@ class Reader:
         return self._log_path.read_text(errors="replace")
 
     def close(self) -> None:
-        """Its stdin ends, and so does it; whoever does not is killed."""
+        """Close its stdin, at which it ends; kill it if it does not end."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -120,7 +116,7 @@ class Reader:
             self.process.wait(15)
         end(self.process)
 
-    def _tell(self, order: Mapping[str, object]) -> None:
+    def _send(self, order: Mapping[str, object]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
@@ -139,8 +135,6 @@ class Reader:
 
 
 class RunningTask:
-    """A dataset, and its readers."""
-
     def __init__(
         self,
         nodes: Nodes,
@@ -154,7 +148,7 @@ class RunningTask:
         self.files = files
         self.name = TASK
         self.world = len(nodes)
-        self.part = 0.0  # of the dataset that each master has memory for; 0 for as much as it likes
+        self.part = 0.0  # the part of the dataset that a master's memory holds; 0 for the default
         self.options: dict[str, str] = {}  # of `dlcmd mount`, for each node
         self._names = itertools.count(1)
         self.bytes = 0
@@ -195,7 +189,7 @@ class RunningTask:
         self._stack.close()
 
     def end(self) -> None:
-        """All that runs in nodes ends as in a crash; what begins next is another task."""
+        """End all processes on nodes as a crash does. The next readers are another task."""
         for reader in self._readers:
             end(reader.process)
         self._readers.clear()
@@ -213,7 +207,6 @@ class RunningTask:
     # Readers
 
     def mount(self, rank: int, *options: str) -> Path:
-        """The dataset on a node, mounted as a user does it."""
         place = self.nodes[rank]
         folder = place.folder / f"mount-{self.name}"
         folder.mkdir(exist_ok=True)
@@ -225,7 +218,6 @@ class RunningTask:
         self.nodes[rank].dlcmd("umount", self.nodes[rank].folder / f"mount-{self.name}")
 
     def reader(self, rank: int, mount: Path | None = None, **more: object) -> Reader:
-        """A process that reads from a mount, or without one from its node's master."""
         opened: dict[str, object] = {"mount": str(mount)}
         if mount is None:
             given = {name.replace("-", "_"): text for name, text in self._given(rank).items()}
@@ -253,11 +245,9 @@ class RunningTask:
     # Results
 
     def masters(self, rank: int) -> list[int]:
-        """The processes that are masters on a node."""
         return self.nodes[rank].matching("diesel_fs.peers")
 
     def socket(self, rank: int) -> Path:
-        """The socket at which the master of a node serves its clients."""
         runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
         until(lambda: [*runtime.rglob("socket")], "a master's socket")
         return next(runtime.rglob("socket"))
@@ -275,7 +265,6 @@ class RunningTask:
         return found[0]
 
     def figure(self, rank: int, *names: str) -> int:
-        """One figure of `stats`."""
         found: object = self.stats(rank)
         for name in names:
             found = cast("dict[str, object]", found)[name]
@@ -283,12 +272,11 @@ class RunningTask:
         return found
 
     def damaged(self, rank: int) -> int:
-        """How often a node was given wrong bytes by others."""
         peers = cast("dict[str, dict[str, int]]", self.stats(rank)["peers"])
         return sum(each["damaged"] for each in peers.values())
 
     def gathered(self, ranks: "range | list[int] | None" = None, count: int = 0) -> None:
-        """Wait until these masters know as many members."""
+        """Wait until each of these masters knows all of them."""
         wanted = list(range(self.world) if ranks is None else ranks)
         for rank in wanted:
             until(
@@ -298,19 +286,18 @@ class RunningTask:
             )
 
     def forget(self) -> None:
-        """Count from here."""
-        self.s3.asked.clear()
+        """Start all counts at zero."""
+        self.s3.requests.clear()
 
     def gets(self) -> Counter[str]:
         """How often each chunk's object was read, in whole or in part."""
         return Counter(each.key for each in self._chunk_reads())
 
     def egress_bytes(self) -> int:
-        """The bytes of chunks that the store gave."""
         return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
 
     def _chunk_reads(self) -> list[RecordedRequest]:
-        return [each for each in [*self.s3.asked] if each.method == "GET"
+        return [each for each in [*self.s3.requests] if each.method == "GET"
                 and _CHUNK.search(each.key)]  # fmt: skip
 
     def _size(self, key: str, wanted: str | None) -> int:
@@ -323,7 +310,7 @@ class RunningTask:
 
 @contextlib.contextmanager
 def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to the master that listens at a socket, however long its path is."""
+    """A connection to the master that listens at a socket, at a path of any length."""
     with socket.socket(socket.AF_UNIX) as link:
         folder = os.open(path.parent, os.O_PATH)
         try:
@@ -335,17 +322,15 @@ def connected(path: Path) -> Iterator[socket.socket]:
 
 
 def stats_at(path: Path) -> dict[str, object]:
-    """The statistics of the master that listens at a socket."""
     with connected(path) as link:
         link.sendall(_STATS)
         with link.makefile("rb") as stream:
             _, _, status, _, size, _ = struct.unpack("<BBHIII", stream.read(16))
             body = stream.read(size)
     assert status == 0, body
-    said: dict[str, object] = json.loads(body)
-    return said
+    figures: dict[str, object] = json.loads(body)
+    return figures
 
 
 def is_right(outcome: Outcome, files: int) -> bool:
-    """Whether all bytes of all files were right, without an error."""
     return (outcome.right, outcome.wrong, outcome.errors) == (files, 0, [])

@@ -15,7 +15,6 @@ from diesel_fs.peers.members.options import TaskRequest
 
 
 def main() -> None:
-    """Starts, and stays for a minute."""
     text = sys.stdin.buffer.read()
     with open(os.environ["STUB_STARTS"], "a", encoding="utf-8") as starts:
         starts.write(json.dumps({"pid": os.getpid(), "request": json.loads(text)}) + "\n")
@@ -27,8 +26,8 @@ def main() -> None:
     if how == "silent":
         time.sleep(30)
     if how == "error":
-        said = {"error": "MetadataError", "message": "no Redis here", "advice": "start it"}
-        print(json.dumps(said), flush=True)
+        error = {"error": "MetadataError", "message": "no Redis here", "advice": "start it"}
+        print(json.dumps(error), flush=True)
         return
     path = socket_path(TaskRequest.from_json(text))
     with socket.socket(socket.AF_UNIX) as listener:

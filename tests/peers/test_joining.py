@@ -69,7 +69,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
 
 
 def at(two: ServerWithRedis, name: str, server: int) -> RemoteRepository:
-    """The repository behind one of the servers."""
     kept, two.servers = two.servers, [two.servers[server]]
     try:
         return two.open(name)
@@ -88,14 +87,14 @@ def ranks(registry: Registry, me: Member) -> list[int]:
 
 @contextmanager
 def nothing_left(two: ServerWithRedis) -> Iterator[None]:
-    """Ends every registration."""
     yield
     assert two.redis.client().keys("dfs:{task.*") == []
 
 
 @contextmanager
 def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
-    """A master by each of these, while the `with` lasts; the last one's answer."""
+    """Register a master through each of these while the `with` lasts. Yields the last one's
+    answer."""
     yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
     for rank, each in enumerate(registries):
         each.leave(master(rank))
@@ -120,15 +119,13 @@ def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: ServerWith
 def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
     with two.open("ann") as repository:
         view = repository.view("ds")
-        asked = master_request(TaskOptions(task="t"), repository, view, memory_bytes=0)
-        assert asked.name == TaskName(view.identity, "ann", "t")
+        reply_to = master_request(TaskOptions(task="t"), repository, view, memory_bytes=0)
+        assert reply_to.name == TaskName(view.identity, "ann", "t")
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
-def test_S14_S17_another_user_cannot_see_or_join_the_task(
-    two: ServerWithRedis, as_whom: str
-) -> None:
-    """Whatever user the message names: the server uses the account that is logged in."""
+def test_S14_S17_other_users_cannot_see_or_join_a_task(two: ServerWithRedis, as_whom: str) -> None:
+    """The message may name any user: the server uses the account that is logged in."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
     with nothing_left(two):
@@ -202,7 +199,7 @@ def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None
     other.leave(master(1))
 
 
-def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
+def test_servers_soon_report_that_redis_is_away(two: ServerWithRedis) -> None:
     registries = [open_registry(two.open("ann"), task_of(two)) for _ in range(3)]
 
     def are_back() -> bool:
@@ -231,19 +228,19 @@ def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path
         url = f"{tmp_path.joinpath('store').as_uri()}?meta={redis.url}"
         with LocalRepository.open(url, create=True) as repository:
             tasks = TaskHandlers(repository)
-            asked(tasks, message, "127.0.0.1:1", secured=False)
+            reply_to(tasks, message, "127.0.0.1:1", secured=False)
             redis.signal(signal.SIGSTOP)
             took = []
             for _ in range(10):
                 start = time.monotonic()
                 with pytest.raises(DieselError):
-                    asked(tasks, message, "127.0.0.1:1", secured=False)
+                    reply_to(tasks, message, "127.0.0.1:1", secured=False)
                 took.append(time.monotonic() - start)
             redis.signal(signal.SIGCONT)
             assert took[0] < 1.5
             assert sum(took[1:]) < 0.5
             time.sleep(1.0)
-            asked(tasks, message, "127.0.0.1:1", secured=False)
+            reply_to(tasks, message, "127.0.0.1:1", secured=False)
 
 
 def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: ServerWithRedis) -> None:
@@ -273,13 +270,12 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
     assert registry_module._is_private_link(parse_url(url)) is may
 
 
-# Who may learn the secret
+# Which links may carry the secret
 
 
-def asked(
+def reply_to(
     tasks: TaskHandlers, message: Message, peer: str, *, secured: bool, do: str = "join"
 ) -> Message:
-    """The answer to a request over that server."""
     known = DatasetRef("ds", UUID(int=7), 0)
     request = Request(message, memoryview(b""), Account("ann", b""), peer, secured)
     handler = tasks.join if do == "join" else tasks.leave
@@ -287,7 +283,7 @@ def asked(
 
 
 @pytest.mark.parametrize(
-    ("peer", "secured", "told"),
+    ("peer", "secured", "is_given"),
     [
         ("192.0.2.7:1", False, False),
         ("192.0.2.7:1", True, True),
@@ -303,27 +299,27 @@ def asked(
     ],
 )
 def test_S1_a_server_gives_the_secret_over_private_links_only(
-    two: ServerWithRedis, peer: str, secured: bool, told: bool
+    two: ServerWithRedis, peer: str, secured: bool, is_given: bool
 ) -> None:
     task = TaskName(UUID(int=7), "ann", "t")
     with nothing_left(two), two.direct() as repository:
         tasks = TaskHandlers(repository)
         open_message = join_message(task, master(0), MemberRecord())
-        if told:
-            answer = parse_join_reply(asked(tasks, open_message, peer, secured=secured))
+        if is_given:
+            answer = parse_join_reply(reply_to(tasks, open_message, peer, secured=secured))
             assert len(answer.secret) == 32
-            asked(tasks, open_message, peer, secured=secured, do="leave")
+            reply_to(tasks, open_message, peer, secured=secured, do="leave")
         else:
             with pytest.raises(UsageError) as error:
-                asked(tasks, open_message, peer, secured=secured)
+                reply_to(tasks, open_message, peer, secured=secured)
             assert "--task-key-file" in error.value.advice
             assert two.redis.client().keys("dfs:{task.*") == []
         mine = replace(master(0), has_key_file=True)
         own = join_message(task, mine, MemberRecord(secret=bytes(32)))
-        answer = parse_join_reply(asked(tasks, own, peer, secured=secured))
+        answer = parse_join_reply(reply_to(tasks, own, peer, secured=secured))
         assert answer.secret == b""
         assert answer.members == (mine,)
-        asked(tasks, own, peer, secured=secured, do="leave")
+        reply_to(tasks, own, peer, secured=secured, do="leave")
 
 
 def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> None:
@@ -334,9 +330,7 @@ def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> Non
         assert len(found.members) == 2
 
 
-def test_a_connection_says_whether_it_is_secured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_knows_its_security(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def way(request: Request) -> Reply:
         return Reply({"secured": request.secured})
 
@@ -393,7 +387,7 @@ def test_without_redis_a_server_names_the_options_that_help(tmp_path: Path) -> N
         message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
         for do in ("join", "leave"):
             with pytest.raises(UsageError) as error:
-                asked(TaskHandlers(repository), message, "127.0.0.1:1", secured=False, do=do)
+                reply_to(TaskHandlers(repository), message, "127.0.0.1:1", secured=False, do=do)
             assert "--peers" in error.value.advice
             assert str(tmp_path) not in str(error.value)
         assert parse_join(Fields(message, "join"))[0] == "t"

@@ -1,5 +1,6 @@
 """Joining a task: the node's master is found, or started exactly once, with the given options. A
-master that nobody reads from ends."""
+master without readers ends.
+"""
 
 import json
 import os
@@ -42,9 +43,10 @@ from diesel_fs.peers.master.local import LocalServer, LocalSocket
 from diesel_fs.peers.members.membership import TaskName
 from diesel_fs.peers.members.options import TaskOptions, TaskRequest, read_key_file
 from diesel_fs.peers.reader import store as client
+from tests.processes import is_running
 from tests.rows import each_row
+from tests.waiting import until
 
-from ..server.program import is_running, until
 from .children import fork
 
 STUB = (sys.executable, "-m", "tests.peers.stub_program")
@@ -68,14 +70,14 @@ class Node:
             task="training", memory_bytes=1 << 20,
         )  # fmt: skip
 
-    def asks(self, **changes: object) -> TaskRequest:
+    def request_with(self, **changes: object) -> TaskRequest:
         return replace(self.request, **changes)  # type: ignore[arg-type]  # by name
 
-    def join(self, asked: TaskRequest | None = None, **changes: object) -> Path:
-        return join(replace(asked or self.request, **changes), program=STUB)  # type: ignore[arg-type]  # by name
+    def join(self, request: TaskRequest | None = None, **changes: object) -> Path:
+        return join(replace(request or self.request, **changes), program=STUB)  # type: ignore[arg-type]  # by name
 
-    def restart(self, place: Path, asked: TaskRequest | None = None) -> bool:
-        return restart_killed(asked or self.request, place, program=STUB)
+    def restart(self, place: Path, request: TaskRequest | None = None) -> bool:
+        return restart_killed(request or self.request, place, program=STUB)
 
     def does(self, how: str) -> None:
         self._patch.setenv("STUB", how)
@@ -86,7 +88,6 @@ class Node:
         return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
 
     def left(self) -> list[Path]:
-        """What of tasks lies on this node."""
         return list((self._run / "diesel" / "tasks").glob("*/**"))
 
     def kill(self) -> None:
@@ -95,7 +96,6 @@ class Node:
                 os.kill(each["pid"], signal.SIGKILL)  # type: ignore[arg-type]  # as it is written
 
     def die(self, place: Path) -> None:
-        """Kill all masters, and wait for the end of the one at this socket."""
         self.kill()
         until(lambda: not is_alive(place), "its end")
 
@@ -116,10 +116,10 @@ def test_a_master_is_started_once_and_then_found_until_it_dies(node: Node) -> No
     assert is_alive(place)
     assert node.join() == place
     [started] = node.starts()
-    asked = started["request"]
-    assert (asked["rank"], asked["world"], asked["listen"]) == (0, 1, "127.0.0.1:0")
-    assert len(str(asked["task_key"])) >= 32
-    assert asked["peers"] == ["127.0.0.1:1"]
+    request = started["request"]
+    assert (request["rank"], request["world"], request["listen"]) == (0, 1, "127.0.0.1:0")
+    assert len(str(request["task_key"])) >= 32
+    assert request["peers"] == ["127.0.0.1:1"]
     for folder in (place.parent, place.parent.parent, place.parent.parent.parent):
         assert folder.stat().st_mode & 0o777 == 0o700
     node.die(place)
@@ -143,25 +143,25 @@ def test_many_processes_that_come_at_once_start_one(node: Node) -> None:
         )
         for local in (0, 0, 1, 2, 3)
     ]
-    said = {each.communicate(timeout=60)[0] for each in programs}
+    outputs = {each.communicate(timeout=60)[0] for each in programs}
     assert not any(each.returncode for each in programs)
-    assert len(said) == len(node.starts()) == 1
+    assert len(outputs) == len(node.starts()) == 1
 
 
 def test_nodes_and_tasks_have_masters_of_their_own(node: Node) -> None:
-    asked = [
-        node.asks(rank=rank, world=2, task=task, listen="127.0.0.1:0")
+    requests = [
+        node.request_with(rank=rank, world=2, task=task, listen="127.0.0.1:0")
         for rank in (0, 1)
         for task in ("one", "two")
     ]
-    places = {node.join(each) for each in asked}
+    places = {node.join(each) for each in requests}
     assert len(places) == len(node.starts()) == 4
-    others = node.asks(task="one", identity=UUID(int=6).hex)
+    others = node.request_with(task="one", identity=UUID(int=6).hex)
     assert node.join(others) not in places
 
 
 def test_without_a_rank_the_only_master_of_the_task_is_used(node: Node) -> None:
-    given = node.asks(rank=3, world=4, listen="127.0.0.1:0")
+    given = node.request_with(rank=3, world=4, listen="127.0.0.1:0")
     place = node.join(given)
     assert node.join() == place
     node.join(given, rank=2)
@@ -169,19 +169,17 @@ def test_without_a_rank_the_only_master_of_the_task_is_used(node: Node) -> None:
 
 
 def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
-    asked = started["request"]
-    return [asked[each] for each in ("rank", "world", "listen", "cache_dir", "version")]
+    request = started["request"]
+    return [request[each] for each in ("rank", "world", "listen", "cache_dir", "version")]
 
 
 @pytest.mark.parametrize("how", ["who reads", "who comes"])
-def test_F8_a_killed_master_is_restarted_as_the_same_node(
-    node: Node, tmp_path: Path, how: str
-) -> None:
-    """Also by a process that gives no rank, while another master of the task has rank 0."""
+def test_F8_a_killed_master_restarts_as_its_node(node: Node, tmp_path: Path, how: str) -> None:
+    """A process that gives no rank may restart it while another master of the task has rank 0."""
     folder = str(tmp_path / "cache")
-    given = node.asks(rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
+    given = node.request_with(rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
     place = node.join(given)
-    nameless = node.asks(version=5)
+    nameless = node.request_with(version=5)
     node.die(place)
     if how == "who reads":
         assert node.restart(place, nameless)
@@ -224,8 +222,8 @@ def test_a_failed_restart_is_tried_again(node: Node) -> None:
     assert node.restart(place)
     node.die(place)
     with pytest.raises(UsageError):
-        node.restart(place, node.asks(world=2, listen="nonsense"))
-    assert not node.restart(place), "not after what does not pass"
+        node.restart(place, node.request_with(world=2, listen="nonsense"))
+    assert not node.restart(place), "not after a lasting error"
 
 
 def test_a_master_that_ended_by_itself_is_not_restarted(node: Node) -> None:
@@ -236,34 +234,32 @@ def test_a_master_that_ended_by_itself_is_not_restarted(node: Node) -> None:
     assert node.join().parent.name == "0"
 
 
-def test_options_that_the_running_master_ignores_are_warned_of_once(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = node.asks(rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
+def test_ignored_options_are_warned_of_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    given = node.request_with(rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
     node.join(given)
     assert "127.0.0.1 is this machine alone" in caplog.text
     caplog.clear()
     for same in (
         given,
-        node.asks(memory_bytes=0),  # it says nothing
-        node.asks(memory_bytes=5, memory_is_default=True),
+        node.request_with(memory_bytes=0),  # no warning for this one
+        node.request_with(memory_bytes=5, memory_is_default=True),
         replace(given, task_key="another, which is kept nowhere", user="", version=4),
     ):
         node.join(same)
         assert not caplog.records, same
     others = {"memory_bytes": 5, "evict": "none", "cache_dir": "/c", "cache_bytes": 7, "world": 3}
     node.join(given, **others)
-    [told] = caplog.messages
+    [warning] = caplog.messages
     for option in ("--memory", "--evict", "--cache-dir", "--cache-size", "--world"):
-        assert option in told
-    assert "--listen" not in told
+        assert option in warning
+    assert "--listen" not in warning
     assert len(node.starts()) == 1
     caplog.clear()
     node.join(policy="oneshot")
     assert caplog.messages[0].startswith("--policy: ignored")
 
 
-def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
+def test_the_options_of_a_killed_master_are_not_those_of_its_successor(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a moment they lie beside the socket of the new master."""
@@ -283,27 +279,25 @@ def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
 def test_a_computed_memory_size_is_not_compared(node: Node) -> None:
     place = node.join()
     node.die(place)
-    assert node.restart(place, node.asks(memory_bytes=5, memory_is_default=True))
+    assert node.restart(place, node.request_with(memory_bytes=5, memory_is_default=True))
     assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
 
 
 def test_S8_saved_options_hold_no_secret(node: Node) -> None:
     url = f"{node.request.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
-    asked = node.asks(task_key=SECRET, key=SECRET, user="me", url=url)
-    place = node.join(asked, listen="127.0.0.1:0")
+    request = node.request_with(task_key=SECRET, key=SECRET, user="me", url=url)
+    place = node.join(request, listen="127.0.0.1:0")
     for each in place.parent.iterdir():
         if each != place:
             assert SECRET.encode() not in each.read_bytes(), each
     node.die(place)
-    assert node.restart(place, asked)
+    assert node.restart(place, request)
     [first, second] = (each["request"] for each in node.starts())
     for name in ("url", "user", "key", "task_key"):
         assert first[name] == second[name]
 
 
-def test_other_processes_wait_for_the_first_one_of_a_node(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processes_wait_for_the_first(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
     start_s = time.monotonic()
     join(node.request, program=STUB, first_process_wait_s=0.5)
@@ -311,7 +305,7 @@ def test_other_processes_wait_for_the_first_one_of_a_node(
     assert len(node.starts()) == 1
 
 
-# What keeps one from coming up --------------------------------------------------------------------
+# Reasons why a master does not come up
 
 
 def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node) -> None:
@@ -328,10 +322,10 @@ def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node
     assert is_alive(node.join())
 
 
-def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node) -> None:
+def test_the_lock_of_a_removed_folder_keeps_nobody_out(node: Node) -> None:
     """A process that holds the lock of a removed folder does not keep others from the new
     folder."""
-    place = socket_path(node.asks(rank=0, world=1))
+    place = socket_path(node.request_with(rank=0, world=1))
     inside, most, lost = 0, 0, 0
 
     def come_and_go(_: int) -> None:
@@ -354,7 +348,7 @@ def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node) -> None:
 
 def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
     """Another thread may fork at any time, and the child may live long."""
-    place = socket_path(node.asks(rank=0, world=1))
+    place = socket_path(node.request_with(rank=0, world=1))
     for held in (launch._folders_locked(), launch._locked(place, 0.0)):
         receiver, sender = os.pipe()
 
@@ -370,15 +364,15 @@ def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
         wait()
 
 
-def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(node: Node) -> None:
-    place = socket_path(node.asks(rank=0, world=1))
+def test_others_wait_only_for_a_time_for_a_process_stopped_at_the_folders(node: Node) -> None:
+    place = socket_path(node.request_with(rank=0, world=1))
     with launch._folders_locked():
         with (
             pytest.raises(BusyError, match="changing the folders"),
             launch._locked(place, 0.0, 0.1),
         ):
             pass
-        remove_folders(place, folders_wait_s=0.1)  # says nothing
+        remove_folders(place, folders_wait_s=0.1)  # logs nothing
     with launch._locked(place, 0.0):
         pass
 
@@ -386,7 +380,7 @@ def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(node: Node) 
 def test_the_error_of_a_real_master_is_raised_once_and_logged(node: Node, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(UsageError) as refused:
-        join(node.asks(evict="bad", log_file=str(log)))
+        join(node.request_with(evict="bad", log_file=str(log)))
     assert str(refused.value).count("bad --evict") == 1
     assert log.read_text().count("bad --evict") == 1
     assert not node.starts()
@@ -400,14 +394,12 @@ def test_a_master_that_reports_nothing_is_killed(node: Node) -> None:
     until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
 
 
-def test_a_socket_in_a_deep_folder(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_in_deep_paths(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address of a socket has at most 107 bytes."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    place = socket_path(node.asks(rank=0))
+    place = socket_path(node.request_with(rank=0))
     place.parent.mkdir(parents=True)
     here = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -445,25 +437,27 @@ def test_F14_too_few_descriptors_for_the_world_are_an_error_at_the_start(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    asked = node.asks(rank=0, listen="127.0.0.1:0")
+    request = node.request_with(rank=0, listen="127.0.0.1:0")
     with pytest.raises(UsageError, match="1312 open files, and 1024 are allowed") as refused:
-        node.join(asked, world=400)
+        node.join(request, world=400)
     assert "ulimit" in refused.value.advice
     assert not node.starts()
-    node.join(asked, world=100)
+    node.join(request, world=100)
 
 
 # The request --------------------------------------------------------------------------------------
 
 
 def test_a_request_travels_and_shows_no_secret(node: Node) -> None:
-    asked = node.asks(task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2)
-    assert TaskRequest.from_json(asked.to_json()) == asked
-    assert SECRET not in repr(asked)
-    for text in (b"", b"[]", b"{}", b"x", b"[" * 100_000, b"\xff", asked.to_json()[:-2]):
+    request = node.request_with(
+        task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2
+    )
+    assert TaskRequest.from_json(request.to_json()) == request
+    assert SECRET not in repr(request)
+    for text in (b"", b"[]", b"{}", b"x", b"[" * 100_000, b"\xff", request.to_json()[:-2]):
         with pytest.raises(UsageError):
             TaskRequest.from_json(text)
-    place = node.join(asked, listen="127.0.0.1:0")
+    place = node.join(request, listen="127.0.0.1:0")
     [started] = node.starts()
     assert started["request"]["task_key"] == SECRET
     shown = Path(f"/proc/{started['pid']}/cmdline").read_bytes()
@@ -474,12 +468,12 @@ def test_a_request_travels_and_shows_no_secret(node: Node) -> None:
 
 def test_a_request_that_is_too_long_is_refused(node: Node) -> None:
     with pytest.raises(UsageError, match="at most 262144"):
-        node.asks(peers=("a:1",) * 50_000).to_json()
+        node.request_with(peers=("a:1",) * 50_000).to_json()
 
 
 def test_a_task_belongs_to_the_account_or_to_the_machines_user(node: Node) -> None:
     assert node.request.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
-    assert node.asks(user="ann").name == TaskName(UUID(int=5), "ann", "training")
+    assert node.request_with(user="ann").name == TaskName(UUID(int=5), "ann", "training")
 
 
 @each_row("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
@@ -542,10 +536,8 @@ async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of
     assert "no client for 0.01 s: the master ends" in caplog.text
 
 
-def test_a_reader_restarts_a_master_only_at_its_own_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new master may have another socket, for example as another rank: the reader, which knows
+def test_a_reader_restarts_only_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new master may have another socket, for example as another rank. The reader, which knows
     only its own, must not start masters again and again."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")

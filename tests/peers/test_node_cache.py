@@ -65,11 +65,11 @@ async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> No
         stats = cache.stats()
         assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
         assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
-        assert stats["memory_reads"] == 3, "those of the data plane matter to no policy here"
+        assert stats["memory_reads"] == 3, "no policy here counts those of the data plane"
     assert source.fetches == {1: 1}
 
 
-async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: MockClock) -> None:
+async def test_F10_one_fetch_for_all_callers_and_eight_at_once(simulated_time: MockClock) -> None:
     source = ChunkSource(range(30))
     source.seconds = 1.0
 
@@ -80,8 +80,8 @@ async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: 
             assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
 
         async with trio.open_nursery() as nursery:
-            for asked in [*range(30)] * 3:
-                nursery.start_soon(ask, asked)
+            for number in [*range(30)] * 3:
+                nursery.start_soon(ask, number)
         assert trio.current_time() - begun_s < 4.5
     assert set(source.fetches.values()) == {1}
     assert source.most == fetches.FETCHES
@@ -98,7 +98,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_fetch(simulated_time: Mock
     assert source.fetches == {0: 1}
 
 
-async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_again(
+async def test_a_failed_fetch_fails_all_waiters_and_is_tried_again(
     simulated_time: MockClock,
 ) -> None:
     source = ChunkSource(range(1))
@@ -121,7 +121,7 @@ async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_trie
         assert cache.stats()["fetch_failures"] == 1
 
 
-async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_a_fetch_fails_no_read(caplog: pytest.LogCaptureFixture) -> None:
     source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
     async with running(make_cache(source)) as cache:
@@ -130,9 +130,7 @@ async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptur
     assert "unexpected error while fetching a chunk" in caplog.text
 
 
-async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_fetcher_cannot_change_its_chunk_later(caplog: pytest.LogCaptureFixture) -> None:
     source, kept = ChunkSource(range(1)), []
 
     async def fetch(number: int, room: memoryview) -> None:
@@ -204,7 +202,7 @@ async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str)
 
 
 async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
-    """Also where such a chunk is pinned at once, so that it could not be replaced."""
+    """Such a chunk may be pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
     async with running(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
         cache.set_owned(np.array([True, True, True, False, False, False]))
@@ -246,9 +244,7 @@ async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
 # Fetching ahead
 
 
-async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
-    simulated_time: MockClock,
-) -> None:
+async def test_prefetch_owned_fetches_until_memory_is_full(simulated_time: MockClock) -> None:
     source = ChunkSource(range(10))
     source.seconds = 1.0
     async with (
@@ -294,11 +290,11 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
         nursery.start_soon(cache.fetches.prefetch_owned, np.arange(40))
         await trio.sleep(0.5)
         began_s = trio.current_time()
-        async with trio.open_nursery() as asking:
+        async with trio.open_nursery() as callers:
             for number in range(20, 20 + fetches.FETCHES):
-                asking.start_soon(ask, cache, number)
-            asking.start_soon(none_begins)
-        assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
+                callers.start_soon(ask, cache, number)
+            callers.start_soon(none_begins)
+        assert trio.current_time() - began_s < 1.3, "no caller has waited for the others"
         await trio.sleep(100)
         assert cache.stats()["share_held_chunks"] == 40
         nursery.cancel_scope.cancel()
@@ -342,8 +338,8 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
             for _ in range(30):
                 assert await cache.get(2, 3000, load=True) is None
                 assert await cache.get(3, 3000, load=True) is None
-        assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
-        assert 5 in in_memory(cache), "and what is here does not all go for nothing"
+        assert cache.stats()["allocation_failures"] == 2, "allocation is not tried again and again"
+        assert 5 in in_memory(cache), "and not all chunks leave in vain"
         await trio.sleep(ledger.BUDGET_RETRY_S)
         for number in (0, 1, 2, 3, 4, 5):
             assert await cache.get(number, 10, load=True) is not None
@@ -362,7 +358,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
-        timeout=240,  # to import a test module takes long while the machine is busy
+        timeout=240,  # importing a test module takes long on a busy machine
     )
     assert done.returncode == 0, done.stdout.decode()
     assert b"1 passed" in done.stdout
@@ -372,7 +368,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
 _ALONE = "TEST_RUNS_ALONE"
 
 
-async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_reader(
+async def test_F14_J9_the_cache_leaves_descriptors_and_their_lack_fails_no_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
@@ -397,7 +393,7 @@ async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_rea
             for number in range(100):
                 await cache.get(number, 10, load=True)
             assert len(in_memory(cache)) == sealed_memories_max()
-            assert cache.find(0) is not None, "nothing has to go for what has not paid"
+            assert cache.find(0) is not None, "no chunk leaves for one that has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)

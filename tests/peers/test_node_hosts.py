@@ -1,5 +1,6 @@
 """The nodes that tests of a task run on: which of them reach each other, and that nothing of them
-is left."""
+is left.
+"""
 
 import socket
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ..server.program import is_running, until
+from tests.processes import is_running
+from tests.waiting import until
+
 from . import nodes as harness
 from .nodes import NodeHost, Nodes, has_namespaces, needs_links
 
@@ -25,7 +28,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def answering(place: NodeHost) -> socket.socket:
-    """A listener that sends 64 KiB to each connection."""
     with place.entered():
         listener = socket.create_server((place.address, PORT))
 
@@ -43,7 +45,6 @@ def answering(place: NodeHost) -> socket.socket:
 
 
 def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float:
-    """How long it takes to receive what `answering` sends."""
     start_s = time.monotonic()
     with origin.entered():
         connection = socket.create_connection((target.address, PORT), timeout_s)

@@ -17,7 +17,9 @@ from typing import cast
 
 import pytest
 
-from ..server.program import is_running, until
+from tests.processes import is_running
+from tests.waiting import until
+
 from .nodes import Nodes, needs_links
 from .running import WAIT_MAX_S, Outcome, Reader, RunningTask, is_right
 
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.deep
 FILES = 1_200
 NODES = 4
 SETTLED_S = 12.0  # TTL, a renewal, and a busy machine
-ITS_SHARE = 0.5  # of the dataset: a node's own, and some more where another has left
+ITS_SHARE = 0.5  # of the dataset: a node's own, and some more after another node has left
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,6 @@ def task(ground: RunningTask) -> Iterator[RunningTask]:
 
 
 def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
-    """A reader on each node, after all masters know each other."""
     readers = [task.reader(rank) for rank in ranks]
     for reader in readers:
         reader.ready()
@@ -54,7 +55,6 @@ def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
 
 
 def epochs(readers: list[Reader], *, pace_s: float = 0.0, batch: int = 64) -> list[Outcome]:
-    """One epoch of each reader, at once, in different orders."""
     for seed, reader in enumerate(readers):
         reader.begin(seed, pace_s=pace_s, batch=batch)
     return [reader.outcome() for reader in readers]
@@ -70,9 +70,7 @@ def all_right(outcomes: list[Outcome]) -> bool:
 
 @pytest.mark.parametrize("part", [0, 1.4], ids=["everywhere", "shares"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_store_is_read_once_however_many_nodes_there_are(
-    task: RunningTask, count: int, part: float
-) -> None:
+def test_the_store_is_read_once_for_all_nodes(task: RunningTask, count: int, part: float) -> None:
     task.world, task.part = count, part / count
     readers = joined(task, range(count))
     task.forget()
@@ -92,9 +90,7 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
     assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
-def test_if_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
-    task: RunningTask,
-) -> None:
+def test_if_readers_may_not_connect_to_nodes_their_master_does(task: RunningTask) -> None:
     """`--peers-through-master`, for processes and mounts: only masters make connections."""
     task.world = 3
     readers = [task.reader(rank, peers_through_master=True).ready() for rank in range(2)]
@@ -131,7 +127,7 @@ def test_F1_kill_9_of_a_master_costs_no_reader_a_byte(task: RunningTask) -> None
     outcomes = [reader.outcome() for reader in readers]
     assert all_right(outcomes)
     assert task.egress_bytes() > 0, "it was killed too late to matter"
-    # Its readers have another one, which all use as the one before.
+    # Its readers have started another one, which all use like the one before.
     until(lambda: readers[3].epoch(9) and task.masters(3), "another master", WAIT_MAX_S)
     assert task.masters(3) != killed
     task.gathered()
@@ -161,17 +157,16 @@ def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(task: RunningTask)
     task.gathered()
     assert all_right(epochs([back, *readers[:3]]))
     assert task.egress_bytes() <= 0.05 * task.stored_bytes
-    until(lambda: asked_again(task, readers), "node 3 being asked", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used", WAIT_MAX_S)
 
 
 def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether an epoch of all these readers needs no read from the store."""
     task.forget()
     assert all_right(epochs(readers))
     return task.egress_bytes() == 0
 
 
-def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) -> None:
+def test_F2_a_hanging_master_is_paused_and_later_used_again(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers, batch=16, pace_s=0.05))
     for seed, reader in enumerate(readers):
@@ -188,7 +183,7 @@ def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) 
     # A reader that waited each time would have asked it in each of an epoch's batches.
     assert 0 < max(late) < FILES / 16 / 4
     task.gathered()
-    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used again", WAIT_MAX_S)
     task.forget()
     assert all_right(epochs(readers))
 
@@ -198,13 +193,11 @@ def client_figures(reader: Reader) -> dict[str, int]:
 
 
 def link_to(reader: Reader, rank: int) -> dict[str, object]:
-    """A reader's counters of its link to a node's master."""
     client = cast("dict[str, dict[str, dict[str, object]]]", reader.stats()["client"])
     return client["links"].get(str(rank), {"bytes": 0})
 
 
-def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether node 0 gets from node 3 the chunks that node 3 owns."""
+def is_used_again(task: RunningTask, readers: list[Reader]) -> bool:
     before, reads = given_bytes(readers[0], 3), client_figures(readers[0])["store_reads"]
     assert is_right(readers[0].epoch(5), FILES)
     return (
@@ -213,7 +206,6 @@ def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
 
 
 def given_bytes(reader: Reader, rank: int) -> int:
-    """The bytes that a reader got from a node's master."""
     return cast(int, link_to(reader, rank)["bytes"])
 
 
@@ -252,7 +244,7 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
     finally:
         task.nodes[0].unblock(task.nodes[3])
         task.nodes[3].unblock(task.nodes[0])
-    until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used again", WAIT_MAX_S)
 
 
 def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
@@ -273,7 +265,7 @@ def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
 
 
 @pytest.mark.parametrize("lie", ["flipped", "zeros", "another"])
-def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, lie: str) -> None:
+def test_F5_a_lying_peer_is_detected_and_gets_no_more_requests(task: RunningTask, lie: str) -> None:
     liar = task.reader(3, master="tests.peers.corrupting_master", lies=lie)
     readers = [task.reader(rank) for rank in range(3)]
     for reader in (liar, *readers):
@@ -281,12 +273,12 @@ def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, 
     task.gathered()
     assert is_right(
         liar.epoch(1), FILES
-    )  # it holds the chunks that it owns, and is honest to its own
+    )  # it holds the chunks that it owns, and gives its own clients right bytes
     outcomes = epochs(readers)
     assert all_right(outcomes)
     assert sum(task.damaged(rank) for rank in range(3)) >= 3
     assert "quarantined" in [link_to(reader, 3)["state"] for reader in readers]
-    # The others have checked the chunks that it gave them whole, too.
+    # The others have checked the whole chunks that it gave them, too.
     assert all_right(epochs(readers))
 
 
@@ -389,7 +381,7 @@ def test_S5_a_master_listens_at_the_given_address_only(task: RunningTask) -> Non
 
 def test_S17_another_user_of_the_node_gets_nothing(task: RunningTask) -> None:
     if os.geteuid() or not shutil.which("setpriv"):
-        pytest.skip("only root can be somebody else")
+        pytest.skip("only root can become another user")
     task.world = 1
     reader = task.reader(0).ready()
     reader.epoch(1)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
+
 from ..server.certificates import Authority
-from ..server.program import Server, until
+from ..server.program import Server
 from .contents import make
 from .nodes import Nodes, has_namespaces
 from .running import CHUNK_BYTES, DATASET, Reader, is_right, stats_at
@@ -25,8 +27,6 @@ KEY = "a key that all nodes of this test have been given"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Two nodes, a server for each, and a dataset in their store."""
-
     nodes: Nodes
     scheme: str
     bytes: int
@@ -39,7 +39,7 @@ class Served:
             "dataset": DATASET, "url": url, "task": "served", "rank": rank, "world": 2,
             "memory_bytes": 1 << 20, **more,
         }  # fmt: skip
-        if not has_namespaces():  # loopback, which no master takes of itself
+        if not has_namespaces():  # no master registers with loopback by itself
             opened["listen"] = f"{node.address}:0"
         reader = Reader(node, opened, FILES)
         self.stack.callback(reader.close)
@@ -50,7 +50,6 @@ class Served:
         return stats_at(next(runtime.rglob("socket")))
 
     def sent_bytes(self) -> float:
-        """What both servers have read for others."""
         total = 0.0
         for port in METRICS:
             with self.nodes.shared.entered():

@@ -26,7 +26,7 @@ def chunks(count: int, seed: int = 0) -> tuple[list[bytes], npt.NDArray[np.uint6
 
 
 def shares(owner: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64], world: int) -> list[float]:
-    """Each node's bytes, in equal shares among the nodes that have any."""
+    """Each node's bytes, relative to equal shares among the nodes that have any."""
     held = np.bincount(owner, sizes, world)
     held = held[held > 0]
     return [float(each) for each in held / held.mean()]
@@ -80,7 +80,7 @@ def test_about_one_in_n_moves_when_the_world_grows(world: int, count: int) -> No
 
 
 @given(st.integers(1, 9), st.data())
-def test_each_chunk_has_one_living_owner_whatever_its_size(world: int, data: st.DataObject) -> None:
+def test_each_chunk_of_any_size_has_one_living_owner(world: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 1 << 30), max_size=60))
     alive = data.draw(st.lists(st.booleans(), min_size=world, max_size=world))
     ids = [i.to_bytes(16, "little") for i in range(len(sizes))]
@@ -91,7 +91,7 @@ def test_each_chunk_has_one_living_owner_whatever_its_size(world: int, data: st.
         assert np.all(owner == -1)
         return
     assert all(alive[each] for each in owner.tolist())
-    # Nobody has more than its room and one more chunk
+    # No node has more than its room and one more chunk
     room = held.sum() / np.count_nonzero(living) * CAPACITY + max(sizes, default=0)
     assert np.bincount(owner, held, world).max(initial=0) <= room + 1
 
@@ -114,5 +114,5 @@ def test_every_process_computes_the_same_owners() -> None:
         "print(o.owners(np.array([1, 1, 0, 1, 1], np.bool_)).tolist())\n"
     )
     command = [sys.executable, "-c", code]
-    said = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
-    assert said == {b"[1, 0, 0, 3, 0, 4, 4, 1, 1, 3, 4, 4, 0, 0, 1, 3, 1, 3, 3, 4]\n"}
+    outputs = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
+    assert outputs == {b"[1, 0, 0, 3, 0, 4, 4, 1, 1, 3, 4, 4, 0, 0, 1, 3, 1, 3, 3, 4]\n"}

@@ -11,8 +11,8 @@ import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans.control import Control, explicit
+from tests.waiting import until
 
-from ..server.program import until
 from .nodes import Nodes
 from .planned_nodes import FULL, PlannedEgress
 from .planned_reads import NODES
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.deep
 
 FILES = 4_000
 PACE_S = 0.25
-"""An epoch takes 16 s, so that what masters know of each other is a tenth of it old."""
+"""An epoch takes 16 s, so the masters' positions of each other are a tenth of it old."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,11 @@ def plan(task: RunningTask, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("group", "announced"), [(4, "explicit"), (FULL, "computed")])
-def test_the_store_gives_little_more_than_it_must(
-    task: RunningTask, group: int, announced: str
-) -> None:
+def test_the_store_gives_little_too_much(task: RunningTask, group: int, announced: str) -> None:
     """Little by an optimum that knows when each rank reads. Real ranks do not keep in step, so here
-    the store gives less than halfway between that and the bytes that it would give without plans;
-    how near the optimum is, simulated nodes (`test_planned_reads.py`) and the bench (`task-plan`)
-    show."""
+    the store gives less than halfway between that and the bytes that it would give without plans.
+    Simulated nodes (`test_planned_cache.py`) and the bench (`task-plan`) show how near the optimum
+    is."""
     egress = PlannedEgress(task, group=group, pace_s=PACE_S, announced=announced)
     for epoch in range(2):
         outcomes = egress.read(epoch)
@@ -62,7 +60,7 @@ def test_the_store_gives_little_more_than_it_must(
         assert (found["streams"], found["nodes"], found["refused"]) == (NODES, NODES, 0)
 
 
-def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> None:
+def test_a_master_that_was_killed_gets_the_plan_again(task: RunningTask) -> None:
     egress = PlannedEgress(task, group=10, pace_s=PACE_S, announced="explicit")
     for rank, reader in enumerate(egress.readers):
         reader.begin_planned(
@@ -85,7 +83,7 @@ def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> No
 
 
 def test_importance_reaches_all_masters(task: RunningTask) -> None:
-    """A program tells one mount, and reads there."""
+    """A program reports it to one mount, and reads there."""
     task.world, task.part = 2, 0
     folders = [task.mount(rank, "--memory", "64M", "--evict", "importance") for rank in range(2)]
     task.gathered([0, 1])
@@ -106,8 +104,8 @@ LEFT = 2 * FILES - 2 * READ
 """The reads of two epochs that are left when two ranks have read some of their parts."""
 
 
-def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
-    """A program that reads the mount's list, and then the files in its order."""
+def test_mounts_send_the_plans_of_their_readers(task: RunningTask) -> None:
+    """A program reads the mount's list, and then the files in its order."""
     task.world, task.part = 2, 0
     folders = [task.mount(rank, "--memory", "64M") for rank in range(2)]
     task.gathered([0, 1])
@@ -119,8 +117,8 @@ def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
             (folder / each).read_bytes()
     for rank in range(2):
         until(lambda rank=rank: plan(task, rank)["planned_streams"] == 2, "both", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-        # For this epoch, reads of files that are not yet in the page cache are foreseen; masters
-        # hear of it later
+        # For this epoch, reads of files that are not yet in the page cache are predicted; masters
+        # get them later
         until(lambda rank=rank: plan(task, rank)["uses_left"] <= LEFT, "reads", WAIT_MAX_S)  # type: ignore[misc]  # as above
         found = plan(task, rank)
         assert (found["nodes"], found["refused"]) == (2, 0)

@@ -31,14 +31,14 @@ def test_greetings_round_trip() -> None:
 
 
 @each_row(
-    ("said", "named"),
+    ("received", "named"),
     [(b"GET / HTTP/1.1\r\n", "HTTP"), (bytes.fromhex("1603010200010001fc0303") + bytes(5), "TLS"),
      (bytes(16), "no greeting"), (b"", "no greeting"), (b"\x93DIESNET\1\0" + bytes(6), "no")],
 )  # fmt: skip
-def test_F7_a_foreign_greeting_is_named(said: bytes, named: str) -> None:
+def test_F7_a_foreign_greeting_is_named(received: bytes, named: str) -> None:
     for parse in (wire.parse_greeting, wire.parse_welcome):
         with pytest.raises(ForeignError, match=named):
-            parse(said)
+            parse(received)
 
 
 @each_row("tail", [(1, 0, 32), (2, 0, 31), (2, 2, 0), (2, 1, 4097), (2, 1, 1 << 31)])
@@ -84,9 +84,9 @@ def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
 
 def test_requests_round_trip() -> None:
     parts = np.array([(0, 1, 2), (1, 5, 6)], "<u4")
-    said = wire.request(7, wire.READ, wire.LOAD, parts)
-    assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2, 24)
-    found, size = wire.parse_parts(said, 2, SIZES, start=wire.HEAD_BYTES)
+    packed = wire.request(7, wire.READ, wire.LOAD, parts)
+    assert wire.parse_request(packed) == (7, wire.READ, wire.LOAD, 2, 24)
+    found, size = wire.parse_parts(packed, 2, SIZES, start=wire.HEAD_BYTES)
     assert found.tolist() == parts.tolist()
     assert size == 8
     assert wire.parse_request(wire.request(9, wire.PING)) == (9, wire.PING, 0, 0, 0)
@@ -132,10 +132,10 @@ def test_few_and_many_parts_are_checked_alike() -> None:
 
 def test_answers_round_trip() -> None:
     statuses = bytes([wire.GIVEN, wire.ABSENT])
-    said = wire.answer_head(7, wire.READ, statuses, 5)
-    head = wire.parse_answer(said)
+    packed = wire.answer_head(7, wire.READ, statuses, 5)
+    head = wire.parse_answer(packed)
     assert head == (7, wire.READ, 2, 5)
-    assert said[wire.HEAD_BYTES :] == statuses
+    assert packed[wire.HEAD_BYTES :] == statuses
     wire.check_answer(head, wire.READ, 2, 8)
     parts = np.array([(0, 0, 5), (0, 5, 3)], "<u4")
     assert wire.given_bytes(parts, np.frombuffer(statuses, np.uint8)) == 5
@@ -156,13 +156,13 @@ def test_F5_answers_that_do_not_fit_the_request_are_refused() -> None:
 
 
 def test_local_requests_round_trip() -> None:
-    said = local_wire.request(local_wire.HELLO, body=local_wire.hello(UUID(int=3), 9))
-    head = local_wire.parse_request(said[:16])
-    assert head == (local_wire.HELLO, 0, 0, len(said) - 16)
-    assert local_wire.parse_hello(said[16:]) == (UUID(int=3), 9)
-    said = local_wire.request(local_wire.UNPIN, 2, local_wire.chunks_body([1, 2]))
-    assert local_wire.parse_request(said[:16]).counted == 2
-    assert local_wire.parse_chunks(said[16:], 3) == [1, 2]
+    packed = local_wire.request(local_wire.HELLO, body=local_wire.hello(UUID(int=3), 9))
+    head = local_wire.parse_request(packed[:16])
+    assert head == (local_wire.HELLO, 0, 0, len(packed) - 16)
+    assert local_wire.parse_hello(packed[16:]) == (UUID(int=3), 9)
+    packed = local_wire.request(local_wire.UNPIN, 2, local_wire.chunks_body([1, 2]))
+    assert local_wire.parse_request(packed[:16]).counted == 2
+    assert local_wire.parse_chunks(packed[16:], 3) == [1, 2]
     damaged = local_wire.DamagedPart(0, 1, 2, 9)
     assert local_wire.parse_damaged(local_wire.damaged_body(damaged), SIZES) == damaged
     assert local_wire.parse_switch_version(local_wire.switch_version_body(5)) == 5
@@ -170,9 +170,9 @@ def test_local_requests_round_trip() -> None:
 
 
 def test_pins_round_trip() -> None:
-    said = local_wire.request(local_wire.PIN, 1, local_wire.chunks_body([7]), wire.LOAD)
-    assert local_wire.parse_request(said[:16]) == (local_wire.PIN, wire.LOAD, 1, 4)
-    assert local_wire.parse_chunks(said[16:], 8) == [7]
+    packed = local_wire.request(local_wire.PIN, 1, local_wire.chunks_body([7]), wire.LOAD)
+    assert local_wire.parse_request(packed[:16]) == (local_wire.PIN, wire.LOAD, 1, 4)
+    assert local_wire.parse_chunks(packed[16:], 8) == [7]
     for is_pinned in (False, True):
         assert local_wire.parse_pinned(local_wire.pinned_body(is_pinned=is_pinned)) is is_pinned
 
@@ -216,18 +216,18 @@ def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
 def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None:
-    said = local_wire.answer(local_wire.PIN, 1, local_wire.pinned_body(is_pinned=True), wanted)
-    head = local_wire.parse_answer(said[:16], local_wire.PIN, 1)
-    body, back = local_wire.split_revoked(head, said[16:])
-    assert (head.body_bytes, back) == (len(said) - 16, wanted)
+    packed = local_wire.answer(local_wire.PIN, 1, local_wire.pinned_body(is_pinned=True), wanted)
+    head = local_wire.parse_answer(packed[:16], local_wire.PIN, 1)
+    body, back = local_wire.split_revoked(head, packed[16:])
+    assert (head.body_bytes, back) == (len(packed) - 16, wanted)
     assert local_wire.parse_pinned(bytes(body))
-    said = local_wire.answer(local_wire.MEMBERS, 0, local_wire.members_body(VIEW), wanted)
-    head = local_wire.parse_answer(said[:16], local_wire.MEMBERS, 0)
-    assert local_wire.parse_members(local_wire.split_revoked(head, said[16:])[0]) == VIEW
-    said = local_wire.refusal(local_wire.PIN, "no\x1b way", revoked=wanted)
-    head = local_wire.parse_answer(said[:16], local_wire.PIN, 1)
+    packed = local_wire.answer(local_wire.MEMBERS, 0, local_wire.members_body(VIEW), wanted)
+    head = local_wire.parse_answer(packed[:16], local_wire.MEMBERS, 0)
+    assert local_wire.parse_members(local_wire.split_revoked(head, packed[16:])[0]) == VIEW
+    packed = local_wire.refusal(local_wire.PIN, "no\x1b way", revoked=wanted)
+    head = local_wire.parse_answer(packed[:16], local_wire.PIN, 1)
     assert head.status == local_wire.REFUSED
-    assert local_wire.parse_refusal(local_wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
+    assert local_wire.parse_refusal(local_wire.split_revoked(head, packed[16:])[0]) == "no\\x1b way"
 
 
 @each_row(
@@ -243,7 +243,7 @@ def test_bad_local_answers_are_refused(kind: int, head: tuple[int, ...]) -> None
         local_wire.parse_answer(struct.pack("<BBHIII", *head), kind, 1)
 
 
-def test_a_client_of_another_version_is_told() -> None:
+def test_a_client_of_another_version_gets_ours() -> None:
     with pytest.raises(UsageError, match="run the same"):
         local_wire.parse_hello(struct.pack("<HH16sQ", 1, 0, bytes(16), 1))
 
@@ -253,11 +253,7 @@ def test_any_bytes_give_a_body_or_an_error() -> None:
     for _ in range(3000):
         body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))
         for parse in (
-            *(
-                local_wire.parse_hello,
-                local_wire.parse_welcome,
-                local_wire.parse_pinned,
-            ),
+            *(local_wire.parse_hello, local_wire.parse_welcome, local_wire.parse_pinned),
             *(local_wire.parse_members, local_wire.parse_switch_version),
             lambda body: local_wire.parse_chunks(body, 4),
             lambda body: local_wire.parse_damaged(body, SIZES),

@@ -22,9 +22,10 @@ import diesel_fs
 from diesel_fs.client.dataset import Dataset
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts import launcher
+from tests.processes import is_running, resident_bytes
 from tests.tiers import fast_first
+from tests.waiting import until
 
-from ..server.program import is_running, until
 from ..small_disks import remount, small_disk
 from ..trees import write
 from .children import fork
@@ -38,8 +39,6 @@ TREE = Path(__file__).resolve().parents[2]
 
 
 class Node:
-    """This machine as a node, with a repository."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = (folder / "store").as_uri()
@@ -52,7 +51,6 @@ class Node:
         return self.connect(task="training", **more)
 
     def sockets(self) -> list[Path]:
-        """Where masters of rank 0 listen."""
         return list((self.folder / "run/diesel/tasks").glob("*/0/socket"))
 
     @property
@@ -61,11 +59,9 @@ class Node:
         return found
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """The master's statistics, without being a reader."""
         return cast("dict[str, dict[str, int]]", stats_at(self.socket))
 
     def master(self) -> int:
-        """The master's process."""
         with connected(self.socket) as link:
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid: int = struct.unpack("3i", credentials)[0]
@@ -99,7 +95,7 @@ def check(dataset: Dataset, seed: int) -> None:
 
 
 def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> None:
-    """Forked processes, as a DataLoader's, and one that was started separately."""
+    """Forked processes, like a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
 
@@ -115,8 +111,8 @@ def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> No
         with deepcopy(dataset) as other:  # as in a process that is spawned
             check(other, 8)
             assert other.task_stats()["answers"]
-        told = node.stats()
-        assert told["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
+        figures = node.stats()
+        assert figures["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
         assert dataset._reader.stats()["chunk_fetches"] == 0
 
 
@@ -136,28 +132,22 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Nod
             subprocess.run(command, check=True, timeout=400, cwd=node.folder, env=environment)
 
         def held() -> tuple[int, int]:
-            """Descriptors, and bytes that are lent."""
             return len(os.listdir(f"/proc/{master}/fd")), node.stats()["node_cache"]["pinned_bytes"]
 
         files, lent = held()
 
         def let_go() -> bool:
             files_now, lent_now = held()
-            return files_now <= files + 1 and lent_now == lent  # one may have just come to ask
+            return files_now <= files + 1 and lent_now == lent  # one may just have sent a request
 
         crash(500)
-        until(let_go, "the master to let go of everything")
-        resident = _resident_bytes(master)
+        until(let_go, "the master to release everything")
+        resident = resident_bytes(master, "VmRSS")
         crash(9_500)
-        until(let_go, "the master to let go of everything")
-        assert _resident_bytes(master) < resident + (8 << 20)
+        until(let_go, "the master to release everything")
+        assert resident_bytes(master, "VmRSS") < resident + (8 << 20)
         check(dataset, 1)
         assert node.stats()["members"] == 1  # type: ignore[comparison-overlap]  # a number
-
-
-def _resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.real_start
@@ -173,24 +163,24 @@ def test_F1_a_killed_master_costs_no_reader_a_read(node: Node, version: str) -> 
         killed = node.master()
         os.kill(killed, signal.SIGKILL)
         check(dataset, 1)
-        assert view == next(iter(FILES.values())), "what it lent outlives it"
+        assert view == next(iter(FILES.values())), "its lent memory outlives it"
 
         def is_used() -> object:
             check(dataset, 2)
             return dataset.task_stats()["answers"]
 
-        until(is_used, "a new master, which who reads has started")
+        until(is_used, "a new master, which a reader has started")
         assert node.master() != killed
         assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
         check(dataset, 3)
 
 
-def test_a_reader_does_not_restart_a_master_that_was_told_to_end(node: Node) -> None:
+def test_a_reader_does_not_restart_a_master_that_was_ended(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
         until(lambda: not node.sockets(), "its end")
-        for seed in range(10):  # it is looked for after one second, and after two more
+        for seed in range(10):  # a reader looks for it after one second, and after two more
             check(dataset, seed)
             time.sleep(0.5)
         assert not dataset.task_stats()["answers"]
@@ -212,8 +202,6 @@ def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
 
 
 class Cached:
-    """A node with a cache folder for its tasks, and memory for all chunks."""
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.folder = node.folder / "cache"
@@ -223,18 +211,16 @@ class Cached:
         return self.node.connect(task=task, rank=0, world=1, **how)
 
     def kept(self) -> set[Path]:
-        """The chunks that stand there."""
         return {each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()}
 
     def ends(self, pid: int) -> None:
-        """Ask a master to end, and wait until it serves nobody any more."""
         os.kill(pid, signal.SIGTERM)
         until(lambda: not self.node.sockets(), "it")
 
     @contextmanager
     def ending(self) -> Iterator[int]:
-        """A master that was asked to end, and cannot write its chunks, as each waits for
-        some seconds: its process."""
+        """The process of a master that is ending and still has chunks to write, each of which takes
+        seconds."""
         with self.join() as dataset:
             check(dataset, 0)
             master = self.node.master()
@@ -244,13 +230,11 @@ class Cached:
                 yield master
 
     def is_over(self, pid: int) -> None:
-        """Ask a master to end, and wait until it has written its chunks to the disk."""
         self.ends(pid)
         until(lambda: not is_running(pid), "its end")
 
 
 def from_store(dataset: Dataset) -> object:
-    """How many chunks the dataset's master has read from the store."""
     return dataset.task_stats()["chunks_from_store"]
 
 
@@ -266,8 +250,8 @@ def test_a_job_starts_with_the_chunks_of_the_previous_one(node: Node, task: str)
     assert len(cached.kept()) == chunks
     with cached.join(task) as dataset:
         check(dataset, 0)
-        told = dataset.task_stats()
-        assert (told["chunks_from_store"], told["client"]["store_reads"]) == (0, 0)  # type: ignore[index]  # a document
+        figures = dataset.task_stats()
+        assert (figures["chunks_from_store"], figures["client"]["store_reads"]) == (0, 0)  # type: ignore[index]  # a document
         assert node.master() != master
 
 
@@ -300,7 +284,7 @@ def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
             assert node.master() != master
 
 
-def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
+def test_J4_a_restarted_master_keeps_the_cache(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By default the cache may take half of the free disk: chunks that it holds already count as
@@ -324,11 +308,11 @@ def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
     assert "is only read: Read-only file system" in caplog.text
 
 
-@pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
+@pytest.mark.parametrize("options", ["size=64k,mode=700", "size=64k,mode=700,ro"])
 def test_J1_F11_an_unusable_disk_at_the_start_is_a_warning(
-    node: Node, takes: str, caplog: pytest.LogCaptureFixture
+    node: Node, options: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_disk(node.folder / "disk", takes) as point:
+    with small_disk(node.folder / "disk", options) as point:
         with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
             file.write(bytes(1 << 20))
         for folder in (point, point / "new"):
@@ -340,9 +324,7 @@ def test_J1_F11_an_unusable_disk_at_the_start_is_a_warning(
             assert "this node keeps nothing on a disk" in caplog.text
 
 
-def test_only_room_for_no_chunk_is_a_warning_at_the_start(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_room_for_no_chunk_is_a_warning(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with node.connect() as dataset:
         largest = int(dataset.snapshot.chunk_sizes.max())
     with node.join(task_memory_bytes=largest) as dataset:
@@ -369,18 +351,18 @@ def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> Non
         dataset.flush()
         assert dataset.get("d0/new") == b"new"
         check(dataset, 1)
-        told = node.stats()
-        assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
-        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
+        figures = node.stats()
+        assert figures["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert figures["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
         assert dataset.task_stats()["answers"]
 
 
 def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if it reads nothing for a while."""
+    """The reader may read nothing for some time."""
     with diesel_fs.connect("ds", node.url, task="training") as dataset:
-        check(dataset, 0)  # mapped: there is memory for that
+        check(dataset, 0)  # mapped: memory has room for it
         with node.connect() as writer:
             writer.put(b"new", "new")
         dataset.refresh()
@@ -403,7 +385,7 @@ def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> No
         assert node.master() != before
 
 
-def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(node: Node) -> None:
+def test_a_reader_of_another_version_gets_a_master_when_all_others_have_gone(node: Node) -> None:
     with ExitStack() as others:
         first = others.enter_context(node.join())
         check(first, 0)
@@ -442,12 +424,12 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
     second = node.folder / "second"
     second.mkdir()
     options[3] = "128M"
-    said = subprocess.run(
+    errors = subprocess.run(
         [*command, "mount", *options, "ds", second],
         check=True, timeout=60, capture_output=True, text=True,
     ).stderr  # fmt: skip
     launcher.umount(second)
-    assert said.count("--memory: ignored") == 1, said
+    assert errors.count("--memory: ignored") == 1, errors
     try:
         for path, content in FILES.items():
             assert (folder / path).read_bytes() == content
@@ -457,11 +439,11 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
             budget = node.stats()["node_cache"]["memory_budget_bytes"]
             assert budget == (256 - 32 << 20) * 3 // 4
 
-        def told() -> dict[str, object]:
+        def figures() -> dict[str, object]:
             task: dict[str, object] = launcher.stats(folder)["task"]  # type: ignore[assignment]  # as it is
             return task
 
-        until(lambda: told().get("answers"), "the mount to tell of the task")
+        until(lambda: figures().get("answers"), "the task in the mount's figures")
         shown = subprocess.run(
             [*command, "stats", folder], check=True, timeout=60, capture_output=True, text=True
         )
@@ -470,7 +452,7 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
             writer.put(b"new", "d0/new")
         until((folder / "d0/new").exists, "the mount to follow")
         assert (folder / "d0/new").read_bytes() == b"new"
-        until(lambda: node.stats()["version"] == told().get("version"), "the master to follow")
+        until(lambda: node.stats()["version"] == figures().get("version"), "the master to follow")
         for path, content in list(FILES.items())[::50]:
             assert (folder / path).read_bytes() == content
     finally:
@@ -501,4 +483,6 @@ def test_a_dataset_in_a_task_is_mounted_through_it(node: Node) -> None:
         for path, content in list(FILES.items())[::10]:
             assert (folder / path).read_bytes() == content
         assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
-        until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
+        until(
+            lambda: "answers" in str(launcher.stats(folder).get("task")), "the task in the figures"
+        )

@@ -55,13 +55,11 @@ def tree(top: Path, seed: int = 0, count: int = 400) -> Path:
 
 
 def put(repository: Repository, source: Path) -> PutReport:
-    """Put a folder into `ds`, in small chunks."""
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
     return ingest.put(repository, "ds", FolderSource(source), options=options)
 
 
 def dlcmd(servers: ServerWithRedis, *words: str | Path) -> "subprocess.Popen[bytes]":
-    """`dlcmd`, running, as the administrator."""
     return subprocess.Popen(
         [sys.executable, "-m", "dlcmd", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -71,7 +69,6 @@ def dlcmd(servers: ServerWithRedis, *words: str | Path) -> "subprocess.Popen[byt
 
 
 def start_put(servers: ServerWithRedis, source: Path) -> "subprocess.Popen[bytes]":
-    """The program that puts a folder into `ds`, running."""
     return dlcmd(servers, "put", "--chunk-size", "64K", "--jobs", "2", source, "ds")
 
 
@@ -80,7 +77,7 @@ def state(view: Snapshot) -> list[tuple[object, ...]]:
 
 
 def check_whole(servers: ServerWithRedis) -> None:
-    """The metadata are what the chunks say, now and rebuilt."""
+    """The metadata agree with the chunks, live and rebuilt."""
     with servers.open() as repository:
         live = state(repository.view("ds"))
         verified = repository.verify("ds")
@@ -97,7 +94,6 @@ def crash(server: Server) -> None:
 
 
 def crash_one(servers: ServerWithRedis, index: int = 0) -> str:
-    """Kill a server. Returns its address."""
     killed = servers.servers.pop(index)
     address = f"127.0.0.1:{killed.port}"
     crash(killed)
@@ -112,7 +108,7 @@ def crash_one(servers: ServerWithRedis, index: int = 0) -> str:
 def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     servers: ServerWithRedis, tmp_path: Path, seed: int
 ) -> None:
-    """The client goes on at the other one; a put that is acknowledged is there, once and whole."""
+    """The client continues with the other server; an acknowledged put is there once and whole."""
     servers.add()
     source = tree(tmp_path / "source", seed, 1500)
     draw = random.Random(seed)
@@ -137,8 +133,8 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
 
 
 @pytest.mark.deep
-def test_G1_readers_go_on_at_the_other_server(servers: ServerWithRedis, tmp_path: Path) -> None:
-    """One of two is killed, and started again, in turn."""
+def test_G1_readers_continue_with_another_server(servers: ServerWithRedis, tmp_path: Path) -> None:
+    """Each of the two is killed and started again in turn."""
     servers.add()
     source = tree(tmp_path / "source")
     with servers.open() as repository:
@@ -207,8 +203,8 @@ def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: 
 # Servers and their users
 
 
-def test_G8_servers_of_different_stores_are_told_apart(tmp_path: Path) -> None:
-    """A client asks for nothing at the second one."""
+def test_G8_servers_of_different_stores_are_detected(tmp_path: Path) -> None:
+    """The client sends the second one no request."""
     store = (tmp_path / "other").as_uri()
     with (
         server_with_redis(tmp_path / "one", workers=1) as one,
@@ -234,8 +230,9 @@ def test_G8_servers_of_different_stores_are_told_apart(tmp_path: Path) -> None:
             assert is_at_second() == at_second
 
 
-def test_S11_errors_do_not_tell_clients_where_the_store_is(tmp_path: Path) -> None:
-    """A chunk is lost, then the metadata store is away: the operator's log has the places."""
+def test_S11_errors_do_not_reveal_the_stores_place_to_clients(tmp_path: Path) -> None:
+    """A chunk is lost, then the metadata store is away; only the operator's log names the
+    places."""
     reader = Account("reader", b"", grants={"ds": Role.READ})
     source = tree(tmp_path / "source", count=20)
     with server_with_redis(tmp_path / "behind", "root", reader, workers=1) as servers:
@@ -247,19 +244,19 @@ def test_S11_errors_do_not_tell_clients_where_the_store_is(tmp_path: Path) -> No
         with servers.open("reader") as repository:
             view = repository.view("ds")
             files = [at for at in range(view.entry_count) if view.stat(at).kind == Kind.FILE]
-            said = [error_of(lambda: EntryReader(view, repository.objects, 1).read(files[0]))]
-            assert "the server's store" in said[0]
+            messages = [error_of(lambda: EntryReader(view, repository.objects, 1).read(files[0]))]
+            assert "the server's store" in messages[0]
             assert str(servers.store) in server.log
             servers.redis.kill()
         with servers.open() as repository:
-            said.append(error_of(lambda: repository.begin("new")))
-        assert "metadata store" in said[1]
+            messages.append(error_of(lambda: repository.begin("new")))
+        assert "metadata store" in messages[1]
         for place in (tmp_path, servers.redis.socket):
-            assert str(place) not in "".join(said)
+            assert str(place) not in "".join(messages)
 
 
 def error_of(what: Callable[[], object]) -> str:
-    """All that an error says."""
+    """All text of an error."""
     with pytest.raises(DieselError) as raised:
         what()
     return f"{raised.value} {raised.value.advice}"
@@ -282,7 +279,8 @@ def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
 
 @pytest.mark.fuse
 def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path) -> None:
-    """What it has goes on being read; what needs the server fails, in time, until it is back."""
+    """Cached contents can still be read; requests that need the server fail, in time, until it is
+    back."""
     source = tree(tmp_path / "source", count=60)
     at = tmp_path / "mount"
     at.mkdir()

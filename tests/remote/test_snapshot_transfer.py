@@ -1,4 +1,4 @@
-"""Snapshots in pieces: compressed once for a version, and put together again by the client."""
+"""Snapshots in pieces: compressed once for a version, and joined again by the client."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def view(repository: LocalRepository) -> Snapshot:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a snapshot has several."""
+    """Small pieces, so that a snapshot has several."""
     monkeypatch.setattr(snapshot_pieces, "PIECE_BYTES", 10_000)
 
 
@@ -59,7 +59,7 @@ def joined(pieces: Iterator[tuple[int, bytes | memoryview]]) -> bytes:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_pieces_put_together_are_the_snapshot(kept: bool, tmp_path: Path, view: Snapshot) -> None:
+def test_joined_pieces_equal_the_snapshot(kept: bool, tmp_path: Path, view: Snapshot) -> None:
     pieces = CompressedSnapshots(tmp_path / "pieces" if kept else None)
     for _ in range(3):
         assert joined(pieces.pieces(view)) == view.buffer
@@ -84,8 +84,8 @@ def test_a_version_is_compressed_once_for_many_requests_and_processes(
         return joined(pieces.pieces(view))
 
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask) for _ in range(8)]
-        assert all(each.result(20) == view.buffer for each in asked)
+        requests = [pool.submit(ask) for _ in range(8)]
+        assert all(each.result(20) == view.buffer for each in requests)
     assert pieces.made == 1
     of_another_process = CompressedSnapshots(tmp_path / "pieces")
     assert joined(of_another_process.pieces(view)) == view.buffer
@@ -117,7 +117,7 @@ def test_J6_a_damaged_file_is_made_again(at: int, how: str, tmp_path: Path, view
     file.write_bytes(content if how == "flip" else content[: at if how == "cut" else 0])
     try:
         first = joined(pieces.pieces(view))
-    except CorruptError:  # the client asks again
+    except CorruptError:  # the client sends the request again
         assert how == "flip"
         assert at >= 0
     else:
@@ -176,7 +176,7 @@ def block(content: bytes) -> bytes:
         (100, bytes(BLOCK_BYTES_MAX + 1)),
     ],
 )
-def test_N2_a_piece_that_is_not_what_it_says_is_refused(raw_bytes: int, stored: bytes) -> None:
+def test_N2_a_piece_that_contradicts_its_header_is_refused(raw_bytes: int, stored: bytes) -> None:
     with pytest.raises(CorruptError):
         SnapshotAssembler().add(raw_bytes, stored)
 

@@ -1,4 +1,4 @@
-"""A repository with a small dataset."""
+"""A repository with a small dataset, and URLs of repositories with each metadata store."""
 
 from pathlib import Path
 
@@ -6,6 +6,8 @@ import pytest
 
 from diesel_fs.repository.local import LocalRepository
 
+from ..storage.metadata.redis_servers import emptied_server
+from ..tiers import fast_first
 from ..trees import write
 from .folder_puts import put_folder
 
@@ -17,6 +19,13 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    """Its dataset `ds` holds `source`, in one chunk."""
+    """A repository whose dataset `ds` holds `source`, in one chunk."""
     put_folder(repository, source)
     return repository
+
+
+@pytest.fixture(params=fast_first(["sqlite", "redis"]))
+def url_of_both(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a new repository, with its metadata in SQLite and in Redis."""
+    meta = f"?meta={emptied_server().url}" if request.param == "redis" else ""
+    return (tmp_path / "store").as_uri() + meta

@@ -1,4 +1,4 @@
-"""What tests of repositories do most: put a folder, and let the object store fail meanwhile."""
+"""Puts of folders, and an object store that fails meanwhile, for tests of repositories."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from ..storage.objects.faulty_store import Fault, FaultyStore
 def put_folder(
     repository: LocalRepository, source: Path, target: bytes = b"", **options: object
 ) -> PutReport:
-    """Put a folder into the dataset `ds`, in chunks as small as they may be."""
+    """Put a folder into the dataset `ds`, in chunks of the least size."""
     wanted = {"chunk_bytes": CHUNK_BYTES_MIN, "compress": "none", "jobs": 1, **options}
     return put(repository, "ds", FolderSource(source), target, PutOptions(**wanted))  # type: ignore[arg-type]  # what came is passed on
 
 
 @contextmanager
 def faulty(repository: LocalRepository, *script: Fault) -> Iterator[FaultyStore]:
-    """Meanwhile the repository's object store has these faults, each of which must hit."""
+    """During the `with` the repository's object store has these faults, each of which must hit."""
     whole = repository.objects
     with FaultyStore(whole, *script) as store:
         repository.objects = store

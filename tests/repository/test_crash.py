@@ -1,8 +1,8 @@
 """kill -9 at each system call that changes something, then `verify` and a second put (FAULTS A).
 
 `strace` kills the real program at its n-th call of a kind, n from 1 until it gets through. After
-each kill: nothing is damaged, what shows is whole and is of the source's old or new state, what was
-acknowledged is there, and a second put makes it complete.
+each kill nothing is damaged, each visible file is whole and from the source's old or new state,
+acknowledged files are there, and a second put completes the dataset.
 """
 
 import os
@@ -36,7 +36,8 @@ def source_tree(top: Path) -> Path:
 def run_killed(
     arguments: list[str], call: str, when: int, driver: Sequence[str] = DRIVER
 ) -> tuple[bool, bool]:
-    """Run the driver, killed at its `when`-th `call`: whether it was killed, and acknowledged."""
+    """Run the driver, killed at its `when`-th `call`; returns whether it was killed, and
+    acknowledged."""
     assert STRACE is not None, "strace is missing: make test installs it"
     done = subprocess.run(
         [
@@ -56,12 +57,12 @@ def run_killed(
 
 
 def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> None:
-    """What must hold after a kill at any step; `states` are old and new, whole."""
+    """The laws after a kill at any step; `states` are old and new, whole."""
     with LocalRepository.open(url, create=True) as repository:
         if not repository.datasets():
             assert not acknowledged
             return
-        repository.begin("ds")  # what a kill left without a marker gets one
+        repository.begin("ds")  # a file without a marker after the kill gets one
         found = repository.verify("ds")
         assert found.problems == []
         showing = dataset_state(repository)
@@ -78,7 +79,7 @@ def check(url: str, states: list[Facts], last: Facts, acknowledged: bool) -> Non
 
 
 def put_whole(arguments: list[str], state: Facts) -> None:
-    """A put that nothing kills makes the dataset complete."""
+    """Complete the dataset by a put that is not killed."""
     subprocess.run([*DRIVER, *arguments], cwd=TOP, check=True, capture_output=True)
     with LocalRepository.open(arguments[0]) as repository:
         assert dataset_state(repository) == state
@@ -89,7 +90,8 @@ def kill_at_each_step(
     folder: Path, call: str, steps: Sequence[int], source: Path, before: Path | None = None
 ) -> int:
     """Kill a put of `source` at these of its calls: into an empty store, or into a copy of one that
-    holds `before`, which a put with `--delete` then turns into `source`. How many were killed."""
+    holds `before`, which a put with `--delete` then turns into `source`. Returns the number of
+    kills."""
     last = facts(source)
     states = [facts(before), last] if before else [last]
     if before:
@@ -115,7 +117,7 @@ CALLS = [
     "unlink,unlinkat",
     "mkdir,mkdirat",
 ]
-"""What changes a disk; C libraries differ in which of a pair they use."""
+"""Calls that change a disk; C libraries differ in which of a pair they use."""
 
 
 @pytest.mark.parametrize("call", fast_first(CALLS))

@@ -1,4 +1,4 @@
-"""What a repository does about half-done, refused, damaged and restored state."""
+"""Repositories in half-done, refused, damaged and restored states."""
 
 import os
 import shutil
@@ -30,10 +30,10 @@ from .test_interleavings import Writer, fold_in
 ONE = PutOptions(jobs=1)
 
 
-def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
+def test_L8_a_late_chunk_that_another_writer_folded_in_is_not_deleted(
     repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put that was stopped for hours commits again what another writer has taken over."""
+    """A put that was stopped for hours repeats a commit that another writer has taken over."""
     writer = Writer(repository)
     writer.add(b"f", b"1")
     sealed = writer.seal()
@@ -83,7 +83,7 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
         assert dataset_state(again) == facts(source)
 
 
-def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
+def test_C4_Z8_an_older_database_never_hides_acknowledged_files(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     filled.close()
@@ -113,7 +113,7 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
         assert repository.verify("ds").sound
 
 
-def test_C4_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
+def test_C4_a_lost_chunk_that_an_older_database_does_not_know_is_not_forgotten(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     identity = filled.dataset("ds").identity
@@ -134,7 +134,7 @@ def test_C4_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lo
 
 
 def test_recover_since_reaches_back_over_the_put_window(repository: LocalRepository) -> None:
-    """Sealed half an hour before the time that is asked for, committed after it."""
+    """The chunk was sealed half an hour before the given time, and committed after it."""
     writer = Writer(repository)
     writer.add(b"f", b"1")
     sealed = id_fields(writer.session.new_id())
@@ -168,8 +168,8 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     assert content(repository, b"f") == b"1"
 
 
-def test_C18_puts_go_by_while_recover_reads_headers(filled: LocalRepository, source: Path) -> None:
-    """Whatever they replace; what one of them had not committed when it was listed counts once."""
+def test_C18_puts_continue_beside_a_recovery(filled: LocalRepository, source: Path) -> None:
+    """They may replace anything; a chunk that was uncommitted when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
         put_folder(filled, source)
@@ -191,10 +191,10 @@ def test_C18_puts_go_by_while_recover_reads_headers(filled: LocalRepository, sou
     assert filled.verify("ds").problems == []
 
 
-def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
+def test_C18_two_writers_that_find_the_metadata_lost_both_succeed(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
-    """One is through with its whole put while the other reads headers."""
+    """One completes its put while the other reads headers."""
     filled.close()
     (tmp_path / "store/meta.sqlite").unlink()
 
@@ -227,7 +227,7 @@ def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
     assert filled.snapshots.newest(info.identity) == info.head.version
 
 
-def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: LocalRepository) -> None:
+def test_Z12_a_refused_chunk_does_not_come_back_by_recovery(repository: LocalRepository) -> None:
     writer = Writer(repository)
     future = IdFields(int(time.time()) + 400, 1, 1, 0).id()
     for chunk, reason in ((future, "future"), (None, "stamp")):
@@ -262,9 +262,7 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
         assert put_folder(repository, source).files == 0
 
 
-def test_a_bad_snapshot_is_made_again(
-    filled: LocalRepository, source: Path, tmp_path: Path
-) -> None:
+def test_a_bad_snapshot_is_remade(filled: LocalRepository, source: Path, tmp_path: Path) -> None:
     info = filled.dataset("ds")
     assert info.head is not None
     file = tmp_path / "store" / snapshot_object(info.identity, info.head.version)
@@ -297,7 +295,7 @@ def test_verify_beside_a_put_finds_nothing(
     assert hits[0]
 
 
-def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
+def test_I3_one_chunk_with_EIO_is_named_and_the_others_are_read(
     filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})
@@ -320,9 +318,7 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
     assert content(filled, b"more") == b"3"
 
 
-def test_one_damaged_name_stops_no_other_dataset(
-    filled: LocalRepository, source: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_name_is_skipped(filled: LocalRepository, source: Path, tmp_path: Path) -> None:
     ingest.put(filled, "other", FolderSource(source), options=ONE)
     identity = filled.dataset("ds").identity
     file = tmp_path / "store" / dataset_object(identity)
@@ -343,7 +339,7 @@ def test_one_damaged_name_stops_no_other_dataset(
 def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
     filled: LocalRepository, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Private copies are not synced: after a boot they may be anything."""
+    """Private copies are not synced, so after a boot they may hold any bytes."""
     assert dataset_state(filled) == facts(source)
     private = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "snapshots"
     identity = filled.dataset("ds").identity

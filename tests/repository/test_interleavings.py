@@ -62,7 +62,7 @@ class Sealed:
 
 
 def fold_in(repository: LocalRepository, chunk: ChunkId) -> None:
-    """Commit a durable chunk as it is, as whoever finds it in the store does."""
+    """Commit a durable chunk as it is, as a writer does that finds it in the store."""
     identity = repository.dataset("ds").identity
     header = repository.read_header(identity, chunk)
     repository.commit_batches(identity, batch_of(header, stored=True))
@@ -161,7 +161,8 @@ def test_Z7_a_commit_after_the_put_window_is_refused(repository: LocalRepository
 
 
 def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalRepository) -> None:
-    """A path that two writers made both a file and a folder: the folder shows, `verify` says so."""
+    """The path is both a file and a folder, by two writers: the folder shows, and `verify` reports
+    it."""
     a, b = Writer(repository), Writer(repository)
     a.add(b"p", b"a file")
     a.seal().commit()
@@ -198,7 +199,7 @@ def large_file_of(writer: Writer, content: bytes) -> list["Sealed"]:
 def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
     repository: LocalRepository, kind: str, order: str
 ) -> None:
-    """Whichever comes first, the file is kept beside the folder: who finishes last sees to it."""
+    """Whichever comes first, the file is kept beside the folder; the last to finish sees to it."""
     a, b = Writer(repository), Writer(repository)
     assert a.session.view.version == b.session.view.version
     text = b"a file" if kind == "file" else bytes(range(256)) * 600
@@ -241,9 +242,7 @@ def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
 
 
 @pytest.mark.parametrize("how", ["deleted", "not ours"])
-def test_Z4_a_file_that_somebody_meant_to_replace_stays_replaced(
-    repository: LocalRepository, how: str
-) -> None:
+def test_Z4_a_file_replaced_on_purpose_is_gone(repository: LocalRepository, how: str) -> None:
     a, b, looker = Writer(repository), Writer(repository), Writer(repository)
     for writer in (a, b, looker):
         assert writer.session.view.entry_count == 1

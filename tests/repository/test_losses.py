@@ -1,8 +1,8 @@
 """Absence needs proof: a chunk that metadata or the newest snapshot name is found, or reported
 lost.
 
-A chunk that is gone, damaged or cannot be reached, metadata that came back empty or older, and a
-listing that is short must never turn a file that was acknowledged into "no such file".
+A missing, damaged or unreachable chunk, metadata that came back empty or older, and a short listing
+must never turn an acknowledged file into "no such file".
 """
 
 import os
@@ -42,7 +42,6 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
 from tests.examples import examples
 from tests.rows import each_row
-from tests.tiers import fast_first
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
@@ -54,18 +53,15 @@ from .purge.purged import ShortListing
 NOW = PurgeOptions(grace_s=0)
 
 
-@pytest.fixture(params=fast_first(["sqlite", "redis"]))
-def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRepository]:
-    url = (tmp_path / "store").as_uri()
-    if request.param == "redis":
-        url += f"?meta={emptied_server().url}"
-    with LocalRepository.open(url, create=True) as opened:
+@pytest.fixture
+def repository(url_of_both: str) -> Iterator[LocalRepository]:
+    with LocalRepository.open(url_of_both, create=True) as opened:
         yield opened
 
 
 @pytest.fixture
 def first(repository: LocalRepository, tmp_path: Path) -> Path:
-    """The source of a first put, of which all is in one chunk: files, a link and a folder."""
+    """The source of a first put, all in one chunk: files, a link and a folder."""
     source = write(tmp_path / "first", {"d/a": b"1", "d/b": b"22", "d/e/empty": b""})
     (source / "d/link").symlink_to("a")
     put_folder(repository, source)
@@ -80,7 +76,7 @@ def lost(repository: LocalRepository, first: Path) -> ChunkId:
 
 @pytest.fixture
 def second(repository: LocalRepository, lost: ChunkId, tmp_path: Path) -> Path:
-    """The source of a second put, into a chunk of its own."""
+    """The source of a second put, into another chunk."""
     source = write(tmp_path / "second", {"c": b"333"})
     put_folder(repository, source, b"more")
     return source
@@ -93,7 +89,7 @@ def object_file(repository: LocalRepository, chunk: ChunkId) -> Path:
 
 
 def emptied(repository: LocalRepository) -> LocalRepository:
-    """The same, whose metadata store has come back empty."""
+    """The same repository, whose metadata store has come back empty."""
     if repository.url.meta:
         emptied_server()
     else:
@@ -108,7 +104,7 @@ def empty(file: Path) -> None:
 
 
 def flip(file: Path, at: int = 120) -> None:
-    """Change a bit; one of the header, if nothing else is said."""
+    """Flip a bit of the byte at `at`, by default one of the header."""
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
@@ -116,14 +112,14 @@ def flip(file: Path, at: int = 120) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, empty, flip])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
+def test_a_recovery_names_an_unreadable_chunk_and_changes_nothing(
     repository: LocalRepository,
     lost: ChunkId,
     second: Path,
     damage: Callable[[Path], None],
     is_known: bool,
 ) -> None:
-    """Also where the metadata store is empty, and only the newest snapshot names the chunk."""
+    """Also if the metadata store is empty, and only the newest snapshot names the chunk."""
     before = repository.view("ds")
     damage(object_file(repository, lost))
     if not is_known:
@@ -147,10 +143,10 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
         assert repository.verify("ds").sound
 
 
-def test_a_lost_file_is_listed_and_nothing_is_put_removed_or_purged_without_it(
+def test_lost_files_are_listed_and_block_puts_removals_and_purges(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
-    """Also where only the newest snapshot names it. To read it names its chunk."""
+    """Also if only the newest snapshot names the file. An error of reading it names its chunk."""
     object_file(repository, lost).unlink()
     assert repository.stat("ds", b"d/a").size == 1
     with pytest.raises(ObjectMissing, match=chunk_id_text(lost)):
@@ -167,10 +163,10 @@ def test_a_lost_file_is_listed_and_nothing_is_put_removed_or_purged_without_it(
     assert repository.snapshots.versions(repository.dataset("ds").identity) == published
 
 
-def test_a_recovery_since_a_time_goes_by_the_same_rule(
+def test_a_recovery_since_a_time_keeps_the_same_rule(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
-    """Of metadata that are empty it makes all anew; it never publishes a part of the dataset."""
+    """From empty metadata it rebuilds everything; it never publishes a part of the dataset."""
     everything = dataset_state(repository)
     repository = emptied(repository)
     assert repository.recover("ds", since_s=4e9).sound
@@ -184,7 +180,7 @@ def test_a_recovery_since_a_time_goes_by_the_same_rule(
 @pytest.mark.parametrize("error", [
     ObjectStoreError("open: Input/output error"), ObjectStoreRefused("403 Forbidden"),
 ])  # fmt: skip
-def test_one_bad_moment_of_the_store_decides_nothing(
+def test_a_single_error_of_the_store_proves_no_loss(
     repository: LocalRepository,
     lost: ChunkId,
     second: Path,
@@ -205,7 +201,7 @@ def test_one_bad_moment_of_the_store_decides_nothing(
     assert dataset_state(repository) == everything
 
 
-def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
+def test_bytes_that_only_the_first_read_damages_are_no_damage(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     name = chunk_object(repository.dataset("ds").identity, lost)
@@ -217,7 +213,7 @@ def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
             assert repository.verify("ds").sound
 
 
-def test_what_a_newer_program_wrote_is_never_forgotten(
+def test_a_chunk_of_a_newer_format_is_never_forgotten(
     repository: LocalRepository, lost: ChunkId, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = repository.read_header
@@ -235,7 +231,7 @@ def test_what_a_newer_program_wrote_is_never_forgotten(
         assert repository.meta.head("ds") == before
 
 
-def test_what_comes_back_with_an_accepted_loss_is_named(
+def test_entries_that_an_accepted_loss_brings_back_are_named(
     repository: LocalRepository, first: Path, lost: ChunkId, tmp_path: Path
 ) -> None:
     """The lost chunk replaced a file and deleted another."""
@@ -254,7 +250,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
 
 
 def test_a_version_never_has_two_contents(repository: LocalRepository, lost: ChunkId) -> None:
-    """A rebuild that folds nothing, as one that folds something, makes another version."""
+    """A rebuild makes another version, whether it folds something or not."""
     before = repository.view("ds")
     object_file(repository, lost).unlink()
     assert repository.recover("ds", forget_lost=True).problems == []
@@ -268,7 +264,7 @@ def test_a_version_never_has_two_contents(repository: LocalRepository, lost: Chu
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, empty])
-def test_putting_the_source_again_heals_what_is_gone(
+def test_putting_the_source_again_heals_a_loss(
     repository: LocalRepository,
     first: Path,
     lost: ChunkId,
@@ -293,9 +289,7 @@ def test_putting_the_source_again_heals_what_is_gone(
     assert dataset_state(again) == everything
 
 
-def test_putting_with_checksum_heals_what_is_damaged(
-    repository: LocalRepository, first: Path, lost: ChunkId
-) -> None:
+def test_checksum_puts_heal_damage(repository: LocalRepository, first: Path, lost: ChunkId) -> None:
     victim = object_file(repository, lost)
     flip(victim, victim.read_bytes().rindex(b"22"))
     assert put_folder(repository, first).files == 0
@@ -304,7 +298,7 @@ def test_putting_with_checksum_heals_what_is_damaged(
     assert put_folder(repository, first, checksum=True).files == 0
 
 
-def test_a_short_listing_is_made_up_for_and_ends_a_purge(
+def test_a_short_listing_is_completed_and_ends_a_purge(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     """Redis came back empty while the store does not list a chunk that it has."""
@@ -322,7 +316,7 @@ def test_a_short_listing_is_made_up_for_and_ends_a_purge(
     assert repository.verify("ds").sound
 
 
-def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
+def test_a_damaged_snapshot_that_alone_named_the_lost_chunks_is_no_proof(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     identity = repository.dataset("ds").identity
@@ -350,8 +344,8 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
 def test_a_published_snapshot_is_compared_column_by_column(
     repository: LocalRepository, lost: ChunkId, second: Path, field: str
 ) -> None:
-    """One with right checksums that says something else, as a wrong merge would make it: `verify`
-    names it, and its version is not published with another content."""
+    """`verify` names a snapshot with right checksums and other content, as a wrong merge would
+    make, and its version is not published with another content."""
     view = repository.view("ds")
     file = repository.url.path / snapshot_object(view.identity, view.version)
     file.chmod(0o644)
@@ -367,12 +361,9 @@ def test_a_published_snapshot_is_compared_column_by_column(
 
 
 class Absence(RuleBasedStateMachine):
-    """Puts and deletions beside lost chunks, lost or older metadata, rebuilds and purges.
-
-    The oracle is a dict of what was acknowledged. A path of it may be unreadable, where its chunk
-    has been taken away; it never is "no such file", nor an older version, until the loss is
-    accepted.
-    """
+    """Puts and deletions beside lost chunks, lost or older metadata, rebuilds and purges. The
+    oracle is a dict of the acknowledged files. A path of it may be unreadable if its chunk has been
+    taken away; until the loss is accepted, it is never "no such file", nor an older version."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The dataset against a plain dict: random puts, overwrites, deletions, recoveries, reopenings.
 
 The oracle is `dict[path, content]` and knows nothing of stamps, chunks or versions. After each step
-the view equals it; and the metadata rebuilt from the chunks equals the live metadata (FAULTS 4).
+the view equals it, and the metadata rebuilt from the chunks equal the live ones (FAULTS 4).
 """
 
 import shutil
@@ -22,7 +22,7 @@ CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) *
 
 
 class DatasetModel(RuleBasedStateMachine):
-    """One writer; every fifth chunk or so is small enough that files have several extents."""
+    """One writer; about every fifth chunk is small enough that files have several extents."""
 
     @initialize()
     def open(self) -> None:
@@ -32,7 +32,9 @@ class DatasetModel(RuleBasedStateMachine):
         self.small.start()
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: dict[str, bytes] = {}
-        self.pending: dict[str, list[bytes]] = {}  # what was put and not flushed, oldest first
+        self.pending: dict[
+            str, list[bytes]
+        ] = {}  # files that were put and not flushed, oldest first
 
     def teardown(self) -> None:
         if hasattr(self, "dataset"):
@@ -62,7 +64,7 @@ class DatasetModel(RuleBasedStateMachine):
             except NoSuchPath:
                 pass
             else:
-                raise AssertionError("deleted what was not there")
+                raise AssertionError("deleted a missing path")
 
     @rule()
     def delete_folder(self) -> None:
@@ -83,7 +85,7 @@ class DatasetModel(RuleBasedStateMachine):
 
     @rule()
     def lose_what_is_pending(self) -> None:
-        """Leaving `with` after an exception flushes nothing; what filled a chunk is committed."""
+        """Leaving `with` by an exception flushes nothing; full chunks are already committed."""
         try:
             with self.dataset:
                 raise RuntimeError

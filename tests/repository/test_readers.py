@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 from uuid import UUID
@@ -32,8 +33,8 @@ from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore
 
-from ..client.test_client import in_child
 from ..datasets import dataset_state
+from ..forks import exit_code, fork, in_child
 from ..small_disks import fill, small_disk
 from ..trees import facts, write
 from .folder_puts import put_folder
@@ -98,7 +99,7 @@ def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: 
             assert dataset_state(reader) == expected
             with pytest.raises(DieselError):
                 reader.begin("ds")
-            found = reader.verify("ds")  # what it may read
+            found = reader.verify("ds")  # it may read this
             assert found.problems == []
             assert found.chunks > 0
             assert any("the metadata were not looked at" in note for note in found.notes)
@@ -106,7 +107,7 @@ def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: 
     assert in_child(read) == 0
 
 
-def test_O16_O17_stores_that_are_none(filled: LocalRepository, tmp_path: Path) -> None:
+def test_O16_O17_places_without_a_store(filled: LocalRepository, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for place in ("empty", "nowhere", "source"):
         with pytest.raises(ObjectStoreError):
@@ -191,7 +192,7 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
     with LocalRepository.open(filled.url) as blind:
         findings = blind.verify("ds")
         assert any("recover ds" in problem for problem in findings.problems)
-        assert (findings.chunks, findings.files) == (1, 3)  # they are looked at all the same
+        assert (findings.chunks, findings.files) == (1, 3)  # their objects are checked anyway
         assert blind.delete_dataset("ds").left == 0
         assert blind.datasets() == []
         with pytest.raises(NoSuchDataset):
@@ -201,7 +202,7 @@ def test_C3_an_embedded_metadata_store_that_is_lost_is_damage_and_hinders_no_del
 def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
     filled: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads, which look meanwhile, are told why."""
+    """Other threads, which use it meanwhile, get the reason."""
     filled.close()
     lose_metadata(tmp_path / "store")
     with LocalRepository.open(filled.url) as blind:
@@ -262,7 +263,8 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
 
 
 def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> None:
-    """Two processes, some paths the same: all complete, each path is one of the two, whole."""
+    """Two processes with some paths in common: all files are complete, and each path is whole from
+    one of the two."""
     sources = [
         write(
             tmp_path / f"source-{name}",
@@ -272,20 +274,15 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
         )
         for name in ("one", "two")
     ]
-    children = []
-    for source in sources:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with LocalRepository.open(repository.url) as mine:
-                    options = PutOptions(chunk_bytes=65536, jobs=2)
-                    status = len(put(mine, "ds", FolderSource(source), options=options).failed)
-            finally:
-                os._exit(status)
-        children.append(child)
+
+    def put_one(source: Path) -> None:
+        with LocalRepository.open(repository.url) as mine:
+            options = PutOptions(chunk_bytes=65536, jobs=2)
+            assert put(mine, "ds", FolderSource(source), options=options).failed == []
+
+    children = [fork(partial(put_one, source)) for source in sources]
     repository.begin("ds")
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert [*map(exit_code, children)] == [0, 0]
     found = dataset_state(repository)
     wanted = [facts(source) for source in sources]
     for path in wanted[0].keys() | wanted[1].keys():
@@ -297,7 +294,7 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
 
 
 def test_a_snapshot_never_outlives_its_chunks(filled: LocalRepository, tmp_path: Path) -> None:
-    """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
+    """Metadata rebuilt without a lost chunk are not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
     put_folder(filled, tmp_path / "source")
     view = filled.view("ds")
@@ -330,7 +327,7 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
 def test_C8_a_dataset_is_deleted_on_a_full_disk(
     tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite cannot even be opened there, and no byte can be written."""
+    """There SQLite cannot even be opened, and no byte can be written."""
     with small_disk(tmp_path / "small", "size=2m") as small:
         url, content = (small / "store").as_uri(), os.urandom(200_000)
         source = write(tmp_path / "source", {"a": content})
@@ -357,7 +354,7 @@ def test_C8_a_dataset_is_deleted_on_a_full_disk(
             assert repository.verify("ds").sound
 
 
-def test_C7_an_orphan_for_which_there_is_no_room_keeps_nobody_from_making_some(
+def test_C7_an_orphan_without_room_does_not_stop_deletions(
     filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"new": b"new"})
@@ -381,7 +378,7 @@ def test_C7_an_orphan_for_which_there_is_no_room_keeps_nobody_from_making_some(
     assert b"new" in dataset_state(filled)
 
 
-def test_C3_C4_a_version_that_is_published_while_a_reader_opens_the_dataset_is_no_loss(
+def test_C3_C4_a_version_published_while_a_reader_opens_the_dataset_is_no_loss(
     filled: LocalRepository, source: Path
 ) -> None:
     before = filled.dataset("ds")

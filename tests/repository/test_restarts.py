@@ -21,7 +21,6 @@ NAME = "pets"
 
 
 def add(session: LocalWriteSession, name: bytes) -> None:
-    """Put one file."""
     builder = ChunkBuilder(session.identity, 1 << 20, "none")
     builder.room(5)[:] = b"hello"
     builder.add_file((b"d", name), 0o644, 0, 5)
@@ -29,7 +28,6 @@ def add(session: LocalWriteSession, name: bytes) -> None:
 
 
 def put_base(repository: LocalRepository) -> None:
-    """Put the first file of the dataset."""
     session = repository.begin(NAME)
     add(session, b"base")
     session.finish()
@@ -55,7 +53,7 @@ def one(url: str) -> Iterator[LocalRepository]:
 
 @pytest.fixture
 def two(one: LocalRepository, url: str) -> Iterator[LocalRepository]:
-    """What another process has opened."""
+    """The repository as another process has opened it."""
     with LocalRepository.open(url) as opened:
         yield opened
 
@@ -73,7 +71,7 @@ def names(url: str) -> list[bytes]:
 def test_C4_a_put_that_outlives_its_metadata_store(
     server: RedisServer, one: LocalRepository, two: LocalRepository, url: str, when: str
 ) -> None:
-    """Its own files are there when it has succeeded, and what others were told is there stays."""
+    """A put that succeeds has all its files, and other writers' acknowledged files stay."""
     first = one.begin(NAME)
     add(first, b"base")
     first.finish()
@@ -87,7 +85,7 @@ def test_C4_a_put_that_outlives_its_metadata_store(
     server.kill()
     server.start()
     wanted = [b"A1", b"A2", b"ACKED", b"base"]
-    if when == "after half a mend":  # by somebody whose process was killed
+    if when == "after half a mend":  # by a process that was killed
         meta, mine = two.meta, session.identity
         assert isinstance(meta, RedisMetadata)
         (lost, *_) = meta.missing(mine, list(two.chunk_ids(mine)))
@@ -103,10 +101,10 @@ def test_C4_a_put_that_outlives_its_metadata_store(
     assert names(url) == wanted
 
 
-def test_C11_it_comes_back_older_while_the_put_ends(
+def test_C11_metadata_come_back_older_while_the_put_ends(
     server: RedisServer, one: LocalRepository, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the last look at its chunks and the snapshot."""
+    """Between the last check of its chunks and the snapshot."""
     put_base(one)
     server.client().save()
     session = one.begin(NAME)
@@ -126,7 +124,7 @@ def test_C11_it_comes_back_older_while_the_put_ends(
     assert names(url) == [b"base", b"new"]
 
 
-def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
+def test_C8_unapplied_commits_lead_readers_to_the_snapshot(
     server: RedisServer,
     one: LocalRepository,
     two: LocalRepository,
@@ -195,7 +193,7 @@ def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
     is_made_again: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Made again or not: it is a deletion that the writer is told of."""
+    """Whether it is made again or not, the writer gets an error that names the deletion."""
     session = one.begin(NAME)
     put = one.objects.put
 
@@ -216,7 +214,7 @@ def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
 def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
     server: RedisServer, url: str, trouble: str
 ) -> None:
-    """What a deletion left in a Redis nobody would ever find again."""
+    """Nothing would ever find the keys that a deletion left in that Redis."""
     with LocalRepository.open(url, create=True) as one:
         put_base(one)
     client = server.client()
@@ -239,7 +237,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
     if trouble == "down":
         server.start()
     else:
-        client.config_set("requirepass", "")  # it has logged in, as far as that was needed
+        client.config_set("requirepass", "")  # it has logged in, as far as necessary
     with LocalRepository.open(url) as whole:
         assert whole.verify(NAME).sound
         whole.delete_dataset(NAME)

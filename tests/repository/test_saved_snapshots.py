@@ -61,7 +61,7 @@ print(sum(entry.size for entry in view.stat_many(view.files())), len(view.paths(
 
 
 def reading(saved: Path, home: Path) -> "subprocess.Popen[str]":
-    """A process that opens the file, says so, and reads all of it when it is told to."""
+    """A process that opens the file, reports that, and reads all of it on request."""
     pipe, environment = subprocess.PIPE, {**os.environ, "XDG_CACHE_HOME": str(home)}
     command = [sys.executable, "-c", READ_ALL, str(saved)]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
@@ -69,13 +69,13 @@ def reading(saved: Path, home: Path) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize("harm", [_truncate, _replace, _overwrite, Path.unlink])
-def test_E8_what_becomes_of_the_file_later_does_not_matter(
+def test_E8_later_changes_of_the_file_do_not_matter(
     view: Snapshot, saved: Path, tmp_path: Path, harm: Callable[[Path], None], private: bool
 ) -> None:
-    """In a process of its own: a mapped file that is truncated would kill it (Z10)."""
+    """In a separate process: a mapped file that is truncated would kill it (Z10)."""
     home = tmp_path / "home"
     home.mkdir()
-    if not private:  # nowhere to keep a copy: it stays in memory
+    if not private:  # without a place for a copy it stays in memory
         (home / "cache").write_bytes(b"in the way")
     with reading(saved, home / "cache") as process:
         assert process.stdout is not None
@@ -88,12 +88,12 @@ def test_E8_what_becomes_of_the_file_later_does_not_matter(
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system that holds one snapshot and not two."""
+    """A file system with room for one snapshot but not for two."""
     with small_disk(tmp_path / "small", "size=96k") as point:
         yield point
 
 
-def test_E9_a_full_disk_leaves_the_snapshot_before(
+def test_E9_a_full_disk_leaves_the_previous_snapshot(
     repository: LocalRepository, view: Snapshot, small: Path, tmp_path: Path
 ) -> None:
     file = small / "ds.snapshot"
@@ -109,18 +109,16 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_processes_open_one_file_at_once(
-    view: Snapshot, saved: Path, tmp_path: Path, nodes: int
-) -> None:
-    """On a shared file system: each node keeps a copy of its own, which its processes share."""
+def test_processes_share_one_file(view: Snapshot, saved: Path, tmp_path: Path, nodes: int) -> None:
+    """On a shared file system: each node keeps a copy, which its processes share."""
     started = []
     for number in range(8):
         home = tmp_path / f"node{number % nodes}"
         home.mkdir(exist_ok=True)
         started.append(reading(saved, home))
-    said = [process.communicate("go\n", timeout=60)[0].split() for process in started]
+    outputs = [process.communicate("go\n", timeout=60)[0].split() for process in started]
     assert [process.returncode for process in started] == [0] * 8
-    assert said == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8
+    assert outputs == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8
     copies = [path for path in tmp_path.glob("node*/diesel/snapshots/*") if path.is_file()]
     assert len(copies) == nodes
     assert {path.read_bytes() for path in copies} == {saved.read_bytes()}

@@ -27,7 +27,7 @@ Damage = Callable[[Rows], Rows]
 
 
 def plain(column: str) -> Damage:
-    """One bit of one file's record."""
+    """Change one bit of one file's record."""
 
     def damage(rows: Rows) -> Rows:
         records = rows.records.copy()
@@ -39,7 +39,7 @@ def plain(column: str) -> Damage:
 
 
 def of_extent(column: str) -> Damage:
-    """One bit of one extent."""
+    """Change one bit of one extent."""
 
     def damage(rows: Rows) -> Rows:
         row = int(np.flatnonzero(rows.records["extents"] > 1)[0])
@@ -51,7 +51,7 @@ def of_extent(column: str) -> Damage:
 
 
 def swapped(rows: Rows) -> Rows:
-    """The times of two files."""
+    """Swap the times of two files."""
     records = rows.records.copy()
     files = np.flatnonzero((records["kind"] == Kind.FILE) & (records["extents"] == 1))[:2]
     records["mtime_ns"][files] = records["mtime_ns"][files[::-1]]
@@ -59,7 +59,7 @@ def swapped(rows: Rows) -> Rows:
 
 
 def other_chunk(rows: Rows) -> Rows:
-    """A file is said to lie in another chunk."""
+    """Move a file into another chunk."""
     chunk = rows.chunk.copy()
     one = int(np.flatnonzero(rows.records["kind"] == Kind.FILE)[0])
     chunk[one] = (chunk[one] + 1) % len(rows.chunks)
@@ -81,10 +81,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
+def test_E13_metadata_that_contradict_the_chunks_are_not_published(
     repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The put fails; what is published stays, and once the metadata are right again it goes on."""
+    """The put fails and the published version stays; with right metadata the next put succeeds."""
     put_folder(repository, write(source.parent / "first", {"first": b"1"}))
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     changes = SqliteMetadata.changes
@@ -104,10 +104,10 @@ def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
     assert repository.verify("ds").problems == []
 
 
-def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
+def test_E13_a_wrong_merge_is_repeated_from_nothing(
     repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the memory that holds the previous version's columns is damaged."""
+    """As if the memory that holds the previous version's columns were damaged."""
     put_folder(repository, write(source.parent / "first", {"first": b"1"}))
     merge, hits = snapshot_merge.build_snapshot, []
 
@@ -133,9 +133,7 @@ def _newest(repository: LocalRepository) -> tuple[UUID, int]:
     return identity, repository.snapshots.newest(identity)
 
 
-def test_files_that_are_replaced_before_they_are_published_are_no_damage(
-    repository: LocalRepository, source: Path
-) -> None:
+def test_early_replaced_files_are_no_damage(repository: LocalRepository, source: Path) -> None:
     """Their chunk has fewer places by then."""
     first, second = repository.begin("ds"), repository.begin("ds")
     put_folder(repository, source)

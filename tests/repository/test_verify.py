@@ -35,7 +35,7 @@ FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Of several chunks."""
+    """A source of several chunks."""
     return write(tmp_path / "source", FILES)
 
 
@@ -146,7 +146,8 @@ def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: 
 
 
 def test_A5_Z8_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
-    """Young: a put under way, left alone. Old: folded in by the next writer. `recover`: both."""
+    """A young one belongs to a running put and is left alone. The next writer folds in an old one;
+    `recover` folds in both."""
     writer = Writer(filled)
     writer.add(b"young", b"1")
     young = writer.seal()
@@ -169,7 +170,7 @@ def test_metadata_that_differs_from_its_chunks(filled: LocalRepository, tmp_path
     filled.close()
     with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
         (root,) = db.execute("SELECT number FROM folder WHERE parent = 0").fetchone()
-        split_runs(db, root, [b"f07", b"f09"])  # single rows are what can be tampered with
+        split_runs(db, root, [b"f07", b"f09"])  # single rows are easy to tamper with
         db.execute("DELETE FROM entry WHERE name = ?", (b"f07",))
         (record,) = db.execute("SELECT record FROM entry WHERE name = ?", (b"f09",)).fetchone()
         db.execute("UPDATE entry SET record = ? WHERE name = ?", (b"\1" + record[1:], b"f09"))
@@ -193,7 +194,7 @@ def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(filled: LocalRe
 def test_headers_are_read_ahead_and_folded_in_their_order(
     filled: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many at once, and no more than that; fewer where they are large."""
+    """Many at once, within a limit, and fewer if they are large."""
     for i in range(9):
         write(tmp_path / "source", {f"more{i}-{j:02}": bytes([j]) * 8000 for j in range(40)})
         put_folder(filled, tmp_path / "source")
@@ -240,7 +241,7 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     assert dataset_state(filled) == facts(tmp_path / "source")
 
 
-def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
+def test_an_error_while_headers_are_read_ahead_stops_all_reads(
     filled: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = filled.meta.head("ds")

@@ -27,14 +27,13 @@ class MemoryTable(AccountTable):
         self._lock = threading.Lock()
 
     def put(self, account: Account) -> None:
-        """Add or replace an account."""
         self.change(lambda accounts: with_accounts(accounts, [account]))
 
     def remove(self, name: str) -> None:
         self.change(lambda accounts: without_account(accounts, name))
 
     def lose(self) -> None:
-        """As a Redis that comes back without data."""
+        """Lose all accounts, like a Redis that comes back without data."""
         self.accounts, self._state = {}, 0
 
     def read(self) -> AccountState:
@@ -61,10 +60,8 @@ class MemoryTable(AccountTable):
 
 
 def seed(name: str) -> bytes:
-    """The key of a user of a test."""
     return name.encode().ljust(32, b"-")
 
 
 def account(name: str, *, admin: bool = False, **grants: Role) -> Account:
-    """An account with that key."""
     return Account(name, keys.public_key(seed(name)), admin, grants)

@@ -15,14 +15,15 @@ class Between(socketserver.ThreadingTCPServer):
     """Listens on a port of its own.
 
     With `trusted`, a certificate and the authority that clients trust, it is the end of their TLS,
-    and speaks TLS with the server. The first `cuts` connections are closed before TLS stands.
+    and speaks TLS with the server. The first `cuts` connections are closed before TLS is
+    established.
     """
 
     daemon_threads = True
     cuts = 0
 
     def __init__(self, upstream: int, trusted: tuple[Pair, Path] | None = None) -> None:
-        self.heard = bytearray()
+        self.copy = bytearray()
         self._upstream = upstream
         self._trusted = trusted
         super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
@@ -48,13 +49,13 @@ class Between(socketserver.ThreadingTCPServer):
                 self._relay({client: server, server: client})
 
     def _relay(self, other: dict[socket.socket, socket.socket]) -> None:
-        """Pass on until one end closes; in one thread, as TLS sockets are not thread-safe."""
+        """Pass bytes on until one end closes; in one thread, as TLS sockets are not thread-safe."""
         while True:
             for source in select.select([*other], [], [])[0]:
                 source.settimeout(0)
                 with suppress(ssl.SSLWantReadError, BlockingIOError):
                     while some := source.recv(65536):
-                        self.heard += some
+                        self.copy += some
                         other[source].settimeout(10)
                         other[source].sendall(some)
                     return

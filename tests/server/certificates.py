@@ -22,13 +22,11 @@ SIGNS_CERTIFICATES = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-"""What an authority's key is for. Python 3.13's clients refuse one that does not say so."""
+"""The uses of an authority's key. Python 3.13's clients refuse one without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate and its key, as files."""
-
     certificate: Path
     key: Path
 

@@ -24,8 +24,6 @@ ITEMS_MAX = 1 << 22
 
 
 class Loop:
-    """A trio loop in a thread."""
-
     def __init__(self) -> None:
         self._ready = threading.Event()
         self._end = trio.Event()
@@ -39,11 +37,9 @@ class Loop:
         await self._end.wait()
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of an `async` function."""
         return trio.from_thread.run(work, trio_token=self._token)
 
     def close(self) -> None:
-        """End the loop and its thread."""
         trio.from_thread.run_sync(self._end.set, trio_token=self._token)
         self._thread.join(30)
         assert not self._thread.is_alive()
@@ -59,7 +55,7 @@ class DirectLink(RpcClient):
         self._handlers = handlers
         self._account = account
         self._store = store
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     @property
     def store_id(self) -> UUID:
@@ -89,7 +85,7 @@ class DirectLink(RpcClient):
 
     def _answers(self, message: Message, payload: Sequence[Bytes]) -> Iterator[Answer]:
         do = str(message["do"])
-        self.asked.append(do)
+        self.requests.append(do)
         head = unpack(msgpack.packb({**message, "id": 1}), ITEMS_MAX)
         request = Request(head, memoryview(b"".join(payload)), self._account, "test")
         replies = self._loop.run(lambda: _all(self._handlers[do], request))

@@ -182,7 +182,7 @@ class ThreadedServer:
         return ServerLink(parse_url(self.url), credentials, open_s=open_s)
 
     def stop(self, seconds: float = 40.0) -> None:
-        """As SIGTERM does; returns when it has ended."""
+        """Stop as SIGTERM does; returns when it has ended."""
         self.begin_stop()
         self._thread.join(seconds)
         assert not self._thread.is_alive()
@@ -207,13 +207,11 @@ class ThreadedServer:
 def links(
     servers: Sequence[ThreadedServer], credentials: Credentials = ME, *, first: int | None = None
 ) -> ServerLink:
-    """A client of several servers, which asks the one at the index `first` first."""
     url = "diesel://" + ",".join(server.place for server in servers)
     return ServerLink(parse_url(url), credentials, first=first)
 
 
 def wire_stand_in(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """The wiring of the program's workers."""
     limits = ConnectionLimits(most_connections())
     return Wiring(ConnectionContext(STORE, OneUser(), Dispatcher(HANDLERS), cells, limits))
 

@@ -40,29 +40,24 @@ class InProcessServer:
         self.admin = self.client(Account("admin", KEY, admin=True))
 
     def client(self, account: Account) -> RemoteRepository:
-        """The repository as a user of the server sees it."""
         return RemoteRepository(self.link(account), URL, None)
 
     def link(self, account: Account) -> DirectLink:
         return DirectLink(self.loop, self.handlers, account, self.store.objects.store_id)
 
     def with_role(self, role: Role, *names: str) -> RemoteRepository:
-        """A user with this role for some datasets."""
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
     @property
     def identity(self) -> UUID:
-        """That of the dataset `ds`."""
         return self.store.dataset("ds").identity
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:
-        """The chunks of a dataset in the store."""
         return list(self.store.chunk_ids(self.store.dataset(name).identity))
 
 
 @contextmanager
 def in_process_server(folder: Path) -> Iterator[InProcessServer]:
-    """A server over a repository in a folder."""
     loop = Loop()
     with (
         LocalRepository.open(folder.as_uri(), create=True) as store,
@@ -77,8 +72,6 @@ def in_process_server(folder: Path) -> Iterator[InProcessServer]:
 
 
 class ChunkMaker:
-    """Makes chunks as one writer."""
-
     def __init__(self, repository: RemoteRepository, name: str = "ds") -> None:
         session = repository.begin(name)
         assert isinstance(session, RemoteWriteSession)
@@ -91,7 +84,6 @@ class ChunkMaker:
         self.builder.add_file((folder, name), 0o644, 1, len(content))
 
     def seal(self, chunk: ChunkId | None = None) -> tuple[ChunkId, list[bytes]]:
-        """A chunk of the files that were added, and its parts."""
         made = chunk or self.session.new_id()
         parts, _ = self.builder.seal(made)
         copied = [bytes(part) for part in parts]
@@ -99,7 +91,6 @@ class ChunkMaker:
         return made, copied
 
     def sealed(self, path: bytes, content: bytes) -> tuple[ChunkId, list[bytes]]:
-        """A chunk of one file, and its parts."""
         self.add(path, content)
         return self.seal()
 
@@ -107,7 +98,6 @@ class ChunkMaker:
         self.session.objects.put(chunk_object(self.session.identity, chunk), parts)
 
     def file(self, path: bytes, content: bytes) -> ChunkId:
-        """Put a chunk of one file."""
         chunk, parts = self.sealed(path, content)
         self.put(chunk, parts)
         return chunk
@@ -121,7 +111,6 @@ def server(tmp_path: Path) -> Iterator[InProcessServer]:
 
 @pytest.fixture
 def filled(server: InProcessServer) -> InProcessServer:
-    """A server with three files in one chunk of dataset `ds`."""
     sealer = ChunkMaker(server.admin)
     for path, content in ((b"a", b"1"), (b"d/b", b"22"), (b"d/e/c", b"333")):
         sealer.add(path, content)
@@ -138,7 +127,6 @@ def link_of(client: RemoteRepository) -> DirectLink:
 
 
 def read(client: RemoteRepository, identity: UUID, chunk: ChunkId, size: int) -> bytes:
-    """The first bytes of a chunk."""
     answer = link_of(client).call(
         {"do": "read", "identity": identity.bytes, "parts": parts_message([(chunk, 0, size)])}
     )

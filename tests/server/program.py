@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -18,21 +18,15 @@ from diesel_fs.net import keys
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.open_stores import open_accounts
+from tests.processes import children, is_running, resident_bytes
+from tests.waiting import until
 
 START_S = 60.0
 READY = re.compile(r"accepts connections at (\S+)")
 
 
-def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    """Wait for something."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"in vain waited for: {what}"
-        time.sleep(0.01)
-
-
 def new_repository(url: str, *users: Account | str) -> dict[str, Credentials]:
-    """Make a repository with accounts (a name alone is an admin's); how each logs in."""
+    """Make a repository with accounts (a name alone is an admin's). Returns how each logs in."""
     with LocalRepository.open(url, create=True) as repository:
         table = open_accounts(repository.url, repository.objects)
         made, accounts = {}, {}
@@ -79,7 +73,6 @@ class Server:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait for the line that says that it accepts connections."""
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
         try:
@@ -90,12 +83,11 @@ class Server:
         match = READY.search(line)
         if match is None:
             self.close()
-        assert match is not None, f"it said {line!r}, and in its log: {self.log}"
+        assert match is not None, f"its first line is {line!r}, its log: {self.log}"
         self.url = match[1]
 
     @property
     def log(self) -> str:
-        """All that it has said on stderr."""
         return self.log_path.read_text(errors="replace")
 
     @property
@@ -106,7 +98,7 @@ class Server:
     def metrics_port(self) -> int:
         """The address of its metrics, which it may print after it is ready."""
         at = re.compile(r"metrics at http://\S*:(\d+)/")
-        until(lambda: at.search(self.log), "where its metrics are")
+        until(lambda: at.search(self.log), "the address of its metrics")
         found = at.search(self.log)
         assert found is not None
         return int(found[1])
@@ -116,19 +108,15 @@ class Server:
         return self.process.pid
 
     def workers(self) -> list[int]:
-        """The processes of its workers."""
-        threads = Path(f"/proc/{self.pid}/task").glob("*/children")  # any of them may be a parent
-        return [int(word) for each in threads for word in each.read_text().split()]
+        return children(self.pid)
 
     def resident_bytes(self) -> int:
-        """The memory of its workers, of each by itself."""
         return sum(resident_bytes(pid) for pid in self.workers())
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 40.0) -> int:
-        """Its exit code."""
         return self.process.wait(seconds)
 
     def kill(self) -> None:
@@ -157,19 +145,3 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def resident_bytes(pid: int) -> int:
-    """The private memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon")
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process that is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -43,27 +43,22 @@ class ServerWithRedis:
 
     @property
     def url(self) -> str:
-        """For all servers."""
         return "diesel://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def open(self, name: str = "root") -> RemoteRepository:
-        """The repository as a user."""
         found = open_repository(self.url, self.credentials[name])
         assert isinstance(found, RemoteRepository)
         return found
 
     def direct(self) -> LocalRepository:
-        """The repository without a server."""
         return LocalRepository.open(self.direct_url)
 
     def empty(self) -> None:
-        """Delete all datasets."""
         with self.open() as repository:
             for info in repository.datasets():
                 repository.delete_dataset(info.name)
 
     def environment(self, name: str = "root") -> dict[str, str]:
-        """What makes a program of ours this user."""
         who = self.credentials[name]
         return {"DIESEL_URL": self.url, "DIESEL_USER": who.user, "DIESEL_KEY": who.key_text}
 
@@ -77,7 +72,6 @@ class ServerWithRedis:
 def server_with_redis(
     folder: Path, *users: Account | str, workers: int = 2
 ) -> Iterator[ServerWithRedis]:
-    """A server over a folder and a Redis, for a while."""
     found = ServerWithRedis(folder, *users, workers=workers)
     try:
         yield found

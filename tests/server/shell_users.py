@@ -12,7 +12,7 @@ from tests.cli.conftest import CommandResult
 
 
 def program_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours without options of DIESEL-FS and proxies, and with what finds the packages."""
+    """Our environment without options of DIESEL-FS and proxies, with the path of the packages."""
     kept = {
         name: text
         for name, text in os.environ.items()
@@ -23,7 +23,7 @@ def program_environment(more: Mapping[str, str] | None = None) -> dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ShellUser:
-    """Somebody with a shell; without a name, one with direct access."""
+    """A user with a shell; without a name, one with direct access."""
 
     url: str
     name: str = ""
@@ -36,18 +36,14 @@ class ShellUser:
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        said = self.run(*words, stdin=stdin, environment=environment)
-        assert said.code == code, (words, said)
-        assert "Traceback" not in said.err or "-v" in words
-        return said
+        result = self.run(*words, stdin=stdin, environment=environment)
+        assert result.code == code, (words, result)
+        assert "Traceback" not in result.err or "-v" in words
+        return result
 
     def run(
-        self,
-        *words: str | Path,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
+        self, *words: str | Path, stdin: bytes = b"", environment: Mapping[str, str] | None = None
     ) -> CommandResult:
-        """`dlcmd`, however it ends."""
         own = {"DIESEL_URL": self.url}
         if self.name:
             own["DIESEL_USER"] = self.name

@@ -54,11 +54,11 @@ class ServedAccounts:
         self.login = TableAuthenticator(lambda: self.table)
         self.login.refresh()
 
-    def link(self, asker: Account) -> "Handled":
-        return Handled(self.login, asker)
+    def link(self, user: Account) -> "Handled":
+        return Handled(self.login, user)
 
-    def remote(self, asker: Account) -> RemoteAdministration:
-        return RemoteAdministration(self.link(asker))
+    def remote(self, user: Account) -> RemoteAdministration:
+        return RemoteAdministration(self.link(user))
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ async def _reply(handler: Handler, request: Request) -> Reply:
 class Handled:
     """A server without a wire: requests of one user, handled in this process."""
 
-    def __init__(self, login: TableAuthenticator, asker: Account) -> None:
+    def __init__(self, login: TableAuthenticator, user: Account) -> None:
         self._handlers = account_handlers(login)
-        self.asker = asker
+        self.user = user
 
     def call(
         self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
     ) -> Answer:
-        request = Request({**message, "id": 7}, memoryview(b"".join(payload)), self.asker, "a:1")
+        request = Request({**message, "id": 7}, memoryview(b"".join(payload)), self.user, "a:1")
         reply = trio.run(_reply, self._handlers[str(message["do"])], request)
         return Answer(reply.message, memoryview(b"".join(reply.payload)))
 
@@ -97,7 +97,6 @@ class Handled:
 
 @pytest.fixture(params=fast_first(["direct", "server"]))
 def administration(request: pytest.FixtureRequest, served: ServedAccounts) -> Administration:
-    """As an administrator: the same by both ways."""
     if request.param == "direct":
         return DirectAdministration(served.table)
     return served.remote(ANN)
@@ -125,9 +124,7 @@ def test_users_are_added_renewed_and_removed(
             work()  # type: ignore[no-untyped-call]  # any of the lambdas
 
 
-def test_roles_are_granted_and_taken_away(
-    administration: Administration, table: MemoryTable
-) -> None:
+def test_roles_are_granted_and_revoked(administration: Administration, table: MemoryTable) -> None:
     administration.grant("pets", "eve", Role.READ)
     administration.grant("not-there-yet", "eve", Role.ADMIN)
     assert table.accounts["eve"].grants == {"pets": Role.READ, "not-there-yet": Role.ADMIN}
@@ -148,9 +145,7 @@ def test_exports_are_imported(administration: Administration, table: MemoryTable
     assert table.accounts == before
 
 
-def test_what_is_malformed_changes_nothing(
-    administration: Administration, table: MemoryTable
-) -> None:
+def test_bad_input_changes_nothing(administration: Administration, table: MemoryTable) -> None:
     before = table.accounts
     for text, error in (
         (b"", DieselError),
@@ -183,7 +178,7 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
 
 @each_row("do", REQUESTS)
 @each_row(
-    ("asker", "allowed"),
+    ("user", "allowed"),
     [
         (ANN, set(REQUESTS)),
         (BOB, {"grant"}),
@@ -192,22 +187,20 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
         (EVE, set()),
     ],
 )
-def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str) -> None:
-    served = ServedAccounts(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
-    before, calls = served.table.accounts, served.link(asker)
+def test_each_request_needs_its_role(user: Account, allowed: set[str], do: str) -> None:
+    served = ServedAccounts(*{each.name: each for each in (ANN, BOB, EVE, user)}.values())
+    before, calls = served.table.accounts, served.link(user)
     message, payload = REQUESTS[do]
     if do in allowed:
         calls.call({"do": do, **message}, [payload])
         return
-    invisible = do == "grant" and asker.role("pets") is Role.NONE
+    invisible = do == "grant" and user.role("pets") is Role.NONE
     with pytest.raises(NoSuchDataset if invisible else PermissionDenied):
         calls.call({"do": do, **message}, [payload])
     assert served.table.accounts is before
 
 
-def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
-    served: ServedAccounts,
-) -> None:
+def test_an_administrator_of_a_dataset_grants_roles_on_that_one(served: ServedAccounts) -> None:
     bob = served.remote(BOB)
     bob.grant("pets", "eve", Role.ADMIN)
     for dataset, user, error in (
@@ -220,7 +213,7 @@ def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
             bob.grant(dataset, user, Role.ADMIN)
 
 
-# Whoever has just lost a right
+# Users that have just lost a right
 
 
 @each_row("do", REQUESTS)
@@ -232,15 +225,15 @@ def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
         Account("ann", ANN.public_key),  # and here another role
     ],
 )
-def test_a_role_that_was_taken_away_cannot_be_used(left: Account | None, do: str) -> None:
-    """Though this server still thinks otherwise: what counts is the table, in the same step."""
+def test_a_revoked_role_cannot_be_used(left: Account | None, do: str) -> None:
+    """This server may have an old copy: the table decides, in the same step."""
     served = ServedAccounts(ANN, BOB, EVE)
     table, login = served.table, served.login
     table.accounts = without_account(table.accounts, "ann")
     if left is not None:
         table.accounts = with_accounts(table.accounts, [left])
     before = table.accounts
-    login.current(ANN)  # it has not been told yet
+    login.current(ANN)  # it does not know yet
     login.refresh = lambda: None  # type: ignore[method-assign]  # a fault is put in
     message, payload = REQUESTS[do]
     with pytest.raises((PermissionDenied, NoSuchDataset)):
@@ -302,9 +295,7 @@ def test_through_a_server_alone_the_last_administrator_stays(served: ServedAccou
         {"do": "grant", "dataset": b"pets", "user": "eve", "role": "read"},
     ],
 )
-def test_malformed_requests_change_nothing(
-    served: ServedAccounts, message: dict[str, object]
-) -> None:
+def test_bad_requests_change_nothing(served: ServedAccounts, message: dict[str, object]) -> None:
     before = served.table.accounts
     with pytest.raises(UsageError):
         served.link(ANN).call(cast(dict[str, Value], message))

@@ -19,9 +19,9 @@ from tests.cli.conftest import Dlcmd
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.trees import facts, odd_tree, write
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
-from .program import Server, new_repository, until
+from .program import Server, new_repository
 from .shell_users import ShellUser, program_environment, user_with
 
 README = Path(__file__).resolve().parents[2] / "deploy" / "README.md"
@@ -50,7 +50,6 @@ class AccountsSite:
         self._gets = 0
 
     def got(self, user: ShellUser, name: str) -> object:
-        """All that a user reads of a dataset."""
         self._gets += 1
         copy = self.folder / f"copy{self._gets}"
         user("get", name, copy)
@@ -59,7 +58,6 @@ class AccountsSite:
         return found
 
     def seen(self) -> dict[str, object]:
-        """The state that is visible through the server."""
         found: dict[str, object] = {
             "users": self.root("user", "ls", "--json").objects,
             "export": self.root("user", "export").out,
@@ -87,7 +85,7 @@ def site(tmp_path: Path, redis: RedisServer) -> Iterator[AccountsSite]:
 
 
 def test_accounts_through_a_server(site: AccountsSite) -> None:
-    """Made, granted, listed and removed as by direct access; only a public key travels."""
+    """They are made, granted, listed and removed as by direct access; only a public key travels."""
     assert site.root("user", "ls").out == b"ann   cars:write pets:read\neve\nroot  admin\n"
     assert ShellUser(site.direct_url)("user", "ls").out == site.root("user", "ls").out
     assert site.root("user", "export").out == ShellUser(site.direct_url)("user", "export").out
@@ -107,8 +105,8 @@ def test_accounts_through_a_server(site: AccountsSite) -> None:
     assert "cars" in site.ann("grant", "cars", "eve", "read", code=12).err
 
 
-def test_du_says_the_same_through_a_server(site: AccountsSite, tmp_path: Path) -> None:
-    """What can be given back, too, though a reader knows nothing of chunks."""
+def test_du_prints_the_same_through_a_server(site: AccountsSite, tmp_path: Path) -> None:
+    """The reclaimable bytes, too, though a reader knows nothing of chunks."""
     source = write(tmp_path / "more", {"large": bytes(range(256)) * 400})
     for content in (b"1", b"2" * 3):
         write(source, {"large": content * 100_000})
@@ -128,7 +126,7 @@ def test_du_says_the_same_through_a_server(site: AccountsSite, tmp_path: Path) -
 def test_a_user_does_not_see_datasets_that_it_may_not_read(
     site: AccountsSite, tmp_path: Path, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S10. Neither in a listing nor in an answer: a dataset that is not there looks the same."""
+    """S10: neither in a listing nor in an answer. The answer is that for a missing dataset."""
     assert site.ann("ls").out == b"cars\npets\n"
     assert site.eve("ls").out == b""
     monkeypatch.setenv("DIESEL_URL", site.server.url)
@@ -150,18 +148,18 @@ def test_a_user_does_not_see_datasets_that_it_may_not_read(
         ["delete-dataset", "NAME", "--yes"],
         ["grant", "NAME", "eve", "read"],
     ):
-        told = {}
+        answers = {}
         for name in ("pets", "nothing"):
             own = [word.replace("NAME", name) for word in words]
-            said = dlcmd("--key-file", site.eve.key_file, *own, code=10)
-            told[name] = said.out, said.err.replace(name, "NAME")
-        assert told["pets"] == told["nothing"], words
+            result = dlcmd("--key-file", site.eve.key_file, *own, code=10)
+            answers[name] = result.out, result.err.replace(name, "NAME")
+        assert answers["pets"] == answers["nothing"], words
     site.root("verify", "pets")
     assert site.got(site.root, "pets") == facts(site.folder / "pets")
 
 
 def test_a_removed_user_or_an_old_key_loses_access(site: AccountsSite) -> None:
-    """On a connection that is open, within seconds; and the next login at once."""
+    """It ends within seconds on an open connection, and at once for the next login."""
     assert site.ann.key_file is not None
     old = ShellUser(site.server.url, "ann", site.folder / "old.key")
     site.ann.key_file.rename(site.folder / "old.key")
@@ -178,7 +176,7 @@ def test_a_removed_user_or_an_old_key_loses_access(site: AccountsSite) -> None:
 
 
 def test_unknown_users_and_wrong_keys_get_the_same_error(site: AccountsSite) -> None:
-    """S1. And the log has the reason, the user and the address, and no part of a key."""
+    """S1: the log has the reason, the user and the address, and no part of a key."""
     assert site.ann.key_file is not None
     unknown = ShellUser(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
     wrong = ShellUser(site.server.url, "root", site.ann.key_file)("ls", code=12).err
@@ -191,7 +189,7 @@ def test_unknown_users_and_wrong_keys_get_the_same_error(site: AccountsSite) -> 
 
 
 def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
-    """In a file beside the chunks, which several workers read."""
+    """They are in a file beside the chunks, which several workers read."""
     store = (tmp_path / "store").as_uri()
     ShellUser(store)("user", "add", "root", "--admin", "--key-out", tmp_path / "root.key")
     with Server(tmp_path / "server", "--store", store, workers=2) as server:
@@ -207,7 +205,6 @@ def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
 
 
 def commands_in(section: str) -> str:
-    """The shell commands of a section of the README."""
     text = README.read_text(encoding="utf-8")
     body = re.split(rf"^#+ {re.escape(section)}$", text, flags=re.MULTILINE)[1]
     return "".join(re.findall(r"```sh\n(.*?)```", body.split("\n## ")[0], re.DOTALL))
@@ -215,8 +212,8 @@ def commands_in(section: str) -> str:
 
 @pytest.mark.deep
 def test_C3_after_the_total_loss_of_redis(site: AccountsSite, tmp_path: Path) -> None:
-    """The README's commands, as they stand there, bring everything back: same users, same keys,
-    same roles, same files; the server and its log see it through."""
+    """The README's commands, as they stand there, restore the same users, keys, roles and files.
+    The server and its log survive it."""
     before = site.seen()
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -260,9 +257,9 @@ def test_C3_recovering_makes_no_accounts(site: AccountsSite) -> None:
 
 def test_C1_users_stay_logged_in_while_redis_restarts(site: AccountsSite) -> None:
     site.redis.kill()
-    said = site.ann.run("ls")
-    assert said.code in (0, 14), said
-    assert site.redis.url.removeprefix("unix://") not in said.err
+    result = site.ann.run("ls")
+    assert result.code in (0, 14), result
+    assert site.redis.url.removeprefix("unix://") not in result.err
     site.redis.start()
     wait_until(lambda: site.ann.run("cat", "pets/plain.txt").out == b"plain")
     site.root("user", "add", "bo")

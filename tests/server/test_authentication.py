@@ -1,5 +1,6 @@
 """Logins: which are accepted, how little a refusal reveals, how long a copy of the accounts is
-used."""
+used.
+"""
 
 import logging
 import os
@@ -36,7 +37,7 @@ TLS = bytes(31) + b"x"
 
 
 class Logins:
-    """An authenticator over a table in memory, at a time that stands still unless it is moved."""
+    """An authenticator over a table in memory, at a time that only the test moves."""
 
     def __init__(self, *accounts: Account) -> None:
         self.now_s = 1000.0
@@ -61,7 +62,6 @@ class Logins:
         *,
         address: str = "192.0.2.1",
     ) -> DieselError:
-        """The error of a login with eve's key."""
         with pytest.raises(error) as caught:
             self.enter(user, "eve", address=address)
         return caught.value
@@ -90,8 +90,8 @@ def test_S1_a_login_with_another_key_is_refused(at: Logins) -> None:
 
 def test_S2_a_signature_is_valid_for_one_nonce_and_binding_only(at: Logins) -> None:
     """It is bound to its nonce, to the certificate that its client saw, and to its user."""
-    heard = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
-    assert at.login.authenticate("bob", heard, NONCE, TLS) == BOB
+    signature = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
+    assert at.login.authenticate("bob", signature, NONCE, TLS) == BOB
     for user, nonce, binding in (
         ("bob", bytes(32), TLS),  # on another connection
         ("bob", NONCE, bytes(32)),  # to a server without TLS
@@ -99,13 +99,13 @@ def test_S2_a_signature_is_valid_for_one_nonce_and_binding_only(at: Logins) -> N
         ("ann", NONCE, TLS),
     ):
         with pytest.raises(PermissionDenied):
-            at.login.authenticate(user, heard, nonce, binding)
+            at.login.authenticate(user, signature, nonce, binding)
 
 
 def test_S8_an_unknown_user_and_a_wrong_key_get_the_same_answer_without_a_secret(
     at: Logins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The words and the class; why it was stands in a note, which does not travel."""
+    """The words and the class are the same; the reason stands in a note, which does not travel."""
     caplog.set_level(logging.DEBUG)
     unknown, wrong = at.refused("eve"), at.refused("bob")
     assert (type(unknown), str(unknown)) == (type(wrong), str(wrong))
@@ -120,10 +120,8 @@ def test_S8_an_unknown_user_and_a_wrong_key_get_the_same_answer_without_a_secret
 
 
 @each_row("user", ["", "eve", "x" * 1000, "Ä" * 64, "../x", "\0", "bob ", "="])
-def test_an_unknown_user_is_refused_after_the_same_work(
-    monkeypatch: pytest.MonkeyPatch, user: str
-) -> None:
-    """One signature is verified, whoever it is, over words of the same kind; any name will do."""
+def test_unknown_users_cost_the_same_work(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    """One signature is verified for any name, over words of the same kind."""
     verified = []
     real = keys.verify
 
@@ -140,14 +138,14 @@ def test_an_unknown_user_is_refused_after_the_same_work(
 
 
 def test_nobody_has_the_key_of_unknown_users(at: Logins) -> None:
-    """And where somebody had, there still is no account."""
+    """If a user had that key, there would still be no account."""
     at.login._decoy_key = keys.public_key(seed("eve"))
     with pytest.raises(PermissionDenied):
         at.enter("eve")
 
 
 def test_an_empty_table_refuses_every_login(at: Logins, caplog: pytest.LogCaptureFixture) -> None:
-    """The answer is the same as ever; a log line a minute advises the operator."""
+    """The answer is the usual one; a log line a minute advises the operator."""
     empty = Logins()
     caplog.set_level(logging.INFO)
     errors = [empty.refused() for _ in range(3)]
@@ -175,7 +173,7 @@ def test_a_table_is_read_again_only_if_it_has_changed(at: Logins) -> None:
 
 
 def test_failed_logins_are_limited_by_user(at: Logins) -> None:
-    """Whether there is such a user makes no difference."""
+    """Existing and unknown users have the same limit."""
     for user in ("bob", "eve"):
         for _ in range(USER_RATE.burst):
             assert isinstance(at.refused(user), PermissionDenied)
@@ -184,7 +182,7 @@ def test_failed_logins_are_limited_by_user(at: Logins) -> None:
         assert isinstance(at.refused(user), PermissionDenied)
         at.refused(user, BusyError)
         for _ in range(3 * USER_RATE.burst):
-            assert at.enter() == BOB  # nobody without his key can lock him out
+            assert at.enter() == BOB  # a client without his key cannot lock him out
 
 
 @each_row(
@@ -217,10 +215,10 @@ def test_the_memory_for_failed_logins_is_limited(at: Logins) -> None:
     assert len(bucket._free_s) == RATE_KEYS_MAX
 
 
-# For how long
+# How long a copy is valid
 
 
-def test_a_role_that_was_taken_away_is_gone_within_seconds(at: Logins) -> None:
+def test_a_revoked_role_ends_within_seconds(at: Logins) -> None:
     """Changes of an account with open connections: the account, the key, a role."""
     ann, bob = at.enter("ann"), at.enter()
     at.table.put(replace(BOB, grants={"pets": Role.READ}))
@@ -253,10 +251,11 @@ def test_an_unchanged_copy_of_the_accounts_is_used_again(at: Logins) -> None:
 # While the table is away
 
 
-def test_C1_logged_in_users_read_on_while_the_accounts_are_away(
+def test_C1_users_read_on_without_the_accounts(
     at: Logins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At first as before: a Redis that restarts ends no put. Then reading alone, then nothing."""
+    """At first everything works, so a Redis that restarts ends no put; then reading alone; then
+    nothing."""
     bob, since_s = at.enter(), at.now_s
     at.table.fault = MetadataError("cannot reach it")
     at.now_s = since_s + ROLES_S - 1
@@ -284,21 +283,19 @@ def test_C1_logged_in_users_read_on_while_the_accounts_are_away(
 
 
 def test_unknown_users_cannot_log_in_while_the_accounts_are_away(at: Logins) -> None:
-    """Unknown, or with another key: perhaps they are right, so the answer is to come back."""
+    """Users with another key may be right by now, so the answer is to try again."""
     at.enter()
     at.table.fault = MetadataError("cannot reach 10.0.0.7:6379")
     for _ in range(2 * USER_RATE.burst):
-        told = [at.refused(user, MetadataError) for user in ("eve", "bob")]
-        assert len({str(error) for error in told}) == 1
-        assert "10.0.0.7" not in str(told[0])
+        errors = [at.refused(user, MetadataError) for user in ("eve", "bob")]
+        assert len({str(error) for error in errors}) == 1
+        assert "10.0.0.7" not in str(errors[0])
     at.table.fault = None
     assert at.enter() == BOB  # they did not count as failures
 
 
-def test_a_server_that_never_read_the_accounts_refuses_every_login(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It fails closed, whatever is wrong with the table, and opens it when that can be done."""
+def test_a_server_without_accounts_refuses_every_login(caplog: pytest.LogCaptureFixture) -> None:
+    """It fails closed with any fault of the table, and reads the table once that is possible."""
     at, away = Logins(BOB), [True]
     at.table.fault = ZeroDivisionError("a bug")
 
@@ -324,7 +321,7 @@ def test_a_server_that_never_read_the_accounts_refuses_every_login(
 
 
 def test_a_hung_table_delays_no_request(at: Logins) -> None:
-    """One waits for it; the others go by the copy."""
+    """One request waits for it; the others use the copy."""
     bob = at.enter()
     at.now_s += REFRESH_S + 1
     at.table.gate = threading.Event()
@@ -341,7 +338,7 @@ def test_a_hung_table_delays_no_request(at: Logins) -> None:
 
 
 def test_many_logins_at_once_share_one_read_of_the_table(at: Logins) -> None:
-    """Each is checked against a table that was read after it had come."""
+    """Each is checked against a table that was read after it had arrived."""
     at.login = TableAuthenticator(lambda: at.table)
     at.enter()
     before, at.table.gate = at.table.tokens, threading.Event()

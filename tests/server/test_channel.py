@@ -15,7 +15,6 @@ Ends = tuple[ClientChannel, trio.socket.SocketType]
 
 
 def socket_channel(buffer_bytes: int) -> Ends:
-    """A channel over a socket, and the other end."""
     ours, theirs = trio.socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     return ClientChannel(transport.Channel(socket.socket(fileno=ours.detach()))), theirs

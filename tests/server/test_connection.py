@@ -1,6 +1,6 @@
 """Connections in a simulated clock: deadlines, memory, and clients that send any bytes.
 
-All waits are in the clock's time, and cost these tests nothing.
+All waits use the clock's time, and cost these tests nothing.
 """
 
 import gc
@@ -38,8 +38,8 @@ from .test_channel import socket_channel
 
 
 class Signed:
-    """Accounts that sign with their name, doubled or so: without keys, a login is no work for a
-    thread."""
+    """Accounts whose signature is their name, perhaps doubled: without keys, a login is no work for
+    a thread."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
@@ -53,8 +53,6 @@ class Signed:
 
 
 class WireClient:
-    """The other end."""
-
     def __init__(
         self, stream: trio.SocketStream, connection: ClientConnection, service: ConnectionContext
     ) -> None:
@@ -74,7 +72,6 @@ class WireClient:
         return self.service.cells.get(metric, *labels)
 
     def stop(self) -> None:
-        """As a server that shuts down."""
         self.service.is_draining = True
         self.connection.stop()
 
@@ -87,11 +84,12 @@ class WireClient:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self.stream.send_all(content)
 
-    async def ask(self, number: int, do: str = "echo", payload: bytes = b"", **more: float) -> None:
+    async def send_request(
+        self, number: int, do: str = "echo", payload: bytes = b"", **more: float
+    ) -> None:
         await self.send(request(number, do, payload, **more))
 
     async def some(self, size: int) -> bytes:
-        """The received bytes; none at the end of the connection."""
         try:
             return bytes(await self.stream.receive_some(size))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -118,7 +116,6 @@ class WireClient:
         assert (await self.answer())["user"] == "me"
 
     async def end(self) -> float:
-        """Receive until the server ends the connection; how old it was then."""
         while await self.some(65536):
             pass
         age_s = self.age_s
@@ -191,9 +188,7 @@ def clock() -> MockClock:
 
 
 @each_row("said", [b"", b"\x93DIES", wire.greeting()[:15]])
-async def test_F7_a_connection_without_a_greeting_in_time_ends(
-    clock: MockClock, said: bytes
-) -> None:
+async def test_F7_a_connection_without_greeting_in_time_ends(clock: MockClock, said: bytes) -> None:
     async with conversation(logs_in=False) as client:
         await client.send(said)
         assert await client.end() == pytest.approx(limits.GREETING_S, abs=0.1)
@@ -219,11 +214,9 @@ async def test_F7_a_greeting_byte_by_byte_gains_no_time(clock: MockClock) -> Non
         assert client.over_s == pytest.approx(limits.GREETING_S, abs=0.1)
 
 
-async def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer(
-    clock: MockClock,
-) -> None:
+async def test_an_idle_connection_ends_but_not_one_that_has_a_request(clock: MockClock) -> None:
     async with conversation() as client:
-        await client.ask(1, "sleep", seconds=3 * limits.IDLE_S)
+        await client.send_request(1, "sleep", seconds=3 * limits.IDLE_S)
         assert (await client.answer())["slept"]
         answered_s = client.age_s
         assert answered_s >= 3 * limits.IDLE_S
@@ -267,10 +260,10 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
     return found
 
 
-async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
+async def test_F7_a_lost_clients_memory_is_freed_at_once(
     clock: MockClock, payloads: Payloads
 ) -> None:
-    """And not when the collector of cycles comes: it knows nothing of megabytes."""
+    """It does not wait for the collector of cycles, which does not count the megabytes."""
     gc.disable()
     try:
         async with conversation() as client:
@@ -283,10 +276,8 @@ async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
         gc.enable()
 
 
-async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
-    clock: MockClock,
-) -> None:
-    """And its answers are not made ahead."""
+async def test_G6_a_client_that_takes_no_answers_loses_the_connection(clock: MockClock) -> None:
+    """Its answers are not made ahead."""
     made, size = [], 1 << 20
 
     async def pieces(request: Request) -> AsyncGenerator[Reply, None]:
@@ -296,7 +287,7 @@ async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
         yield Reply()
 
     async with conversation({"pieces": pieces}) as client:
-        await client.ask(1, "pieces")
+        await client.send_request(1, "pieces")
         await client.over.wait()
         assert len(made) < 30
         assert client.over_s <= limits.FRAME_S + len(made) * size / limits.BYTES_PER_S_MIN + 2
@@ -306,19 +297,19 @@ async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
             await client.exactly(30 * size)
 
 
-async def test_F7_a_request_that_finds_no_memory_takes_none_and_is_told_when_to_come_again(
+async def test_F7_a_request_that_finds_no_memory_takes_none_and_gets_a_retry_time(
     clock: MockClock, payloads: Payloads
 ) -> None:
     async with conversation(budget=FairByteBudget(1_000_000, 1_000_000)) as client:
         assert await client.service.budget.acquire("else", 900_000, 1)
-        await client.ask(1, payload=bytes(500_000))
+        await client.send_request(1, payload=bytes(500_000))
         answer = await client.answer()
         assert (answer["id"], answer["error"]) == (1, "BusyError")
         assert answer["retry_after_s"] == limits.RETRY_AFTER_S
         assert client.age_s == pytest.approx(limits.BUDGET_WAIT_S, abs=0.5)
         assert not payloads, "an announced length takes no memory before there is room"
         client.service.budget.release("else", 900_000)
-        await client.ask(2, payload=bytes(500_000))
+        await client.send_request(2, payload=bytes(500_000))
         assert "error" not in await client.answer()
         assert len(payloads) == 1
         assert client.count("diesel_requests_total", "other", "busy") == 1
@@ -334,7 +325,7 @@ async def test_S12_a_forbidden_payload_takes_no_memory(clock: MockClock) -> None
         for _ in range(100):
             await client.send(bytes(1 << 20))
         assert (await client.answer())["error"] == "PermissionDenied"
-        await client.ask(2)
+        await client.send_request(2)
         assert (await client.answer())["id"] == 2
 
 
@@ -342,34 +333,30 @@ async def test_the_requests_under_way_of_one_connection_are_limited(clock: MockC
     most = limits.REQUESTS_PER_CONNECTION_MAX
     async with conversation() as client:
         for number in range(2 * most):
-            await client.ask(number, "sleep", seconds=0.5)
+            await client.send_request(number, "sleep", seconds=0.5)
         await trio.sleep(0.3)
         assert client.count("diesel_requests_under_way") == most
         for _ in range(2 * most):
             assert (await client.answer())["slept"]
 
 
-async def test_S12_one_user_cannot_use_all_requests(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_S12_users_share_requests(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
     async with conversation() as client:
         for number in range(8):
-            await client.ask(number, "sleep", seconds=0.5)
+            await client.send_request(number, "sleep", seconds=0.5)
         said = [await client.answer() for _ in range(8)]
         assert sorted("retry_after_s" in each for each in said) == [False] * 5 + [True] * 3
-        await client.ask(9)
+        await client.send_request(9)
         assert "error" not in await client.answer()
 
 
-async def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way(
-    clock: MockClock,
-) -> None:
+async def test_a_stopping_connection_finishes_requests_under_way(clock: MockClock) -> None:
     async with conversation() as client:
-        await client.ask(1, "sleep", seconds=20)
+        await client.send_request(1, "sleep", seconds=20)
         await trio.sleep(1)
         client.stop()
-        await client.ask(2)
+        await client.send_request(2)
         answer = await client.answer()
         assert (answer["id"], answer["error"], answer["retry_after_s"]) == (2, "BusyError", 0.0)
         assert (await client.answer())["slept"]
@@ -393,7 +380,7 @@ async def test_the_requests_of_a_client_that_goes_are_cancelled(clock: MockClock
 
     async with conversation({"forever": forever}) as client:
         for number in range(5):
-            await client.ask(number, "forever")
+            await client.send_request(number, "forever")
         await trio.sleep(1)
         await client.stream.aclose()
     assert len(cancelled) == 5
@@ -402,7 +389,8 @@ async def test_the_requests_of_a_client_that_goes_are_cancelled(clock: MockClock
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_a_burst_of_requests_does_not_block_the_loop(refused: bool) -> None:
-    """Neither those that are declined nor those that are answered at once: others have turns."""
+    """Other tasks get turns between declined requests, and between requests that are answered at
+    once."""
 
     async def prompt(request: Request) -> Reply:
         return Reply()
@@ -501,11 +489,11 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
 
 
 async def test_requests_of_one_connection_are_answered_in_any_order(clock: MockClock) -> None:
-    """This is the fuzzed test's check of itself, too."""
+    """The fuzzed test's check of itself, too."""
     async with conversation() as client:
-        await client.ask(0, "sleep", seconds=0.5)
+        await client.send_request(0, "sleep", seconds=0.5)
         for number in range(1, 200):
-            await client.ask(number, payload=bytes([number]) * number)
+            await client.send_request(number, payload=bytes([number]) * number)
         numbers: list[int] = []
         for _ in range(200):
             numbers.append(int(str((await client.answer())["id"])))
@@ -534,15 +522,15 @@ def error_classes() -> list[type[DieselError]]:
     return [kind for kind in found if kind.__module__ == DieselError.__module__]
 
 
-async def test_S11_nothing_that_a_server_sends_says_where_its_stores_are(clock: MockClock) -> None:
-    """Errors of every class, and texts about errors in answers that are none."""
+async def test_S11_no_bytes_from_a_server_reveal_where_its_stores_are(clock: MockClock) -> None:
+    """Errors of every class, and answers that contain texts about errors."""
     kinds = error_classes()
-    for name, (address, told) in PLACES.items():
+    for name, (address, shown) in PLACES.items():
         url = parse_url(address)
         meta = parse_redis_url(url.meta)
         nodes = [meta.socket] if meta.socket else [*map(str, meta.hosts)]
         text = (
-            f"cannot reach the metadata store {meta}: {nodes[0]}: refused; {told}: /var/c/x: full"
+            f"cannot reach the metadata store {meta}: {nodes[0]}: refused; {shown}: /var/c/x: full"
         )
 
         async def fail(request: Request, text: str = text) -> Reply:
@@ -553,10 +541,10 @@ async def test_S11_nothing_that_a_server_sends_says_where_its_stores_are(clock: 
 
         async with conversation({"fail": fail, "tell": tell}) as client:
             client.service.redactions = redactions(url, "/var/c")
-            await client.ask(0, "tell")
+            await client.send_request(0, "tell")
             answers = [await client.answer()]
             for number in range(len(kinds)):
-                await client.ask(number, "fail", kind=number)
+                await client.send_request(number, "fail", kind=number)
                 answers.append(await client.answer())
         for answer in answers:
             said = repr(answer)

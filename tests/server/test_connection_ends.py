@@ -1,9 +1,8 @@
-"""However a client ends its TLS connection, and at whatever byte, the server forgets it at once and
-goes on serving the others."""
+"""When a client ends its TLS connection, in any way and at any byte, the server forgets it at once
+and goes on serving the others.
+"""
 
-import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,13 @@ from diesel_server import limits
 
 from ..net.connection_ends import (
     ENDS,
-    HANDSHAKE_ENDS,
     PATIENCE_S,
-    End,
-    HandshakeEnd,
     RawTls,
+    end_one,
     ignoring_program,
     promptly,
+    rows,
+    secured,
 )
 from ..net.connection_ends import unexpected_eof as unexpected_eof
 from ..waiting import wait_until
@@ -40,14 +39,6 @@ EACH = 2  # connections of each kind
 REQUEST: Message = {"id": 1, "do": "echo", "text": "x" * 50}
 HEAD = wire.frame(REQUEST, wire.REQUEST_LIMITS, 1000)
 SLEEP: Message = {"id": 1, "do": "sleep", "seconds": 3600}
-
-
-def connected(port: int) -> RawTls:
-    return RawTls(socket.create_connection(("127.0.0.1", port)))
-
-
-def secured(port: int) -> RawTls:
-    return connected(port).shake_hands()
 
 
 def greeted(port: int) -> RawTls:
@@ -66,42 +57,24 @@ def logged_in(port: int) -> RawTls:
     return raw
 
 
-STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
-    "after the TLS handshake": (secured, b""),
-    "within the greeting": (secured, wire.greeting()[:7]),
-    "after the greeting": (greeted, b""),
-    "within the lengths of the login": (greeted, bytes(3)),
-    "after the login": (logged_in, b""),
-    "between lengths and head": (logged_in, HEAD[: wire.LENGTHS_BYTES]),
-    "within the head": (logged_in, HEAD[:40]),
-    "between head and payload": (logged_in, HEAD),
-    "within the payload": (logged_in, HEAD + bytes(400)),
-    "while a request is under way": (logged_in, wire.frame(SLEEP, wire.REQUEST_LIMITS)),
-}
-
-
-def end_one(
-    port: int, begin: Callable[[int], RawTls], last: bytes, way: End | HandshakeEnd
-) -> RawTls:
-    """Open a connection and end it; the caller keeps the result as long as it is to stay open."""
-    raw = begin(port)
-    if isinstance(way, HandshakeEnd):
-        raw.end_handshake(way)
-    else:
-        raw.end(way, last)
-    return raw
-
-
-ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
-    (f"within the handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS
-]
-for stage, (begin, last) in STAGES.items():
-    ROWS += ((f"{stage}: {end.name}", begin, last, end) for end in ENDS)
+ROWS = rows(
+    {
+        "after the TLS handshake": (secured, b""),
+        "within the greeting": (secured, wire.greeting()[:7]),
+        "after the greeting": (greeted, b""),
+        "within the lengths of the login": (greeted, bytes(3)),
+        "after the login": (logged_in, b""),
+        "between lengths and head": (logged_in, HEAD[: wire.LENGTHS_BYTES]),
+        "within the head": (logged_in, HEAD[:40]),
+        "between head and payload": (logged_in, HEAD),
+        "within the payload": (logged_in, HEAD + bytes(400)),
+        "while a request is under way": (logged_in, wire.frame(SLEEP, wire.REQUEST_LIMITS)),
+    }
+)
 
 
 @pytest.fixture
 def pair_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A certificate and its key, which clients trust."""
     authority = Authority(tmp_path / "authority")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     pair = authority.issue()
@@ -114,8 +87,8 @@ def test_each_end_ends_its_connection_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No deadline of the server ends a connection here. A client that goes away, as a probe of the
-    port does, is not logged."""
+    """No deadline of the server ends a connection here. A client that goes away, like a probe of
+    the port, is not logged."""
     for name in ("GREETING_S", "LOGIN_S", "FRAME_S", "IDLE_S"):
         monkeypatch.setattr(limits, name, 3600.0)
     with ThreadedServer(certificate=load_certificate(*pair_files)) as server, ExitStack() as opened:
@@ -140,8 +113,8 @@ def test_each_end_ends_its_connection_and_no_other(
 
 
 def _assert_alone(server: ThreadedServer, link: ServerLink, before: float) -> None:
-    """After the connections of a row, which was after `before` connections, that of the link is the
-    only one left, and is served."""
+    """Assert that the connection of the link is the only one left after the connections of a row,
+    and is served. There were `before` connections earlier."""
     cells = server.cells
     wait_until(lambda: cells.get("diesel_connections_total") == before + EACH, PATIENCE_S)
     wait_until(lambda: cells.get("diesel_connections") == 1, PATIENCE_S)
@@ -149,9 +122,7 @@ def _assert_alone(server: ThreadedServer, link: ServerLink, before: float) -> No
         assert link.call({"do": "echo"}, [b"x"], deadline_s=PATIENCE_S).payload.tobytes() == b"x"
 
 
-def test_the_workers_of_the_program_outlive_each_end(
-    pair_files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_workers_outlive_each_end(pair_files: tuple[Path, Path], tmp_path: Path) -> None:
     """The program runs as with Debian's Python, which ignores an unexpected end."""
     url = (tmp_path / "store").as_uri()
     root = new_repository(url)["root"]
@@ -165,7 +136,7 @@ def test_the_workers_of_the_program_outlive_each_end(
             for _ in range(100):
                 opened.enter_context(end_one(server.port, secured, b"", end))
         address = f"diesel+tls://localhost:{server.port}"
-        for _ in range(10):  # of either worker
+        for _ in range(10):  # of both workers
             with open_repository(address, root, create=False) as repository:
                 assert repository.datasets() == []
         assert sorted(server.workers()) == workers

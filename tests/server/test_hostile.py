@@ -1,5 +1,6 @@
-"""F7, S12, G2, G6: clients that lie, stall, connect too often, or speak another protocol; and N10,
-S8: a server that lies does its clients no harm."""
+"""F7, S12, G2, G6: clients that lie, stall, connect too often, or speak another protocol. N10, S8:
+a server that lies does its clients no harm.
+"""
 
 import json
 import os
@@ -31,11 +32,12 @@ from diesel_server.connections.refusal_log import RefusalLog
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests.dispatcher import HandlerThreads, Reply, Request
 from diesel_server.requests.table import takes_payload
+from tests.processes import resident_bytes
 from tests.rows import each_row
+from tests.waiting import until
 
 from ..net.test_client import Scripted
 from .fake_server import HANDLERS, ME, SEED, ThreadedServer, blocking_sleep
-from .program import resident_bytes, until
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,6 @@ def answer(client: socket.socket) -> tuple[dict[str, object], bytes]:
 
 
 def greeted(server: ThreadedServer) -> tuple[socket.socket, bytes]:
-    """A connection without a login, and its nonce."""
     client = connect(server)
     client.sendall(wire.greeting())
     return client, exactly(client, wire.parse_welcome(exactly(client, 16))[2])
@@ -89,7 +90,6 @@ def logged_in(server: ThreadedServer) -> socket.socket:
 
 
 def ended(client: socket.socket) -> bytes:
-    """The bytes that are received until the server closes the connection."""
     received = b""
     with suppress(ConnectionResetError):
         while some := client.recv(65536):
@@ -105,12 +105,10 @@ def ask(
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines of the log about refusals."""
     return [line for line in caplog.messages if "refused" in line]
 
 
 def assert_serving(server: ThreadedServer) -> None:
-    """Others are served."""
     link = server.link()
     assert link.call({"do": "echo"}, [b"x"], deadline_s=10).payload.tobytes() == b"x"
     link.close()
@@ -155,9 +153,7 @@ def test_F7_another_protocol_gets_no_answer_and_one_log_line(
         (wire.frame({"id": 1, "do": "echo"}, wire.BEFORE_LOGIN_LIMITS), "PermissionDenied"),
     ],
 )
-def test_S1_nothing_but_a_small_login_is_read(
-    server: ThreadedServer, said: bytes, error: str
-) -> None:
+def test_S1_only_a_small_login_is_read(server: ThreadedServer, said: bytes, error: str) -> None:
     client, _ = greeted(server)
     with client:
         client.sendall(said)
@@ -169,7 +165,7 @@ def test_S1_nothing_but_a_small_login_is_read(
 
 
 def test_S2_a_recorded_login_is_refused_on_another_connection() -> None:
-    """Each byte of it again, to the same server: its nonce is another."""
+    """Each byte is sent again to the same server, which has another nonce."""
     with ThreadedServer() as server:
         client, nonce = greeted(server)
         recorded, nonces = login(nonce), {nonce}
@@ -216,9 +212,7 @@ def test_F7_N10_a_bad_frame_ends_its_connection_with_one_error_and_one_line(
     assert_serving(server)
 
 
-def test_the_log_line_of_a_refusal_has_user_address_request_and_dataset(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_line_of_a_refusal_has_all_four_facts(caplog: pytest.LogCaptureFixture) -> None:
     ask: Message = {"do": "fail", "kind": "PermissionDenied", "message": "only readers may"}
     with ThreadedServer() as server:
         for dataset in ("pets", "two words"):
@@ -231,11 +225,14 @@ def test_the_log_line_of_a_refusal_has_user_address_request_and_dataset(
     assert "dataset='two words'" in lines[1]
 
 
-def test_S12_connections_without_a_login_are_limited_by_network_and_keep_no_user_out() -> None:
+def test_S12_connections_without_a_login_are_limited_by_network() -> None:
     count = ConnectionLimits(1000, greeting=100, per_network=10)
     with ThreadedServer(count=count) as server:
         silent = [connect(server) for _ in range(30)]
-        until(lambda: server.cells.get("diesel_refusals_total", "address") == 20, "those who go")
+        until(
+            lambda: server.cells.get("diesel_refusals_total", "address") == 20,
+            "the clients that go",
+        )
         assert_serving(server)
         assert server.cells.get("diesel_refusals_total", "address") >= 21
         for client in silent:
@@ -261,7 +258,7 @@ def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> No
     assert not count._greeting
 
 
-def test_S12_a_connection_too_many_is_refused_with_a_sentence() -> None:
+def test_S12_a_connection_beyond_the_limit_is_refused_with_a_message() -> None:
     with ThreadedServer(count=ConnectionLimits(20)) as server:
         link = server.link()
         link.call({"do": "echo"})
@@ -311,11 +308,9 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 # Memory
 
 
-def test_G2_all_requests_succeed_in_the_end_after_an_overload(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ten times as much as fits: all is done in the end, nothing is lost, and it is quick again
-    once the load has dropped."""
+def test_G2_after_an_overload_all_requests_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as much as fits: all requests are done, nothing is lost, and the server is quick
+    again once the load has dropped."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
     monkeypatch.setattr(limits, "RETRY_AFTER_S", 0.1)
     budget = FairByteBudget(16 << 20, 8 << 20)
@@ -337,9 +332,7 @@ def test_G2_all_requests_succeed_in_the_end_after_an_overload(
         assert resident_bytes(os.getpid()) - before < 32 * (6 << 20) + (64 << 20)
 
 
-def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_G2_a_request_without_a_thread_gets_a_retry_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diesel_server.requests.dispatcher.THREAD_WAIT_S", 0.2)
     handlers = {"blocking_sleep": blocking_sleep(HandlerThreads(1))}
     with ThreadedServer(handlers) as server, logged_in(server) as client:
@@ -385,14 +378,12 @@ def test_S12_answers_about_entries_are_counted_before_they_are_made() -> None:
         (ADMIN, "stat", 1, False),
     ],
 )
-def test_S12_only_users_who_may_write_send_payloads(
-    account: Account, do: str, size: int, takes: bool
-) -> None:
+def test_S12_only_writers_send_payloads(account: Account, do: str, size: int, takes: bool) -> None:
     assert takes_payload(account, do, size) is takes
 
 
 async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> None:
-    """First come, first served; a user with a whole share waits without keeping others waiting."""
+    """First come, first served; a user with a whole share waits without delaying others."""
     budget = FairByteBudget(100, 60)
     assert await budget.acquire("a", 60, 1)
     assert not await budget.acquire("a", 1, 1)
@@ -420,7 +411,7 @@ async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> Non
     assert budget.held == 0
 
 
-def test_G7_requests_that_outlast_the_drain_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G7_requests_that_outlast_the_drain_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRAIN_S", 0.5)
     server = ThreadedServer()
     with logged_in(server) as client:

@@ -83,9 +83,7 @@ async def test_heads_are_read_over_connections_of_the_loop(
         assert await reads.head("another") is None
 
 
-async def test_many_reads_at_once_share_few_connections(
-    reads: PipelinedHeadReads, meta: RedisMetadata
-) -> None:
+async def test_reads_share_few_connections(reads: PipelinedHeadReads, meta: RedisMetadata) -> None:
     names = [f"d{n}" for n in range(20)]
     for name in names:
         meta.create(name, uuid.uuid4())
@@ -102,10 +100,8 @@ async def test_many_reads_at_once_share_few_connections(
     assert found == {name: meta.head(name) for name in names}
 
 
-async def test_connections_that_were_closed_are_replaced(
-    redis: RedisServer, reads: PipelinedHeadReads
-) -> None:
-    """All of them once one is found to be: only one look is in vain."""
+async def test_lost_connections_are_replaced(redis: RedisServer, reads: PipelinedHeadReads) -> None:
+    """When one is found closed, all are: only one attempt fails."""
     true = await _learnt(reads)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(reads.head, NAME)
@@ -155,7 +151,7 @@ def test_stores_that_are_read_in_a_thread_only(meta_url: str) -> None:
     assert pipelined_heads(url) is None
 
 
-# Behind the cache of heads
+# Under the cache of heads
 
 
 @pytest.fixture
@@ -168,7 +164,6 @@ def repository(tmp_path: Path, redis: RedisServer) -> Iterator[LocalRepository]:
 
 @pytest.fixture
 def heads(repository: LocalRepository) -> Iterator[HeadCache]:
-    """The heads as a server reads them."""
     with closing(HeadCache(repository, pipelined=pipelined_heads(repository.url))) as found:
         yield found
 
@@ -190,10 +185,8 @@ async def test_reads_of_heads_take_no_thread_after_the_first(
         await heads.now("another")
 
 
-async def test_a_head_is_read_after_the_call_began(
-    repository: LocalRepository, heads: HeadCache
-) -> None:
-    """While somebody commits all the time, and others ask."""
+async def test_heads_are_read_after_the_call(repository: LocalRepository, heads: HeadCache) -> None:
+    """While another client commits all the time, and others ask."""
     identity = repository.dataset(NAME).identity
     done, versions, looks = threading.Event(), [0], [0]
 
@@ -219,7 +212,7 @@ async def test_a_head_is_read_after_the_call_began(
 async def test_a_snapshot_newer_than_the_head_is_noticed(
     repository: LocalRepository, heads: HeadCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within half a second or so, although the glance alone knows nothing of it."""
+    """It takes about half a second, although the short check alone does not know it."""
     for _ in range(2 * LEARN):
         assert not (await heads.now(NAME)).behind
     monkeypatch.setattr(repository.snapshots, "newest", lambda _: 1 << 60)
@@ -245,7 +238,6 @@ async def test_a_redis_that_is_away_is_an_error_and_comes_back(
     redis.start()
 
     async def has_forgotten_all() -> bool:
-        """The long way says so."""
         try:
             await heads.now(NAME)
         except NoSuchDataset:

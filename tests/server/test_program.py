@@ -38,14 +38,16 @@ from diesel_server.process import metadata_watch as watching
 from diesel_server.process import supervisor
 from diesel_server.process.wiring import _objects
 from diesel_server.process.worker_config import WorkerConfig, config_line
+from tests.processes import is_running, resident_bytes
 from tests.rows import each_row
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.storage.objects.s3_server import credentials
 from tests.trees import write
+from tests.waiting import until
 
 from .certificates import Authority, Pair
 from .fake_server import ME, PROGRAM
-from .program import Server, is_running, new_repository, resident_bytes, until
+from .program import Server, new_repository
 
 TREE = Path(__file__).resolve().parents[2]
 README = (TREE / "server/diesel_server/README.md").read_text(encoding="utf-8")
@@ -59,7 +61,6 @@ ANY_PORT = ("--listen", "127.0.0.1:0")
 def stand_in(
     folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
 ) -> Server:
-    """A server with the requests of `fake_server.py`."""
     store = "file:///nowhere"
     return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
@@ -75,7 +76,6 @@ def run(
     program: Sequence[str] = (sys.executable, "-m", "diesel_server"),
     **environment: str,
 ) -> "subprocess.CompletedProcess[str]":
-    """A server that is to end at once."""
     return subprocess.run(
         [*program, *arguments],
         check=False, capture_output=True, text=True, timeout=60, cwd=folder,
@@ -93,7 +93,6 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of a metric's lines."""
     _, text = get(server.metrics_port, "/metrics")
     values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     return sum(map(float, values))
@@ -133,18 +132,16 @@ def put(repository: Repository, source: Path) -> None:
         ([*STORE, "--listen", "192.0.2.1:0"], "no TLS"),
     ],
 )
-def test_S5_bad_options_give_one_line_and_exit_code_2(
-    tmp_path: Path, arguments: list[str], word: str
-) -> None:
-    said = run(tmp_path, *arguments)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert word in said.stderr
-    assert "hush" not in said.stderr
-    assert len(said.stderr.splitlines()) == 1
+def test_S5_bad_options_give_one_line(tmp_path: Path, arguments: list[str], word: str) -> None:
+    result = run(tmp_path, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert word in result.stderr
+    assert "hush" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def parsed(*arguments: object) -> tuple[ServerOptions, list[str]]:
-    """Options and warnings as the command line gives them, without running anything."""
+    """Options and warnings from the command line, without running anything."""
     found: list[tuple[ServerOptions, list[str]]] = []
 
     @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
@@ -191,9 +188,9 @@ def test_N9_options_win_over_the_environment_and_that_over_the_file(
 def test_N9_a_bad_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(text)
-    said = run(tmp_path, "--config", str(file), *STORE)
-    assert said.returncode == 2
-    assert "bad.toml" in said.stderr
+    result = run(tmp_path, "--config", str(file), *STORE)
+    assert result.returncode == 2
+    assert "bad.toml" in result.stderr
 
 
 def test_every_option_is_documented() -> None:
@@ -239,16 +236,14 @@ def source(tmp_path: Path) -> Path:
 def test_a_missing_store_is_not_created(tmp_path: Path, url: str) -> None:
     """O16: an empty folder may be a disk that is not mounted."""
     (tmp_path / "store").mkdir()
-    said = run(tmp_path, *ANY_PORT, "--store", url)
-    assert (said.returncode, said.stdout) == (13, "")
-    assert "user add" in said.stderr
+    result = run(tmp_path, *ANY_PORT, "--store", url)
+    assert (result.returncode, result.stdout) == (13, "")
+    assert "user add" in result.stderr
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_only_for_a_missing_store_the_advice_is_to_create_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that does not answer is there, for all that is known."""
+def test_only_a_missing_store_has_the_advice_to_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not answer may exist."""
     monkeypatch.setattr(cloud, "RetryPolicy", partial(RetryPolicy, deadline_s=0.0))  # no retries
     open_buckets_directly()
     for name in [name for name in os.environ if "proxy" in name.lower()]:
@@ -263,16 +258,16 @@ def test_only_for_a_missing_store_the_advice_is_to_create_it(
 def test_C1_a_missing_metadata_store_is_an_error_at_the_start(tmp_path: Path, url: str) -> None:
     new_repository(url)
     begun = time.monotonic()
-    said = run(tmp_path, *ANY_PORT, "--store", url, "--meta", "redis://:hush@127.0.0.1:1")
-    assert said.returncode == 14
-    assert "127.0.0.1:1" in said.stderr
-    assert "hush" not in said.stderr
+    result = run(tmp_path, *ANY_PORT, "--store", url, "--meta", "redis://:hush@127.0.0.1:1")
+    assert result.returncode == 14
+    assert "127.0.0.1:1" in result.stderr
+    assert "hush" not in result.stderr
     assert time.monotonic() - begun < 20
 
 
 def test_S14_a_Redis_of_another_machine_without_password_gives_a_warning(tmp_path: Path) -> None:
-    said = run(tmp_path, *ANY_PORT, *STORE, "--meta", "redis://192.0.2.1")
-    assert "no password" in said.stderr
+    result = run(tmp_path, *ANY_PORT, *STORE, "--meta", "redis://192.0.2.1")
+    assert "no password" in result.stderr
 
 
 def test_S14_a_key_that_all_users_can_read_gives_a_warning(tmp_path: Path) -> None:
@@ -285,10 +280,8 @@ def test_S14_a_key_that_all_users_can_read_gives_a_warning(tmp_path: Path) -> No
     assert parsed(*ANY_PORT, *STORE, *missing)[1] == []
 
 
-async def test_J9_a_worker_that_cannot_be_started_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Memory or descriptors are short: it is an error of that start, which is tried again."""
+async def test_J9_a_worker_that_cannot_start_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory or descriptors are short: that start fails, and is tried again."""
 
     async def fails(*_: object, **__: object) -> object:
         raise BlockingIOError(11, os.strerror(11))
@@ -305,7 +298,7 @@ async def test_J9_a_worker_that_cannot_be_started_does_not_end_the_others(
 
 @pytest.mark.real_start
 def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str, source: Path) -> None:
-    """And the metrics count them, over two workers."""
+    """The metrics count them, over two workers."""
     root = new_repository(url)["root"]
     cache = ("--cache-dir", tmp_path / "cache", "--cache-size", "1G")
     with Server(tmp_path, "--store", url, "--metrics", "0", *cache, workers=2) as server:
@@ -349,9 +342,7 @@ def test_C3_C4_commits_that_the_metadata_lack_are_committed_again_at_the_start(
 
 
 @pytest.mark.deep
-def test_C3_a_Redis_that_comes_back_empty_is_filled_again(
-    tmp_path: Path, url: str, source: Path
-) -> None:
+def test_C3_a_Redis_that_comes_back_empty_is_filled(tmp_path: Path, url: str, source: Path) -> None:
     """The server notices the restart by itself, and never reports a file as missing meanwhile."""
     with RedisServer(tmp_path / "redis") as redis:
         whole = f"{url}?meta={redis.url}"
@@ -370,10 +361,10 @@ def test_C3_a_Redis_that_comes_back_empty_is_filled_again(
             assert repository.stat("pets", b"7").size == 7
 
 
-# Its life
+# Its start and end
 
 
-def test_S5_the_server_listens_only_where_it_was_told(tmp_path: Path) -> None:
+def test_S5_the_server_listens_only_at_the_given_address(tmp_path: Path) -> None:
     with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
         pids = {server.pid, *server.workers()}
         inodes = {
@@ -398,16 +389,16 @@ def test_S5_the_server_listens_only_where_it_was_told(tmp_path: Path) -> None:
 def test_two_servers_cannot_have_one_port(tmp_path: Path) -> None:
     with stand_in(tmp_path) as server:
         place = f"127.0.0.1:{server.port}"
-        said = run(tmp_path, "--listen", place, *STORE)
-        assert said.returncode == 12
-        assert place in said.stderr
+        result = run(tmp_path, "--listen", place, *STORE)
+        assert result.returncode == 12
+        assert place in result.stderr
 
 
 @pytest.mark.real_start
 def test_G7_SIGTERM_lets_requests_under_way_finish(tmp_path: Path) -> None:
     sleep: Message = {"do": "blocking_sleep", "seconds": 2.0}
     with stand_in(tmp_path, workers=2) as server, ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(link(server).call, sleep, may_repeat=False) for _ in range(6)]
+        waiting = [threads.submit(link(server).call, sleep, may_repeat=False) for _ in range(6)]
         time.sleep(0.8)
         server.signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -415,7 +406,7 @@ def test_G7_SIGTERM_lets_requests_under_way_finish(tmp_path: Path) -> None:
         with pytest.raises(MetadataError, match="it is shutting down"):
             another.call({"do": "echo"})
         assert server.wait(10) == 0
-        assert [each.result(10).message["slept"] for each in asked] == [True] * 6
+        assert [each.result(10).message["slept"] for each in waiting] == [True] * 6
         with pytest.raises(MetadataError, match="refused"):
             another.call({"do": "echo"})
 
@@ -433,7 +424,7 @@ def test_G7_an_idle_server_ends_at_once(tmp_path: Path) -> None:
 def test_G7_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with stand_in(tmp_path, workers=2) as server, ThreadPoolExecutor() as threads:
         sleep: Message = {"do": "blocking_sleep", "seconds": 20.0}
-        asked = threads.submit(link(server).call, sleep, may_repeat=False)
+        waiting = threads.submit(link(server).call, sleep, may_repeat=False)
         time.sleep(0.5)
         workers = server.workers()
         server.signal(signal.SIGTERM)
@@ -445,7 +436,7 @@ def test_G7_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 2
         until(lambda: not any(map(is_running, workers)), "the workers' end", 5)
         with pytest.raises(DieselError):
-            asked.result(10)
+            waiting.result(10)
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
@@ -487,14 +478,12 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
 
 def test_a_worker_that_cannot_start_ends_the_server_with_its_error(tmp_path: Path) -> None:
     none = ("--tls-cert", "/none", "--tls-key", "/none")
-    said = run(tmp_path, *ANY_PORT, *STORE, *none, program=PROGRAM, **STAND_IN)
-    assert said.returncode == 2
-    assert "/none" in said.stderr
+    result = run(tmp_path, *ANY_PORT, *STORE, *none, program=PROGRAM, **STAND_IN)
+    assert result.returncode == 2
+    assert "/none" in result.stderr
 
 
-def test_SIGHUP_loads_the_certificate_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_SIGHUP_reloads_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path / "ca")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     bad, good = authority.issue("other.example"), authority.issue()
@@ -523,7 +512,7 @@ def test_SIGHUP_loads_the_certificate_again(
 
 
 def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
-    """F7: garbage, half greetings, HTTP, connections that say nothing."""
+    """F7: garbage, half greetings, HTTP, silent connections."""
     with stand_in(tmp_path) as server:
         (worker,) = server.workers()
         client = link(server)
@@ -535,9 +524,9 @@ def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
             for i in range(1000):
                 knocking = socket.create_connection(("127.0.0.1", server.port))
                 knocking.setblocking(False)
-                said = [b"", b"\x93DIESNET", os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n"][i % 4]
+                result = [b"", b"\x93DIESNET", os.urandom(5000), b"GET / HTTP/1.1\r\n\r\n"][i % 4]
                 with suppress(OSError):
-                    knocking.send(said)
+                    knocking.send(result)
                 crowd.append(knocking)
             client.call({"do": "echo"}, [bytes(1 << 20)])
             for knocking in crowd:

@@ -1,5 +1,4 @@
-"""Requests about datasets, without a socket: an answer is never wrong because the server does not
-know."""
+"""Requests about datasets, without a socket: no answer is wrong because the server lacks a fact."""
 
 import shutil
 import threading
@@ -35,7 +34,7 @@ from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
-from diesel_server.requests import queries as asking
+from diesel_server.requests import queries
 from diesel_server.requests.dispatcher import Reply, Request
 from tests.waiting import wait_until
 
@@ -60,10 +59,10 @@ def test_an_answer_has_all_that_was_put_before_the_request(filled: InProcessServ
     assert filled.admin.stat("ds", b"more/f29").size == 29
 
 
-def _service(filled: InProcessServer) -> asking.QueryHandlers:
+def _service(filled: InProcessServer) -> queries.QueryHandlers:
     handler = filled.handlers["datasets"]
     owner = getattr(handler, "__self__")  # noqa: B009  # a bound method's
-    assert isinstance(owner, asking.QueryHandlers)
+    assert isinstance(owner, queries.QueryHandlers)
     return owner
 
 
@@ -77,11 +76,9 @@ PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_snapshot_and_metadata_store_give_equal_entries(
-    filled: InProcessServer, mapped: bool
-) -> None:
+def test_snapshot_and_metadata_store_are_equal(filled: InProcessServer, mapped: bool) -> None:
     if mapped:
-        filled.patch.setattr(asking, "FEW_PATHS", 0)
+        filled.patch.setattr(queries, "FEW_PATHS", 0)
     else:
         filled.patch.setattr(_service(filled)._making, "start", lambda _: None)
     stats = filled.admin.stat_many("ds", PATHS, missing_ok=True)
@@ -100,7 +97,7 @@ def test_snapshot_and_metadata_store_give_equal_entries(
 def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
     """S12: a page has a limited number of names, and of bytes of names; from the metadata store,
     and from a snapshot."""
-    sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
+    sealer, requests = ChunkMaker(filled.admin), link_of(filled.admin).requests
     names = [b"n" * 200 + b"%03d" % i for i in range(100)]
     for i, name in enumerate(names):
         sealer.add(b"many/" + name, b"x" * i)
@@ -112,12 +109,12 @@ def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
             filled.loop.run(lambda: _map(filled))
         for limit, value, pages in limits:
             with filled.patch.context() as patch:
-                patch.setattr(asking, limit, value)
-                asked.clear()
+                patch.setattr(queries, limit, value)
+                requests.clear()
                 rows = filled.admin.list("ds", b"many")
             assert rows.names == names
             assert rows.records["size"].tolist() == list(range(100))
-            assert asked.count("list") == pages
+            assert requests.count("list") == pages
         assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
         for folder in (b"a", b"nowhere", b"d/nothing"):
             with pytest.raises(NoSuchPath):
@@ -126,12 +123,13 @@ def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
 
 
 def test_a_page_of_a_large_folder_costs_a_page(filled: InProcessServer) -> None:
-    """Neither the names of all before it, nor, from the metadata store, the whole folder."""
+    """It reads neither the names of all pages before it nor, from the metadata store, the whole
+    folder."""
     sealer = ChunkMaker(filled.admin)
     for i in range(100):
         sealer.add(b"many/%03d" % i, b"")
     sealer.put(*sealer.seal())
-    filled.patch.setattr(asking, "NAMES_PER_ANSWER", 10)
+    filled.patch.setattr(queries, "NAMES_PER_ANSWER", 10)
     read: list[int] = []
     real = Snapshot.names
 
@@ -163,7 +161,7 @@ def test_S12_long_paths_are_looked_up_in_a_thread(filled: InProcessServer) -> No
 
 
 def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> None:
-    """Each is a question to the object store, and nobody needs a role to ask it."""
+    """Each needs a request to the object store, and no role."""
     directory, known = _service(filled)._directory, filled.identity
     filled.admin.stat("ds", b"a")
     real, gate, waiting = directory._look, threading.Event(), threading.Event()
@@ -185,7 +183,7 @@ def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> Non
     with ThreadPoolExecutor(16) as threads:
         drawn = threads.map(draw, range(16))
         assert waiting.wait(60)
-        filled.admin.stat("ds", b"a")  # while none of those has been looked for
+        filled.admin.stat("ds", b"a")  # before any of those look-ups is done
         gate.set()
         list(drawn)
 
@@ -210,7 +208,7 @@ def test_S12_listings_of_all_datasets_are_shared(filled: InProcessServer) -> Non
 
 
 def test_S12_a_fresh_read_is_of_one_chunk_only(filled: InProcessServer) -> None:
-    """A server looks at its own copy of it, whole."""
+    """The server checks its whole copy of that chunk."""
     info, (chunk,) = filled.store.dataset("ds"), filled.chunks()
     ask: Message = {"do": "read", "identity": info.identity.bytes, "fresh": True}
     link = link_of(filled.admin)
@@ -223,7 +221,6 @@ def test_S12_a_fresh_read_is_of_one_chunk_only(filled: InProcessServer) -> None:
 
 
 def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcessServer) -> None:
-    """It comes from a server that lies."""
     columns = columns_message(filled.store.view("ds").stat_many([b"a"]))
     for names in (b"a", b"../x", b"", b"a/b"):
 
@@ -235,10 +232,11 @@ def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcess
             filled.admin.list("ds")
 
 
-def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
+def test_C3_C4_lost_commits_are_never_a_missing_file(
     filled: InProcessServer, tmp_path: Path
 ) -> None:
-    """The metadata store lost its newest commits, then all: never "no such file"."""
+    """The metadata store lost its newest commits, then all of them; the answer is never "no such
+    file"."""
     ChunkMaker(filled.admin).session.finish()
     store = tmp_path / "store"
     filled.store.close()
@@ -254,7 +252,7 @@ def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
     for file, content in older.items():
         file.write_bytes(content)
     filled.store.open_metadata(create=False)
-    time.sleep(0.6)  # a listing is as old as that
+    time.sleep(0.6)  # a listing may be that old
     asks: list[Callable[[], object]] = [
         lambda: filled.admin.stat("ds", b"later"),
         lambda: filled.admin.stat("ds", b"nothing"),
@@ -291,9 +289,9 @@ def test_reads_go_on_while_the_metadata_store_is_away(filled: InProcessServer) -
         for name in ("head", "heads", "lookup", "children", "changes", "commit"):
             patch.setattr(filled.store.meta, name, away)
         assert filled.admin.view("ds").version == view.version
-        said = filled.admin.staleness_warning(view)
-        assert "the server says: it is away" in said
-        assert f"this is version {view.version} of ds, the newest snapshot" in said
+        warning = filled.admin.staleness_warning(view)
+        assert "the server says: it is away" in warning
+        assert f"this is version {view.version} of ds, the newest snapshot" in warning
         assert [info.name for info in filled.admin.datasets()] == ["ds"]
         info = filled.admin.dataset("ds")
         assert info.head is None
@@ -301,8 +299,8 @@ def test_reads_go_on_while_the_metadata_store_is_away(filled: InProcessServer) -
         calls.clear()
         begun = time.monotonic()
         with ThreadPoolExecutor(8) as threads:
-            asked = [threads.submit(filled.admin.stat, "ds", b"a") for _ in range(100)]
-            for each in asked:
+            requests = [threads.submit(filled.admin.stat, "ds", b"a") for _ in range(100)]
+            for each in requests:
                 with pytest.raises(MetadataError, match="away"):
                     each.result()
         assert time.monotonic() - begun < 5  # not 20 s
@@ -385,13 +383,12 @@ def test_a_snapshot_is_fetched_once(filled: InProcessServer, tmp_path: Path) -> 
 
 @pytest.fixture
 def clients_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The private copies of a client that has none yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     return tmp_path / "client's"
 
 
 class LyingLink:
-    """Stands for a link to a server: sends these bytes as the snapshot of this version."""
+    """A link to a server: sends these bytes as the snapshot of this version."""
 
     def __init__(self, version: int, content: bytes) -> None:
         self.version, self.content = version, content
@@ -404,15 +401,14 @@ class LyingLink:
 
 
 def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
-    """The snapshot that a client takes for the current one."""
     return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
 
 
-def test_a_snapshot_that_is_damaged_or_another_is_refused(
+def test_a_damaged_or_other_snapshot_is_refused(
     filled: InProcessServer, clients_cache: Path
 ) -> None:
-    """It is checked whole before anything of it is used, and is not kept. Another one is intact,
-    but of another dataset, or of another version than the server says."""
+    """It is checked whole before any of it is used, and is not kept. Another one is intact, but of
+    another dataset, or of another version than the server claims."""
     ChunkMaker(filled.admin, "other").file(b"x", b"y")
     true, other = filled.store.view("ds"), filled.store.view("other")
     content, version = bytes(true.buffer), true.version
@@ -426,9 +422,9 @@ def test_a_snapshot_that_is_damaged_or_another_is_refused(
     for bad in damaged:
         with pytest.raises(FormatError):
             fetched(version, bad, true.identity)
-    for says, view in ((other.version, other), (version + 1, true)):
+    for claimed, view in ((other.version, other), (version + 1, true)):
         with pytest.raises(CorruptError, match="in place of version"):
-            fetched(says, bytes(view.buffer), true.identity)
+            fetched(claimed, bytes(view.buffer), true.identity)
     assert not list(clients_cache.rglob("*-*"))
 
 
@@ -436,7 +432,6 @@ def test_a_snapshot_that_is_damaged_or_another_is_refused(
 
 
 def hold_verify(patch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
-    """Keep each `verify` waiting for an event; they are counted in the list."""
     real, go, runs = LocalRepository.verify, threading.Event(), list[int]()
 
     def slow(*arguments: object, **named: object) -> object:
@@ -461,7 +456,7 @@ def test_a_job_is_joined_and_goes_on_without_clients(filled: InProcessServer) ->
     assert filled.admin.verify("ds", headers_only=True).sound
 
 
-def test_S12_readers_leave_room_for_administrators_jobs(filled: InProcessServer) -> None:
+def test_S12_readers_leave_room_for_jobs_of_administrators(filled: InProcessServer) -> None:
     for i in range(4):
         ChunkMaker(filled.admin, f"ds{i}").file(b"a", b"1")
     go, runs = hold_verify(filled.patch)
@@ -488,7 +483,7 @@ def test_a_failed_job_raises_its_error_and_can_be_started_again(filled: InProces
     assert [problem for problem in findings.problems if "damaged" in problem]
     with pytest.raises(NoSuchDataset):
         filled.admin.verify("other")
-    told: list[tuple[int, int]] = []
-    assert filled.admin.recover("ds", None, lambda *far: told.append(far)).problems == []
+    progress: list[tuple[int, int]] = []
+    assert filled.admin.recover("ds", None, lambda *far: progress.append(far)).problems == []
     with pytest.raises(UsageError):
         list(link_of(filled.admin).stream({"do": "recover", "dataset": "ds", "since_s": "x"}))

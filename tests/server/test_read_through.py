@@ -1,4 +1,4 @@
-"""The chunk cache of a real server: clients get the right bytes whatever happens to its folder."""
+"""The chunk cache of a real server: clients get the right bytes with any change to its folder."""
 
 import os
 import urllib.request
@@ -14,9 +14,10 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
+from tests.waiting import until
 
 from ..trees import write
-from .program import Server, new_repository, until
+from .program import Server, new_repository
 
 FILES = {f"d{i % 3}/{i:03}": os.urandom(3000 + i) for i in range(200)}
 
@@ -43,8 +44,6 @@ class CachedServer:
         return [path for path in self.cache.glob("*/*/*") if len(path.name) == 32]
 
     def read_all(self, server: Server, seed: int = 1) -> dict[str, int]:
-        """Read every file, one by one and then together, in a client with a tiny cache of its
-        own."""
         with open_repository(server.url, self.user) as repository:
             view = repository.view("ds")
             reader = EntryReader(view, repository.objects, 100_000)
@@ -66,7 +65,6 @@ def place(tmp_path: Path) -> CachedServer:
 
 
 def counts(server: Server) -> dict[str, float]:
-    """The number of reads by the tier that answered them."""
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=20) as answer:

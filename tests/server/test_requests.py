@@ -71,7 +71,7 @@ RECORD = ArchiveRecord("a", bytes(16), b"", "t", 1, b"", 0.5, 0, False, (), (), 
 
 
 def request(do: str, name: str, identity: UUID) -> Message:
-    """A request that lacks nothing but the right to send it (and, for `put`, a chunk)."""
+    """A request that lacks only the right to send it (and, for `put`, a chunk)."""
     fields: Message = {
         "parts": b"",
         "paths": b"a",
@@ -107,7 +107,7 @@ def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role
         except FormatError:
             assert do == "put"  # there was no chunk
         except UsageError:
-            assert do in ("join", "leave")  # nor is there a Redis
+            assert do in ("join", "leave")  # and no Redis
         return
     if role >= Role.READ:
         with pytest.raises(PermissionDenied):
@@ -123,7 +123,7 @@ def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role
 
 
 @each_row("do", [do for do in NEEDED if do != "begin"])
-def test_no_error_tells_where_the_store_is(server: InProcessServer, do: str) -> None:
+def test_no_error_reveals_where_the_store_is(server: InProcessServer, do: str) -> None:
     with pytest.raises(NoSuchDataset) as error:
         list(link_of(server.admin).stream(request(do, "no", uuid4())))
     assert "file:" not in str(error.value)
@@ -192,7 +192,7 @@ def test_S12_the_leases_of_a_user_are_limited(filled: InProcessServer) -> None:
     lease(4)
 
 
-def test_a_reader_takes_a_lease_through_the_server(filled: InProcessServer) -> None:
+def test_a_reader_gets_a_lease_through_the_server(filled: InProcessServer) -> None:
     """The server cannot see the client's process, so the lease ends by its time alone."""
     view = filled.admin.view("ds")
     reader = filled.with_role(Role.READ, "ds")
@@ -208,21 +208,23 @@ def test_a_reader_takes_a_lease_through_the_server(filled: InProcessServer) -> N
     assert leased_versions(objects, view.identity, time.time()) == set()
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("is_reported", [True, False])
 def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
-    filled: InProcessServer, is_told: bool, caplog: pytest.LogCaptureFixture
+    filled: InProcessServer, is_reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where another server deletes it, and this one finds that out when it looks again."""
+    """Another server may delete it; this one finds that out at its next check."""
     identity, (chunk,) = filled.identity, filled.chunks()
     reader, other = filled.with_role(Role.READ, "ds"), filled.with_role(Role.ADMIN, "other")
     version = reader.view("ds").version
     content = read(reader, identity, chunk, 50)
     lease = ReadLease.take(reader.objects, identity, version)
-    if is_told:
+    if is_reported:
         caplog.clear()
         assert filled.admin.delete_dataset("ds").left == 2  # the chunk and the snapshot
-        told = [record.name for record in caplog.records if "2 objects are left" in record.message]
-        assert len(told) == 2  # by the server to itself, and to the client
+        loggers = [
+            record.name for record in caplog.records if "2 objects are left" in record.message
+        ]
+        assert len(loggers) == 2  # by the server to itself, and to the client
     else:
         with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
@@ -296,7 +298,7 @@ def test_C1_a_metadata_store_that_was_away_when_the_server_started(
 
 
 class UnavailableRepository:
-    """A repository that is looking for its metadata store while other requests need it, too."""
+    """A repository that is opening its metadata store while other requests need it, too."""
 
     def __init__(self) -> None:
         self.tries = 0
@@ -313,14 +315,14 @@ class UnavailableRepository:
         assert not create
         for thread in self.others if not self.tries else ():
             thread.start()
-        for _ in range(2 + len(self.others)):  # two are of the caller
+        for _ in range(2 + len(self.others)):  # two uses are the caller's
             assert self._looks.acquire(timeout=20)
         self.tries += 1
         self._problem = MetadataError("away still")
 
 
 def test_C1_requests_share_one_attempt_to_open_the_metadata_store() -> None:
-    """Each try takes seconds: one after the other they would delay all requests."""
+    """Each attempt takes seconds: one after the other they would delay all requests."""
     away = UnavailableRepository()
     markers = HeadCache(cast("LocalRepository", away))
     away.others = [threading.Thread(target=markers.reopen, daemon=True) for _ in range(3)]
@@ -410,7 +412,7 @@ def test_Z12_a_forged_chunk_never_reaches_the_store(filled: InProcessServer) -> 
 
 
 def test_a_put_can_be_repeated(filled: InProcessServer) -> None:
-    """As a client does that got no answer: nothing is there twice. Another's chunk stays."""
+    """A client that got no answer repeats it: nothing is stored twice. Another's chunk stays."""
     sealer = ChunkMaker(filled.admin)
     chunk, parts = sealer.sealed(b"f", b"1")
     for _ in range(3):
@@ -426,9 +428,7 @@ def test_a_put_can_be_repeated(filled: InProcessServer) -> None:
     assert filled.store.objects.get(name) == b"".join(parts)
 
 
-def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
-    filled: InProcessServer,
-) -> None:
+def test_A5_a_put_with_a_lost_commit_is_completed_by_a_repeat(filled: InProcessServer) -> None:
     sealer = ChunkMaker(filled.admin)
     chunk, parts = sealer.sealed(b"f", b"1")
     filled.store.objects.put(chunk_object(sealer.session.identity, chunk), parts)
@@ -438,9 +438,7 @@ def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
     assert filled.admin.stat("ds", b"f").size == 1
 
 
-def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
-    filled: InProcessServer,
-) -> None:
+def test_commits_of_one_moment_are_one_and_a_bad_one_fails_alone(filled: InProcessServer) -> None:
     sealer = ChunkMaker(filled.admin)
     sealed = [sealer.sealed(b"f%d" % i, b"x" * i) for i in range(16)]
     real, bad, sizes = filled.store.commit_all, sealed[14][0], list[int]()
@@ -511,9 +509,7 @@ def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: InProcessServer)
         sealer.session.finish()
 
 
-def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_again(
-    filled: InProcessServer,
-) -> None:
+def test_C4_commits_lost_during_a_put_are_committed_again(filled: InProcessServer) -> None:
     """Redis came back with an older state; the writer goes on and gets success."""
     meta, objects = filled.store.meta, filled.store.objects
     sealer = ChunkMaker(filled.admin)
@@ -535,9 +531,7 @@ def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_aga
     assert filled.admin.verify("ds").problems == []
 
 
-def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
-    filled: InProcessServer, tmp_path: Path
-) -> None:
+def test_O2_a_lost_chunk_is_named_healed_forgotten(filled: InProcessServer, tmp_path: Path) -> None:
     identity, view = filled.identity, filled.store.view("ds")
     files = [view.path(i) for i in view.files().tolist()]
     source = tmp_path / "source"

@@ -1,5 +1,6 @@
-"""S8 and S11: a key, a Redis password and a bucket's secret go through a whole day's work, and then
-everything that was left behind, said, sent or shown is searched for them."""
+"""S8 and S11: a key, a Redis password and a bucket's secret go through a day's work; then all
+files, outputs, messages and pages of it are searched for them.
+"""
 
 import os
 import secrets
@@ -32,7 +33,7 @@ from .shell_users import ShellUser, program_environment
 
 
 def forms(name: str, secret: bytes) -> dict[str, bytes]:
-    """A secret as it could show: itself, and as people and programs write bytes."""
+    """The forms in which a secret could show: itself, and as people and programs write bytes."""
     return {
         name: secret,
         f"{name}, hex": secret.hex().encode(),
@@ -56,22 +57,19 @@ class Search:
         self.needles |= forms(name, secret)
 
     def look(self, where: str, content: bytes) -> None:
-        """Search some bytes."""
         self.searched += len(content)
         self.found += [(name, where) for name, needle in self.needles.items() if needle in content]
 
     def look_at_files(self, folder: Path, *excepted: str) -> None:
-        """Search all files below a folder, and their names."""
         for path in folder.rglob("*"):
             if path.name in excepted or path.is_symlink() or not path.is_file():
                 continue
             self.look(str(path), os.fsencode(path) + path.read_bytes())
 
-    def look_at_said(self, said: CommandResult) -> None:
-        self.look("what a program said", said.out + said.err.encode())
+    def look_at_output(self, result: CommandResult) -> None:
+        self.look("what a program said", result.out + result.err.encode())
 
     def look_at_redis(self, client: Redis) -> None:
-        """Search every key and value."""
         commands = {
             b"string": ("GET",), b"hash": ("HGETALL",), b"set": ("SMEMBERS",),
             b"list": ("LRANGE", "0", "-1"),
@@ -87,7 +85,6 @@ class Search:
                 self.look(f"Redis, {key!r}", value if isinstance(value, bytes) else b"")
 
     def look_at_bucket(self, server: S3) -> None:
-        """Search every object."""
         client = boto3.client(
             "s3",
             endpoint_url=server.environ["AWS_ENDPOINT_URL"],
@@ -113,7 +110,6 @@ class Search:
 
 @contextmanager
 def watched(search: Search, *excepted: int) -> Iterator[None]:
-    """Search the command lines of all processes, again and again, at least once."""
     ended, searched = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -162,9 +158,7 @@ class Deployment:
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             self.home[f"XDG_{kind}_HOME"] = str(home / kind.lower())
         self.search = Search(
-            key=self.seed,
-            redis=self.redis_password.encode(),
-            bucket=self.s3_secret.encode(),
+            key=self.seed, redis=self.redis_password.encode(), bucket=self.s3_secret.encode()
         )
 
     def user(self, url: str) -> ShellUser:
@@ -175,8 +169,7 @@ class Deployment:
         with opener.open(f"http://127.0.0.1:{self.server.metrics_port}/metrics", timeout=10) as it:
             return bytes(it.read())
 
-    def look_at_what_is_left(self) -> None:
-        """Files, objects, Redis, metrics, and the processes that are there now."""
+    def look_at_remains(self) -> None:
         search = self.search
         search.look_at_files(self.folder, "root.key", "near.key", "redis.conf")
         search.look_at_bucket(self.s3)
@@ -198,7 +191,6 @@ def day(tmp_path: Path, s3: S3) -> Iterator[Deployment]:
 
 
 def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
-    """The search itself, in each form and place."""
     secret = secrets.token_bytes(32)
     for number, needle in enumerate(forms("key", secret).values()):
         search = Search(key=secret)
@@ -224,10 +216,10 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             code: int | None = None,
             environment: Mapping[str, str] | None = None,
         ) -> CommandResult:
-            said = root.run(*words, environment={**day.home, **(environment or {})})
-            search.look_at_said(said)
-            assert code is None or said.code == code, (words, said)
-            return said
+            result = root.run(*words, environment={**day.home, **(environment or {})})
+            search.look_at_output(result)
+            assert code is None or result.code == code, (words, result)
+            return result
 
         with watched(search, day.server.pid):  # a day's work
             do("put", source, "pets", code=0)
@@ -259,8 +251,8 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             ):
                 assert do(*words).code not in (0, 1), words
             url = ("--url", f"{day.store}?meta={day.redis.tcp_url}")
-            said = do("-v", *url, "user", "ls", code=14, environment=day.s3.environ)
-            assert "DIESEL_REDIS_PASSWORD" in said.err
+            result = do("-v", *url, "user", "ls", code=14, environment=day.s3.environ)
+            assert "DIESEL_REDIS_PASSWORD" in result.err
             with day.redis.client() as client:  # so that a server's handler meets what cannot be
                 for key in client.scan_iter("dfs:{head}:m:*"):
                     client.hset(key, "version", "nonsense")
@@ -271,22 +263,20 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             day.redis.kill()
             do("-v", "user", "ls", code=14)
             for words in (["ls", "pets"], ["cat", "pets/d0/0"], ["verify", "pets"], ["user", "ls"]):
-                said = do("-v", *words)
-                assert "cannot" in said.err
-                assert str(day.redis.port) not in said.err, words
+                result = do("-v", *words)
+                assert "cannot" in result.err
+                assert str(day.redis.port) not in result.err, words
             day.redis.start()
-        search.look("what clients and servers said to each other", bytes(tap.heard))
-        assert len(tap.heard) > 100_000
-    day.look_at_what_is_left()
+        search.look("what clients and servers said to each other", bytes(tap.copy))
+        assert len(tap.copy) > 100_000
+    day.look_at_remains()
     assert search.searched > 1_000_000
     assert not search.found
 
 
-def test_S8_the_error_of_a_server_that_cannot_start_has_no_secret(
-    day: Deployment, tmp_path: Path
-) -> None:
-    """With a wrong password, and with one in its URL (which stands in its own command line only:
-    its workers have none)."""
+def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path: Path) -> None:
+    """The password is wrong, or stands in the URL, which only its own command line has: its workers
+    have none."""
     wrong = f"canary-{secrets.token_hex(16)}"
     search = Search(redis=day.redis_password.encode(), wrong=wrong.encode())
     host = day.redis.tcp_url.removeprefix("redis://")
@@ -312,7 +302,7 @@ def test_S8_the_error_of_a_server_that_cannot_start_has_no_secret(
 
 @pytest.mark.fuse
 def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
-    """With a key file, and with a key in the environment, which the mount's processes do not
+    """There is a key file, and a key in the environment, which the mount's processes do not
     have."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"
@@ -324,8 +314,8 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
     ):
         user = root if environment is day.home else ShellUser(day.server.url, "root")
         folder.mkdir(exist_ok=True)
-        said = user("-v", "mount", "pets", folder, environment=environment)
-        day.search.look_at_said(said)
+        result = user("-v", "mount", "pets", folder, environment=environment)
+        day.search.look_at_output(result)
         try:
             assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
                 p.name: p.read_bytes() for p in source.iterdir()
@@ -336,14 +326,14 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
         finally:
             user("umount", folder, environment=day.home)
     shutil.rmtree(folder)
-    day.look_at_what_is_left()
+    day.look_at_remains()
     assert not day.search.found
     for path in (tmp_path / "home").rglob("*"):
         assert not path.is_file() or not path.stat().st_mode & 0o077, path
 
 
 class Canaries(dict[str, str]):
-    """Secrets by their only place, in which a test has put them."""
+    """Secrets, each by the only place in which a test has put it."""
 
     def __missing__(self, where: str) -> str:
         self[where] = f"canary-{secrets.token_hex(16)}"
@@ -351,9 +341,9 @@ class Canaries(dict[str, str]):
 
 
 @pytest.mark.fuse
-def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_path: Path) -> None:
-    """By `dlcmd doctor` and the archive of `dlcmd doctor --bundle`: whatever the environment, the
-    configuration file, URLs, logs and command lines hold."""
+def test_S8_no_secret_leaves_by_reports_for_support(day: Deployment, tmp_path: Path) -> None:
+    """`dlcmd doctor` and the archive of `dlcmd doctor --bundle` have none of the secrets in the
+    environment, the configuration file, URLs, logs and command lines."""
     canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
     key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"
     root = day.user(day.server.url)
@@ -406,9 +396,9 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
                 ["doctor", "--quick", direct],
                 ["doctor", "--yes", "--bundle", archive],
             ):
-                said = user.run(*words, environment=environment)
-                assert said.code in (0, 3), said
-                search.look_at_said(said)
+                result = user.run(*words, environment=environment)
+                assert result.code in (0, 3), result
+                search.look_at_output(result)
             other.kill()
         with tarfile.open(archive) as packed:
             names = packed.getnames()

@@ -1,7 +1,8 @@
-"""The suites of other repositories, over a server with a real Redis: nobody notices the difference.
+"""The suites of other repositories, over a server with a real Redis: no test notices the
+difference.
 
-The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that look at a
-repository from outside; only the way to open it is different here.
+The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that use a repository
+from outside; only the way to open it is different here.
 """
 
 import os
@@ -17,15 +18,15 @@ from tests.client.test_client import (  # noqa: F401
     dataset,
     filled,
     new,
-    test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept,
+    test_a_file_and_a_folder_of_two_writers_are_both_kept,
     test_a_forked_child_never_flushes_the_puts_of_its_parent,
-    test_a_reader_stays_at_its_version_until_a_path_is_missing,
+    test_a_reader_keeps_its_version_until_a_path_is_missing,
     test_an_epoch_in_chunk_wise_order_loads_each_chunk_once,
     test_an_exception_flushes_nothing,
     test_mount_from_python,
     test_put_get_delete,
+    test_put_refuses_a_conflict_with_another_writers_entry,
     test_put_refuses_a_path_below_a_file,
-    test_put_refuses_a_path_that_conflicts_with_another_writers_entry,
     test_save_and_load_meta,
     test_shuffle_of_a_part_and_a_folder,
     test_views_outlive_the_dataset,
@@ -34,12 +35,19 @@ from tests.client.test_client import (  # noqa: F401
 )
 from tests.ingest.test_put import (  # noqa: F401
     test_a_tree_of_all_oddities,
-    test_an_empty_dataset_and_one_empty_file,
-    test_delete_removes_what_the_source_has_not,
-    test_dry_run_changes_nothing,
     test_empty_folders_go_in_many_messages,
     test_large_files_in_extents,
-    test_put_again_takes_what_changed,
+    test_put_again_takes_only_changed_files,
+)
+from tests.ingest.test_source_contract import (  # noqa: F401
+    folder_source,
+    many,
+    put_many,
+    put_one,
+    test_a_dry_run_counts_and_changes_nothing,
+    test_content_mode_and_mtime,
+    test_delete_removes_missing_entries,
+    test_empty_sources_make_empty_datasets,
 )
 from tests.repository.test_interleavings import (  # noqa: F401
     test_Z4_file_in_two_writers_and_a_folder_of_its_name,
@@ -78,7 +86,7 @@ def url(servers: ServerWithRedis) -> Iterator[str]:
 
 @pytest.fixture
 def large(url: str, servers: ServerWithRedis, tmp_path: Path) -> str:
-    """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
+    """60 chunks of somewhat more than 64 KiB, of files of 4 KiB; and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with servers.open() as repository:

@@ -81,7 +81,7 @@ def test_S4_a_bad_certificate_is_refused_with_the_reason(
         assert advice in caught.value.advice
         assert time.monotonic() - begun < 3, "it was tried again and again"
         assert not server.cells.get("diesel_logins_total")
-        if "name" not in advice:  # that the client finds out after the handshake
+        if "name" not in advice:  # which the client learns after the handshake
             wait_until(lambda: any("no TLS" in line for line in caplog.messages))
 
 
@@ -117,10 +117,8 @@ def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
         yield server, middle
 
 
-def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
-    between: tuple[ThreadedServer, Between],
-) -> None:
-    """Even if the proxy's certificate is trusted: the signature binds the certificate that was
+def test_S2_S3_a_man_in_the_middle_cannot_log_in(between: tuple[ThreadedServer, Between]) -> None:
+    """The client trusts the proxy's certificate, but the signature binds the certificate that was
     seen."""
     server, middle = between
     with pytest.raises(PermissionDenied):
@@ -129,10 +127,10 @@ def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
     assert server.link().call({"do": "echo"})
 
 
-def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
+def test_a_connection_that_breaks_early_is_made_again(
     between: tuple[ThreadedServer, Between],
 ) -> None:
-    """A server that is being stopped does so: another worker, or the next server, takes over."""
+    """A stopping server causes this: another worker, or the next server, takes over."""
     _, middle = between
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2
@@ -144,9 +142,7 @@ def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
         ServerLink(url, ME, open_s=1.0).call({"do": "echo"})
 
 
-def test_the_binding_is_the_first_certificate_of_the_chain(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_the_binding_is_the_first_certificate(authority: Authority, tmp_path: Path) -> None:
     pair = authority.issue()
     chain = tmp_path / "chain.pem"
     chain.write_bytes(pair.certificate.read_bytes() + authority.path.read_bytes())
@@ -156,10 +152,8 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
         assert server.link().call({"do": "echo"})
 
 
-def test_certificates_that_cannot_be_loaded_are_refused(
-    authority: Authority, tmp_path: Path
-) -> None:
-    """An encrypted key is an error, too, and no prompt."""
+def test_unloadable_certificates_are_refused(authority: Authority, tmp_path: Path) -> None:
+    """An encrypted key is an error, too, without a prompt."""
     pair, other = authority.issue(), authority.issue()
     empty, locked = tmp_path / "empty", tmp_path / "locked.key"
     empty.touch()
@@ -186,6 +180,6 @@ def test_a_new_certificate_is_for_new_connections(authority: Authority) -> None:
         link.call({"do": "echo"})
         assert server._listener is not None
         server._listener.certificate = load_certificate(second.certificate, second.key)
-        assert link.call({"do": "echo"})  # the connection that there is goes on
+        assert link.call({"do": "echo"})  # the existing connection goes on
         link.close_idle()
         assert link.call({"do": "echo"})

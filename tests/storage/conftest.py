@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.storage.metadata.store import MetadataStore
+from tests.small_disks import small_disk
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener
 from tests.storage.objects.s3_server import Server, s3_server
 from tests.tiers import fast_first
@@ -41,7 +42,6 @@ def open_meta(
 
 @pytest.fixture
 def meta(open_meta: Opener) -> Iterator[MetadataStore]:
-    """A store with one empty dataset."""
     store = open_meta()
     store.create(NAME, IDENTITY)
     yield store
@@ -50,6 +50,12 @@ def meta(open_meta: Opener) -> Iterator[MetadataStore]:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for a test's work in parallel."""
     with ThreadPoolExecutor(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with small_disk(tmp_path / "disk", "size=1m") as point:
+        yield point

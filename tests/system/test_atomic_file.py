@@ -1,5 +1,6 @@
 """`atomic_file` and `log_file`: whole or not at all; devices and fifos stay; planted links and
-files (made by another user where others may write) are refused."""
+files (made by another user in a folder that others may write) are refused.
+"""
 
 import os
 import stat
@@ -45,7 +46,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
-    """A link to a missing file makes that file."""
+    """A link to a missing file creates that file."""
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to("folder/file")
@@ -112,8 +113,8 @@ WRITERS = {"whole": write, "log": append}
 
 
 def made_shared(tmp_path: Path, mode: int = 0o777) -> Path:
-    """A folder where every user may write. It has no sticky bit, unlike /tmp: there many kernels
-    themselves refuse to follow planted links."""
+    """A folder that every user may write. Unlike /tmp it has no sticky bit, with which many kernels
+    refuse to follow planted links themselves."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(mode)
@@ -121,13 +122,12 @@ def made_shared(tmp_path: Path, mode: int = 0o777) -> Path:
 
 
 def planted(path: Path) -> Path:
-    """The path, which now belongs to another user."""
     os.chown(path, USER, USER, follow_symlinks=False)
     return path
 
 
 def refuses(way: str, path: Path) -> bool:
-    """Whether nothing is written there."""
+    """Whether writing fails."""
     with pytest.raises(PermissionDenied, match="another user may have planted"):
         WRITERS[way](path, b"theirs")
     return True
@@ -137,8 +137,8 @@ def refuses(way: str, path: Path) -> bool:
 @each_row("way", WRITERS)
 @each_row("mode", [0o1777, 0o777, 0o775])
 def test_a_planted_link_is_not_followed(tmp_path: Path, way: str, mode: int) -> None:
-    """Nor is one to a missing file; nor one on the way where everybody may write, also if a link of
-    our own leads there."""
+    """Nor is a link to a missing file, nor a folder link on the way that everybody may write, even
+    if a link of our own leads there."""
     shared = made_shared(tmp_path, mode)
     (tmp_path / "private").mkdir()
     (tmp_path / "ours").write_bytes(b"ours")
@@ -171,8 +171,8 @@ def test_other_links_are_followed(tmp_path: Path, way: str) -> None:
 
 @needs_root
 def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
-    """The owner of the file could read the log, and a hard link could lead to a file of ours. Into
-    a planted fifo nothing is written whole, either."""
+    """The owner of the file could read the log, and a hard link could lead to a file of ours. A
+    planted fifo never gets whole content either."""
     shared = made_shared(tmp_path)
     (tmp_path / "ours").write_bytes(b"ours")
     os.link(tmp_path / "ours", shared / "linked")
@@ -199,8 +199,10 @@ def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
         ("mount", ["--log-file", "LINK", "pets", "mount"]),
     ],
 )
-def test_no_verb_follows_them(dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]) -> None:
-    """The verb ends with exit code 12, and the target of the link is unchanged."""
+def test_no_verb_follows_planted_links(
+    dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]
+) -> None:
+    """The verb ends with exit code 12 and leaves the link's target unchanged."""
     with connect("pets", dlcmd.store.as_uri(), create=True) as dataset:
         dataset.put(b"content", "cat")
     ours, link = tmp_path / "ours", made_shared(tmp_path) / "link"

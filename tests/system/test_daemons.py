@@ -1,4 +1,4 @@
-"""The error for a daemon that does not come up: its own, or one with the last lines of its log."""
+"""The error of a daemon that does not start: its own, or one with the last lines of its log."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ from tests.rows import each_row
 LOG = b"2026-01-01 INFO starts\n2026-01-01 ERROR what failed; what to do\n  | of another's log\n"
 
 
-def said(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
+def shown(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
     add_log_tail(error, BytesIO(log), start)
     return str(error)
 
@@ -37,17 +37,17 @@ def said(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
 def test_the_end_of_the_log_follows_the_advice(kind: type[DieselError]) -> None:
     error = kind("what failed", advice="what to do")
     lines = "\n  | 2026-01-01 INFO starts\n  | of another's log"
-    assert said(error) == f"what failed; what to do{lines}"
+    assert shown(error) == f"what failed; what to do{lines}"
     assert (error.message, error.advice) == ("what failed", "what to do")
-    assert said(kind("what"), b"early\nlate\n", 6) == "what\n  | late"
-    assert said(kind("what"), b"") == "what"
+    assert shown(kind("what"), b"early\nlate\n", 6) == "what\n  | late"
+    assert shown(kind("what"), b"") == "what"
     many = b"".join(b"%d\n" % i for i in range(100))
-    assert len(said(kind("what"), many).splitlines()) == 1 + LOG_LINES_SHOWN
+    assert len(shown(kind("what"), many).splitlines()) == 1 + LOG_LINES_SHOWN
 
 
 @each_row("kind", [BusyError, MetadataError, NoSuchDataset, PermissionDenied, UsageError])
 def test_an_error_that_explains_itself_has_no_log_lines(kind: type[DieselError]) -> None:
-    assert said(kind("what failed", advice="what to do")) == "what failed; what to do"
+    assert shown(kind("what failed", advice="what to do")) == "what failed; what to do"
 
 
 def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path:
 
 
 class Reporting:
-    """A daemon that reports these lines, each some seconds after the one before, by a clock of its
-    own."""
+    """A daemon that reports these lines, each some seconds after the previous one, by its own
+    clock."""
 
     def __init__(self, *lines: tuple[float, dict[str, object]]) -> None:
         self.lines = [*lines]
@@ -88,7 +88,7 @@ class Reporting:
 
 
 @each_row(
-    ("lines", "said"),
+    ("lines", "shown"),
     [
         ([(50, {"step": "trying a"}), (50, {"step": "trying b"}), (50, {"ready": True})], ""),
         ([(70, {"ready": True})], "it did not come up within 60 s"),
@@ -103,14 +103,14 @@ class Reporting:
     ],
 )
 def test_each_step_of_a_daemon_has_its_time(
-    lines: list[tuple[float, dict[str, object]]], said: str, monkeypatch: pytest.MonkeyPatch
+    lines: list[tuple[float, dict[str, object]]], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warning is no step: a daemon that only says that it tries again does not come up."""
+    """A warning is no step: a daemon that only reports that it tries again does not start."""
     daemon = Reporting(*lines)
     monkeypatch.setattr(time, "monotonic", daemon.monotonic)
     monkeypatch.setattr(select, "select", daemon.select)
     with open(daemon.reader, "rb", buffering=0) as file:
         report = daemons._Report(file, "it")
-        late = pytest.raises(DeadlineError, match=f"^{said}$") if said else nullcontext()
+        late = pytest.raises(DeadlineError, match=f"^{shown}$") if shown else nullcontext()
         with late:
             report.wait_until_ready(logging.getLogger("x"), 60.0)

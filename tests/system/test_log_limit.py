@@ -23,9 +23,9 @@ def test_lines_of_a_kind_are_limited_and_dropped_ones_are_counted() -> None:
     assert written == list(range(LINES_AT_ONCE))
     assert limit.filter(line(0, place=2)), "another kind"
     now[0] += 1
-    told = line(7)
-    assert limit.filter(told)
-    assert told.getMessage() == f"cannot 7 ({1000 - LINES_AT_ONCE} more like this left out)"
+    counting = line(7)
+    assert limit.filter(counting)
+    assert counting.getMessage() == f"cannot 7 ({1000 - LINES_AT_ONCE} more like this left out)"
     assert not limit.filter(line(8))
     now[0] += 3600
     plain = line(9)

@@ -1,4 +1,4 @@
-"""Loop devices that are given to several processes and threads at one moment, and given back."""
+"""Loop devices that several processes and threads get at one moment, and give back."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_a_device_shows_the_file_is_read_only_and_goes_with_its_last_user() -> N
 
 
 def test_threads_that_want_one_at_the_same_moment_get_different_ones() -> None:
-    """The kernel tells all of them of the same free device."""
+    """The kernel offers the same free device to all of them."""
     files = [memory_file("many", b"%09d" % number * 512) for number in range(24)]
     with ThreadPoolExecutor(len(files)) as pool:
         devices = list(pool.map(open_loop_device, files))
@@ -68,7 +68,6 @@ def test_threads_that_want_one_at_the_same_moment_get_different_ones() -> None:
 
 
 def test_a_killed_process_leaves_none_behind() -> None:
-    """The kernel frees the device."""
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -9
     wait_until(lambda: not any("of-killed" in name for name in files_of_loop_devices()))

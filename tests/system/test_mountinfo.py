@@ -1,4 +1,4 @@
-"""What is mounted where, by the text of a mountinfo file."""
+"""Which file system is mounted at a path, by the text of a mountinfo file."""
 
 from diesel_fs.system.mountinfo import parse_mounts, topmost_at
 
@@ -16,8 +16,8 @@ def test_each_line_is_an_entry() -> None:
     assert last.options == {"rw", "size=4k"}
 
 
-def test_of_mounts_at_one_path_the_topmost_is_the_one_in_which_none_is_mounted() -> None:
-    """Also where it was made before the one beneath it."""
+def test_the_topmost_mount_of_a_path_has_no_other_mounted_in_it() -> None:
+    """Even if it was made before the mount beneath it."""
     entries = list(parse_mounts(STACKED))
     for ordered in (entries, entries[::-1]):
         found = topmost_at("/mnt", ordered)

@@ -1,7 +1,7 @@
 """A training script with datasets that do not list their files.
 
-`learned.py ROOT WORKERS START [NAME...]` iterates a loader of each, or of those of these names, in
-four epochs with a pause between them, and prints as JSON the samples that they gave.
+`learned.py ROOT WORKERS START [NAME...]` iterates a loader of each dataset, or only of the named
+ones, in four epochs with a pause between them, and prints their samples as JSON.
 """
 
 import json
@@ -46,15 +46,11 @@ class Native(Pairs):
 
 
 class Batches(Pairs):
-    """Reads a batch at a time."""
-
     def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
         return [super(Batches, self).__getitem__(index) for index in indices]
 
 
 class Memory(Pairs):
-    """Reads no file."""
-
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index, index
 
@@ -72,7 +68,7 @@ def datasets(root: str) -> Iterator[tuple[str, Dataset[tuple[int, int]]]]:
 def main() -> None:
     root, workers, start, *names = sys.argv[1:]
     os.chdir(root)
-    said: dict[str, list[object]] = {}
+    found: dict[str, list[object]] = {}
     pause_s = 0.2 if "DIESEL_JOIN" in os.environ else 0.0  # `dlcmd run` learns meanwhile
     for name, dataset in datasets("."):
         if names and name not in names:
@@ -83,11 +79,11 @@ def main() -> None:
             persistent_workers=name == "parts" and int(workers) > 0,
             generator=torch.Generator().manual_seed(1),
         )  # fmt: skip
-        said[name] = given = []
+        found[name] = given = []
         for _ in range(EPOCHS):
             given += [[each.tolist() for each in batch] for batch in loader]
             time.sleep(pause_s)
-    print(json.dumps(said))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

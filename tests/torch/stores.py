@@ -6,7 +6,6 @@ from dlcmd.main import run
 
 
 def packed(folder: Path, store: Path, name: str = "pets") -> str:
-    """Pack a folder into a new version of a dataset; return the repository's URL."""
     url = store.as_uri()
     assert run(["-q", "--url", url, "put", "--chunk-size", "64K", str(folder), name]) == 0
     return url

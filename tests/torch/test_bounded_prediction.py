@@ -18,10 +18,8 @@ from diesel_fs.torch.hook.diesel_hook.prediction import DrawnIndices, predict
 from tests.examples import examples
 
 
-def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor does the memory of the process grow with them."""
+def test_the_first_batch_does_not_wait_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the process does not grow with them, either."""
     monkeypatch.setattr(prediction, "DRAWING_S_MAX", 0.05)
     sampler = RandomSampler(range(10), replacement=True, num_samples=10**8)
     begun_s = time.process_time()
@@ -35,9 +33,7 @@ def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
     assert 5000 <= len(order.indices) < 7000
 
 
-class Said:
-    """A link that keeps the messages."""
-
+class Recorded:
     def __init__(self) -> None:
         self.messages: list[tuple[str, list[int]]] = []
 
@@ -60,8 +56,8 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     monkeypatch.setattr(loaders, "_DROPPED_MIN", 100)
     samples = RandomSampler(range(5000))
     sampler = BatchSampler(samples, batch, drop_last=False) if batch else samples
-    said = Said()
-    link = cast("Link", said)
+    recorded = Recorded()
+    link = cast("Link", recorded)
     watch = cast("loaders.Watch", SimpleNamespace(link=link, ahead=1, end=lambda: None))
     epoch = loaders.LoaderEpoch(
         watch, sampler, KnownDataset(1, (), 5000), loaders._LoaderStream(1, link), 0
@@ -75,10 +71,12 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
         epoch.received(0.0, time.monotonic())
         assert epoch.position() == len(drawn)
     epoch.send_progress(time.monotonic(), is_over=True)
-    kinds = [kind for kind, _ in said.messages]
+    kinds = [kind for kind, _ in recorded.messages]
     assert kinds.count("order") == 1
     assert "cut" not in kinds
-    announced = [index for kind, order in said.messages if kind != "progress" for index in order]
+    announced = [
+        index for kind, order in recorded.messages if kind != "progress" for index in order
+    ]
     assert announced == drawn
     assert len(drawn) == 5000
     assert len(epoch._drawn.between(0)) < 1000, "the beginning is dropped"
@@ -90,7 +88,7 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     | st.lists(st.integers(0, 99), max_size=60),
     drops=st.lists(st.integers(-1, 40), max_size=5),
 )
-def test_dropping_batches_changes_no_position(
+def test_dropped_batches_keep_places(
     batches: list[list[int]] | list[int], drops: list[int]
 ) -> None:
     drawn, model, ends = DrawnIndices(), list[int](), [0]

@@ -88,7 +88,9 @@ def test_ranks_share_the_samples_as_distributed_sampler_does(
         ours.append([*marked(sampler, chunks, group_size)])
     assert [*map(len, ours)] == [*map(len, full)]
     counts, expected = Counter(chain(*ours)), Counter(chain(*full))
-    assert sorted(counts.values()) == sorted(expected.values()), "as many repeated or left out"
+    assert sorted(counts.values()) == sorted(expected.values()), (
+        "the same number repeated or left out"
+    )
 
 
 @given(chunk_lists, group_sizes, st.data())
@@ -101,7 +103,7 @@ def test_a_subset_keeps_members(chunks: list[int], group_size: int, data: st.Dat
     assert has_groups(order, chunks, group_size)
 
 
-def test_a_chunk_wise_order_is_foreseen() -> None:
+def test_a_chunk_wise_order_is_predicted() -> None:
     chunks = [index // 5 for index in range(100)]
     sampler = marked(RandomSampler(range(100), generator=torch.Generator()), chunks, 3)
     [now, later] = predict(BatchSampler(sampler, 7, drop_last=False), 1)
@@ -114,10 +116,10 @@ def test_only_random_unweighted_samplers_become_chunk_wise() -> None:
     in_order = SequentialSampler(range(10))
     assert mark(in_order, grouping) is None
     assert [*in_order] == [*range(10)]
-    for sampler, is_whole, said in (
+    for sampler, is_whole, shown in (
         (WeightedRandomSampler([1.0] * 10, 10), True, "a WeightedRandomSampler keeps its order"),
         (RandomSampler(range(10), replacement=True), True, "with replacement keeps its order"),
         (DistributedSampler(range(10), 2, 0), False, "files that are learned keeps its order"),
         (RandomSampler(range(9)), True, "other indices"),
     ):
-        assert said in str(mark(sampler, grouping, is_whole=is_whole))
+        assert shown in str(mark(sampler, grouping, is_whole=is_whole))

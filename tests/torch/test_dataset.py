@@ -48,7 +48,6 @@ ODD = [
 
 
 def odd_folder(top: Path) -> Path:
-    """Images with odd names, beside other files, and links of each kind."""
     write(top, {name: picture(number) for number, name in enumerate(ODD)})
     (top / "cat" / "link.png").symlink_to("1.png")
     (top / "cat" / "up.png").symlink_to("../Dog/1.webp")
@@ -77,7 +76,7 @@ def pets(url: str) -> Iterator[DieselDataset]:
 
 
 def relative(dataset: DatasetFolder) -> list[tuple[str, int]]:
-    """The samples of a folder on disk, with paths as a dataset has them."""
+    """The samples of a folder on disk, with the paths that a dataset has for them."""
     return [(os.path.relpath(path, dataset.root), target) for path, target in dataset.samples]
 
 
@@ -208,7 +207,6 @@ def test_any_tree_has_the_samples_of_image_folder(
 
 
 def binary(url: str, name: str = "pets", memory_bytes: int | None = None) -> DieselDataset:
-    """A dataset of files that are no images."""
     return DieselDataset(name, loader=bytes, extensions=".bin", url=url, memory_bytes=memory_bytes)
 
 
@@ -287,16 +285,16 @@ except ImportError as error:
 
 
 def test_without_torch_the_package_can_be_imported() -> None:
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", IMPORTS], env=program_environment(), text=True, check=True,
         stdout=subprocess.PIPE,
     ).stdout  # fmt: skip
-    assert said == "diesel_fs.torch.DieselDataset needs PyTorch: install torch\n"
+    assert message == "diesel_fs.torch.DieselDataset needs PyTorch: install torch\n"
     with pytest.raises(AttributeError, match="no attribute"):
         _ = diesel_fs.torch.Absent
 
 
-def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pil_the_error_names_the_remedy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="loader=bytes"):
         DieselDataset("pets", url=url)
@@ -305,7 +303,7 @@ def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.Mon
 
 
 @each_row(
-    ("root", "options", "said"),
+    ("root", "options", "message"),
     [
         ("pets", {"transfrom": str}, "is transform meant"),
         ("pets", {"memory": 1 << 20}, "is memory_bytes meant"),
@@ -316,7 +314,7 @@ def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.Mon
     ],
 )
 def test_D1_a_bad_argument_is_named(
-    url: str, root: object, options: dict[str, object], said: str
+    url: str, root: object, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         DieselDataset(root, url=url, **options)  # type: ignore[arg-type]  # on purpose

@@ -44,7 +44,6 @@ FILES = {
 
 
 def put_folder(url: str, source: Path, dataset: str = "pets") -> None:
-    """Pack a folder into a dataset of the repository at `url`, with chunks of 1 MiB."""
     with LocalRepository.open(url, create=True) as repository:
         put(repository, dataset, FolderSource(source), options=PutOptions(chunk_bytes=1 << 20))
 
@@ -61,7 +60,6 @@ def nothing_stays_open() -> Iterator[None]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder with files, links of all kinds, and a name that is not UTF-8."""
     folder = write(tmp_path / "src", FILES)
     (folder / "to_file").symlink_to("train/cat/1.jpg")
     (folder / "train/to_folder").symlink_to("../train/cat")
@@ -92,7 +90,7 @@ Packed = Callable[[Scenario], str]
 
 
 class Writable(DieselFileSystem):
-    """With the two calls by which one test of fsspec's suite makes a file of its own."""
+    """Adds the two calls with which one test of fsspec's suite makes a file of its own."""
 
     def mkdir(self, path: str) -> None:  # type: ignore[override]  # ours refuses
         pass
@@ -103,9 +101,9 @@ class Writable(DieselFileSystem):
 
 
 class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  # it has no types
-    """fsspec's own suite for `get`. Its others (copy, put, open, pipe) write.
+    """fsspec's own suite for `get`; its others (copy, put, open, pipe) write.
 
-    The scenarios are made as on a local disk, and then packed.
+    The scenarios are made on a local disk, and then packed.
     """
 
     @pytest.fixture
@@ -118,7 +116,7 @@ class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  #
 
     @pytest.fixture
     def packed(self, tmp_path: Path) -> Packed:
-        """Makes a scenario and packs it; the path of its folder in the dataset."""
+        """Make a scenario and pack it. Returns the path of its folder in the dataset."""
 
         def pack(scenario: Scenario) -> str:
             folder = tmp_path / "scenario"
@@ -247,7 +245,6 @@ _SLICES = st.none() | st.integers(-len(LARGE) - 9, len(LARGE) + 9) | st.integers
 
 @pytest.fixture(scope="module")
 def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that no test changes, with a repository in `store` that has it packed."""
     folder = write(tmp_path_factory.mktemp("constant") / "src", FILES)
     put_folder((folder.parent / "store").as_uri(), folder)
     return folder
@@ -255,9 +252,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(60)
 @given(st.lists(st.tuples(st.sampled_from([*FILES]), _SLICES, _SLICES), max_size=4))
-def test_parts_are_those_of_a_slice(
-    constant: Path, parts: list[tuple[str, int | None, int | None]]
-) -> None:
+def test_parts_are_slices(constant: Path, parts: list[tuple[str, int | None, int | None]]) -> None:
     fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
     expected = [FILES[name][i:j] for name, i, j in parts]
     paths = [f"pets/{name}" for name, _, _ in parts]
@@ -407,9 +402,7 @@ def test_writing_is_refused(fs: DieselFileSystem, way: str, arguments: tuple[obj
     assert fs.find("pets") == before
 
 
-def test_it_opens_as_connect_does(
-    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_opens_like_connect(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DIESEL_URL", url)
     with fsspec.open("diesel://pets/lines") as file:
         assert file.read() == FILES["lines"]
@@ -424,10 +417,8 @@ def test_it_opens_as_connect_does(
     assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
 
 
-def test_options_of_other_file_systems_are_passed_over(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Libraries pass the options of one protocol to all; a pickle does not carry them on."""
+def test_options_of_other_protocols_are_ignored(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Libraries pass the options of one protocol to all. A pickle does not contain them."""
     others = {"client_kwargs": {"trust_env": True}, "token": "of the hub", "anon": False}
     fs = fsspec.filesystem("diesel", repository=url, **others)
     assert fs.cat_file("pets/lines") == FILES["lines"]
@@ -440,8 +431,9 @@ def test_options_of_other_file_systems_are_passed_over(
     assert caplog.messages == ["diesel:// has no option 'memory'; is memory_bytes meant?"]
 
 
-def test_a_path_below_a_file_is_no_folders(fs: DieselFileSystem) -> None:
-    """As on a disk; for programs that know no more, it is a FileNotFoundError, too."""
+def test_a_path_below_a_file_is_not_found(fs: DieselFileSystem) -> None:
+    """The error is the one of a disk, and a FileNotFoundError, too, for programs that know only
+    that."""
     for path in ("pets/lines/x", "pets/lines/..", "pets/to_file/x/y"):
         for read in (fs.info, fs.open, fs.cat_file, fs.ls):
             with pytest.raises(NotADirectoryError) as error:
@@ -464,7 +456,6 @@ def test_a_denial_by_the_server_is_a_permission_error(tmp_path: Path, source: Pa
 def served(
     tmp_path: Path, source: Path, *arguments: str | Path
 ) -> Iterator[tuple[Server, dict[str, str]]]:
-    """A server of the folder as `pets`, and the options of a user."""
     store = (tmp_path / "served").as_uri()
     account = new_repository(store)["root"]
     put_folder(store, source)

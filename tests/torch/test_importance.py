@@ -53,7 +53,6 @@ def losses_of(indices: list[int]) -> torch.Tensor:
 
 
 def train(sampler: ImportanceSampler, epoch: int) -> list[int]:
-    """One epoch in which the loss of a sample is its index."""
     sampler.set_epoch(epoch)
     given = list(sampler)
     sampler.update(given, losses_of(given))
@@ -91,7 +90,7 @@ def test_the_order_of_the_drawn_samples_is_chunk_wise(pets: DieselDataset) -> No
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, workers: int) -> None:
     """A loop may set the next epoch before an epoch has ended. Batches out of order are refused:
-    their losses would be taken for those of other samples."""
+    their losses would be counted for other samples."""
     sampler = ImportanceSampler(pets, seed=3)
 
     def loader(**named: bool) -> "DataLoader[list[torch.Tensor]]":
@@ -114,7 +113,7 @@ def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, wor
             next(iter(sampler.enumerate(loader(in_order=False))))
 
 
-def test_weights_are_of_the_draw(pets: DieselDataset) -> None:
+def test_weights_belong_to_the_draw(pets: DieselDataset) -> None:
     sampler = ImportanceSampler(pets, share=0.5, floor=0.25)
     with pytest.raises(UsageError, match="epoch 0 has not begun"):
         sampler.weights([0])
@@ -167,8 +166,7 @@ def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor)
 
 
 @each_row(
-    "indices",
-    [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
+    "indices", [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]]
 )
 def test_indices_must_be_whole_numbers(pets: DieselDataset, indices: list[int]) -> None:
     sampler = ImportanceSampler(pets)
@@ -209,9 +207,7 @@ def test_one_bad_index_loses_no_other_report(pets: DieselDataset) -> None:
     assert sampler.importance[[1, 2, 5]].tolist() == [3, 4, 6]
 
 
-def test_a_forgotten_set_epoch_logs_a_warning(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_set_epoch_warns(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets)
     first = list(sampler)
     assert list(sampler) == first  # iterating alone is no training
@@ -219,15 +215,15 @@ def test_a_forgotten_set_epoch_logs_a_warning(
     for _ in range(3):
         sampler.update(first, losses_of(first))
         assert list(sampler) == first
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert "epoch 0 begins again" in told
-    assert "call set_epoch" in told
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert "epoch 0 begins again" in logged
+    assert "call set_epoch" in logged
     sampler.set_epoch(1)
     assert len(list(sampler)) < len(first)
     assert len(caplog.records) == 1
 
 
-def test_a_forgotten_update_logs_a_warning(
+def test_a_missing_update_logs_warnings(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A sampler that gets updates, and is on no mount, logs nothing."""
@@ -244,22 +240,19 @@ def test_a_forgotten_update_logs_a_warning(
     ]
 
 
-def test_losses_that_are_nan_log_a_warning(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_losses_of_nan_log_warnings(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets, warm_up=1)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         samples = list(sampler)
         sampler.update(samples, torch.full((len(samples),), torch.nan))
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert f"all {FILES} reported losses are infinite, negative or NaN" in told
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert f"all {FILES} reported losses are infinite, negative or NaN" in logged
 
 
 def run_ranks(
     url: str, tmp_path: Path, world: int, *fault: str, local_worlds: str = ""
 ) -> list[tuple[int, str, str]]:
-    """The exit code of each rank of `importance_ranks.py`, and its output."""
     program = Path(__file__).with_name("importance_ranks.py")
     command = [sys.executable, str(program), url, str(tmp_path / "meeting"), str(world)]
     ranks = [
@@ -280,9 +273,7 @@ def run_ranks(
         ("report", ["rank 1 has reported samples that do not exist", "a sample 60; there are 60"]),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_on_all_of_them(
-    url: str, tmp_path: Path, fault: str, said: list[str]
-) -> None:
+def test_differing_ranks_are_refused(url: str, tmp_path: Path, fault: str, said: list[str]) -> None:
     for expected, (code, _, error) in zip(said, run_ranks(url, tmp_path, 2, fault), strict=True):
         assert code == 1
         assert expected in error
@@ -342,10 +333,8 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
 
 
 @each_row("workers", [0, 2])
-def test_T2_enumerate_counts_the_samples_that_it_has_delivered(
-    pets: DieselDataset, workers: int
-) -> None:
-    """Also after the last batch, and after the loop has left."""
+def test_T2_enumerate_counts_the_delivered_samples(pets: DieselDataset, workers: int) -> None:
+    """The count holds after the last batch, too, and after the loop has left."""
     options: dict[str, object] = {"num_workers": workers}
     if workers:
         options["multiprocessing_context"] = "fork"
@@ -399,7 +388,7 @@ def test_bad_states_are_refused(pets: DieselDataset, change: dict[str, object], 
 
 @pytest.mark.parametrize("local_worlds", ["", "111", "122"])
 def test_ranks_agree_on_the_reports_of_all(url: str, tmp_path: Path, local_worlds: str) -> None:
-    """Also on several nodes, of which some may have more ranks than others."""
+    """They may be on several nodes, some of which have more ranks than others."""
     ended = run_ranks(url, tmp_path, 3, local_worlds=local_worlds)
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     tables = {said.split("|")[0] for _, said, _ in ended}
@@ -418,7 +407,6 @@ def rank_of(pets: DieselDataset, rank: int, world: int) -> ImportanceSampler:
 def test_an_important_sample_stays_on_its_node(
     pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """Four ranks on two nodes."""
     monkeypatch.setenv(variable, "2")
     ranks = [rank_of(pets, rank, 4) for rank in range(4)]
     losses = torch.arange(FILES).float()
@@ -439,11 +427,11 @@ def test_an_important_sample_stays_on_its_node(
     high = range(FILES - FILES // 5, FILES)
     assert all(len(nodes[sample]) == 1 for sample in high)
     assert {min(nodes[sample]) for sample in high} == {0, 1}
-    assert any(len(found) == 2 for found in nodes.values())  # the others go anywhere
+    assert any(len(found) == 2 for found in nodes.values())  # the others go to any node
 
 
 @each_row("ranks_of_a_node", ["", "1"])
-def test_the_rest_of_an_epoch_is_dealt_to_another_world(
+def test_the_remaining_samples_of_an_epoch_are_dealt_to_another_world(
     pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, ranks_of_a_node: str
 ) -> None:
     """The ranks are all on one node, or on several nodes."""
@@ -463,8 +451,8 @@ def test_the_rest_of_an_epoch_is_dealt_to_another_world(
     assert len(given) == len({*given}) == FILES * 2 // 5
 
 
-def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None:
-    """It foresees only this epoch: the next one depends on the reports of this one."""
+def test_the_hook_predicts_an_epoch_without_a_trace(pets: DieselDataset) -> None:
+    """It predicts only this epoch: the next one depends on the reports of this one."""
     sampler = ImportanceSampler(pets, seed=4)
     train(sampler, 0)
     for epoch, foreseen in ((1, BatchSampler(sampler, 8, drop_last=False)), (2, sampler)):

@@ -101,7 +101,6 @@ def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Con
 
 
 def frontier(control: Control, name: str) -> int:
-    """The position of its epoch up to which a stream has been pushed."""
     streams = residency(control)["streams"]
     assert isinstance(streams, list)
     [found] = [each["frontier"] for each in streams if each["name"] == name]
@@ -130,9 +129,7 @@ def test_the_mount_keeps_important_files(at: Path) -> None:
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
 
 
-def test_nodes_keep_no_file_twice(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_kept_twice(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mounts stand for two nodes, with a rank each."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     losses = torch.from_numpy(np.random.default_rng(0).permutation(FILES).astype(np.float32))
@@ -155,8 +152,8 @@ def test_nodes_keep_no_file_twice(
 
 
 def test_two_jobs_measure_their_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another job on the mount, an epoch begins with the batches that are timed, and has the
-    same samples as without."""
+    """While another job uses the mount, an epoch begins with the batches that are timed, and has
+    the same samples as without."""
     data = Files(at)
     entries = Snapshot((at / ".diesel/snapshot").read_bytes()).files()
     monkeypatch.setenv("SLURM_JOB_ID", "ours")
@@ -192,9 +189,9 @@ def test_training_goes_on_without_the_mount(at: Path, caplog: pytest.LogCaptureF
             sampler.set_epoch(epoch)
             given = list(sampler)
             sampler.update(given, torch.rand(len(given)))
-    said = [record.message for record in caplog.records]
-    assert len(said) == 1
-    assert f"the mount on {at} did not get the importances" in said[0]
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 1
+    assert f"the mount on {at} did not get the importances" in messages[0]
 
 
 def test_substitutes_come_from_the_memory_of_the_mount(at: Path) -> None:

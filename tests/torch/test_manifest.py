@@ -93,7 +93,7 @@ def test_a_loader_gives_them_in_chunk_wise_order(pets: DieselDataset, workers: i
 
 
 def test_targets_may_be_files(tmp_path: Path) -> None:
-    """As where sounds and their words are files of their own."""
+    """Datasets of sounds have separate files of words."""
     rows = [(f"sound/{n}", f"words/{n % 5}") for n in range(20)]
     files = {path: path.encode() * 1500 for row in rows for path in row}
     url = put(tmp_path, files, table_of(rows, "target_path"), "pets/train")
@@ -207,7 +207,7 @@ def test_a_mount_has_the_samples_and_their_pictures(dlcmd: Dlcmd, tmp_path: Path
         plain = ManifestFolder(at / "train", loader=content, target_loader=int)
         assert plain[8] == (file.getvalue(), 2)
         assert "90" in repr(plain)
-        said = dlcmd.program("run", "--", sys.executable, "-c", SCRIPT, at / "train").err
-        assert "announced 1 of 1 epochs" in said
+        errors = dlcmd.program("run", "--", sys.executable, "-c", SCRIPT, at / "train").err
+        assert "announced 1 of 1 epochs" in errors
     finally:
         dlcmd("umount", "--force", at)

@@ -42,14 +42,14 @@ Opened = Callable[[int], list[int | str]]
 
 
 def listing() -> ObservedTable:
-    """A dataset in which sample i is the file i."""
     listed = FileTable(SIZE)
     listed.add(MOUNT, np.arange(SIZE), np.arange(SIZE))
     return ObservedTable("Files", SIZE, listed)
 
 
-def told(table: ObservedTable, opened: Opened, samples: range, *, checked: bool = True) -> str:
-    """The samples opened these files."""
+def report_opened(
+    table: ObservedTable, opened: Opened, samples: range, *, checked: bool = True
+) -> str:
     rows = [opened(each) for each in samples]
     paths = [str(path).encode() for row in rows for path in row]
     counts = np.array([len(row) for row in rows], np.int64)
@@ -70,16 +70,16 @@ LISTED = [[each] for each in range(SIZE)]
 
 def test_T1_a_list_that_is_opened_is_believed() -> None:
     table = listing()
-    assert told(table, lambda at: [at, "/elsewhere"], range(50)) == ""
+    assert report_opened(table, lambda at: [at, "/elsewhere"], range(50)) == ""
     assert (planned(table), table.failures, table.describe()) == (LISTED, 0, "")
 
 
-def test_T1_further_files_that_samples_open_are_planned_after_the_listed_ones() -> None:
+def test_T1_unlisted_files_that_samples_open_are_planned_after_the_listed_ones() -> None:
     """For samples that were not seen yet, only the listed files are planned."""
     table = listing()
-    assert told(table, lambda at: [at + 100, at], range(40), checked=False) == ""
-    assert told(table, lambda _: [5], range(40, 41), checked=False) == ""
-    assert told(table, lambda at: [at + 100, at], range(40)) == "", "the same as before"
+    assert report_opened(table, lambda at: [at + 100, at], range(40), checked=False) == ""
+    assert report_opened(table, lambda _: [5], range(40, 41), checked=False) == ""
+    assert report_opened(table, lambda at: [at + 100, at], range(40)) == "", "the same as before"
     assert planned(table)[:40] == [[at, at + 100] for at in range(40)]
     assert planned(table)[40:] == [[40, 5], *LISTED[41:]]
     assert "those of 41 of 100 samples, 2 files each" in table.describe()
@@ -87,44 +87,44 @@ def test_T1_further_files_that_samples_open_are_planned_after_the_listed_ones() 
 
 @each_row("before", [0, SIZE])
 def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None:
-    """Also if it has opened its files before, in a very long epoch."""
+    """It may have opened its files before, in a very long epoch."""
     table = listing()
-    assert told(table, lambda at: [at], range(before)) == ""
-    assert told(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", "half of it"
-    said = [told(table, lambda _: [], range(at, at + 1)) for at in range(CHECKS_MIN + 1)]
-    [note] = [each for each in said if each]
+    assert report_opened(table, lambda at: [at], range(before)) == ""
+    assert report_opened(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", (
+        "half of it"
+    )
+    notes = [report_opened(table, lambda _: [], range(at, at + 1)) for at in range(CHECKS_MIN + 1)]
+    [note] = [each for each in notes if each]
     assert "does not open most of its files" in note
     assert (planned(table), table.failures, table.describe()) == ([], 1, "")
-    assert told(table, lambda _: [], range(50)) == "", "it is told once"
+    assert report_opened(table, lambda _: [], range(50)) == "", "it is reported once"
 
 
 def test_T1_learned_files_replace_a_list_of_other_files() -> None:
     table = listing()
-    first = told(table, lambda at: [SIZE - 1 - at], range(CHECKS_MIN))
+    first = report_opened(table, lambda at: [SIZE - 1 - at], range(CHECKS_MIN))
     assert "opens other files than those that it lists: they are learned" in first
     assert (planned(table), table.failures) == ([], 1)
-    assert told(table, lambda at: [SIZE - 1 - at], range(SIZE), checked=False) == ""
-    assert told(table, lambda at: [SIZE - 1 - at], range(SIZE)) == ""
+    assert report_opened(table, lambda at: [SIZE - 1 - at], range(SIZE), checked=False) == ""
+    assert report_opened(table, lambda at: [SIZE - 1 - at], range(SIZE)) == ""
     assert planned(table) == LISTED[::-1]
     assert np.array_equal(
         table.for_all_ranks().take(np.arange(SIZE))[MOUNT].entries, np.arange(SIZE)
     )
-    again = told(table, lambda at: [at // 2], range(SIZE))
+    again = report_opened(table, lambda at: [at // 2], range(SIZE))
     assert "opens other files in each epoch: nothing is planned for it" in again
     assert (planned(table), table.failures) == ([], 2)
 
 
 def test_T1_learned_files_may_be_kept_in_memory_later() -> None:
     table = ObservedTable("Own", SIZE)
-    assert told(table, lambda at: [at, at + 1], range(SIZE)) == ""
+    assert report_opened(table, lambda at: [at, at + 1], range(SIZE)) == ""
     assert planned(table) == [[at, at + 1] for at in range(SIZE)]
-    assert "does not open most of its files" in told(table, lambda _: [], range(SIZE))
+    assert "does not open most of its files" in report_opened(table, lambda _: [], range(SIZE))
     assert planned(table) == []
 
 
-class Told(Link):
-    """Keeps the messages."""
-
+class Recorded(Link):
     def __init__(self) -> None:
         self.path = ""
         self.sent: list[dict[str, object]] = []
@@ -183,8 +183,7 @@ class WithLabels(Files):
 def rows_of(
     data: Files, *, is_listed: bool = True, may_learn: bool = True
 ) -> list[tuple[int, bool, list[str]]]:
-    """The rows that are sent when all samples are read once. Files are given by their numbers."""
-    link, kind = Told(), type(data)
+    link, kind = Recorded(), type(data)
     before = kind.__getitem__
     learner = Learner(link)
     learner.learn(data, NestedDataset((), "table", is_listed), may_learn=may_learn)
@@ -199,17 +198,17 @@ def rows_of(
 
 
 def test_T1_a_list_that_is_opened_is_checked_a_few_times(tmp_path: Path) -> None:
-    """And a native reader of it, once Python's view has missed it."""
+    """After Python's view has missed a few opens, a native reader of it is checked, too."""
     for kind, first in ((Files, 0), (Native, 1)):
         rows = rows_of(kind(tmp_path))
         assert rows == [(at, True, [str(at)]) for at in range(first, first + 16)]
 
 
-def test_T1_a_list_that_is_not_opened_is_seen(tmp_path: Path) -> None:
+def test_T1_a_list_that_is_not_opened_is_detected(tmp_path: Path) -> None:
     assert rows_of(InMemory(tmp_path)) == [(at, True, []) for at in range(1, 17)]
 
 
-def test_T1_a_list_that_is_not_all_is_learned(tmp_path: Path) -> None:
+def test_T1_a_partial_list_is_completed_by_learning(tmp_path: Path) -> None:
     data = WithLabels(tmp_path)
     rows = [(at, at < 16, [str((at - 1) % SIZE), str(at)]) for at in range(SIZE)]
     assert rows_of(data) == rows
@@ -217,13 +216,13 @@ def test_T1_a_list_that_is_not_all_is_learned(tmp_path: Path) -> None:
     assert rows_of(data, is_listed=False, may_learn=False) == rows[:16]
 
 
-def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
-    """A method that the script replaces meanwhile stays, and nothing keeps the dataset."""
+def test_T1_between_checks_a_class_is_unchanged(tmp_path: Path) -> None:
+    """A method that the script replaces meanwhile stays, and nothing keeps the dataset alive."""
 
     class Own(Files):
         pass
 
-    data, learner = Own(tmp_path), Learner(Told())
+    data, learner = Own(tmp_path), Learner(Recorded())
     learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     assert Own.__getitem__ is not Files.__getitem__
     for index in range(16):
@@ -241,8 +240,9 @@ def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
 
 
 def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
-    """Also inside a subset, and the indices of a subset. Unchanged lists are not sent again."""
-    link = Told()
+    """This holds inside a subset, too, and if the subset's indices change. Unchanged lists are not
+    sent again."""
+    link = Recorded()
     datasets, data = KnownDatasets(link), Files(tmp_path)
     subset = Subset(data, [*range(40)])
     both = ConcatDataset([subset, data])

@@ -35,9 +35,9 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
     """Here the mount never answers; the messages are handled later, in their order."""
     goes_on, handled = threading.Event(), list[object]()
 
-    def handle(_: object, said: dict[str, object], payload: bytes) -> None:
+    def handle(_: object, message: dict[str, object], payload: bytes) -> None:
         goes_on.wait(HOPE_S)
-        handled.append((said.get("number"), len(payload)))
+        handled.append((message.get("number"), len(payload)))
 
     monkeypatch.setattr(server._Process, "handle", handle)
     with PlanServer() as planner:
@@ -57,7 +57,7 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
-    """And a launcher that is gone is no error."""
+    """A launcher that has ended is no error."""
     gone = Link(str(tmp_path / "none"))
     for _ in range(3):
         gone.send({"do": "hello"})
@@ -81,7 +81,6 @@ A, B = ShownVersion("a", "", 1), ShownVersion("b", "", 1)
 
 
 def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[int]]]) -> FileTable:
-    """A table with samples that are added one by one, from the last to the first."""
     table = FileTable(len(samples))
     for shown, column in ((A, samples), *others):
         for index in reversed(range(len(column))):
@@ -111,7 +110,7 @@ def expected(samples: list[list[int]], indices: list[int]) -> list[list[int]]:
 def test_subsets_and_concatenations_are_those_of_lists(
     first: list[list[int]], second: list[list[int]], of: list[int], indices: list[int]
 ) -> None:
-    """As with Python's own lists: negative indices count from the end, others have no files."""
+    """Negative indices count from the end, others outside have no files."""
     whole = table_of(first)
     assert whole.files == sum(map(len, first))
     assert whole.found == sum(map(bool, first))
@@ -142,7 +141,7 @@ def test_parts_and_sums_of_files(samples: list[list[int]], count: int, indices: 
     assert joined.ends.tolist() == files.ends.tolist()
 
 
-TOLD = """
+LOADS = """
 import sys, torch
 class Files(torch.utils.data.Dataset):
     samples = [(sys.executable, 0)] * 100
@@ -153,23 +152,25 @@ print(len(list(loader)))
 """
 
 
-def test_files_and_the_distance_of_workers_are_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_and_the_distance_of_workers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""
     handled = list[dict[str, object]]()
     monkeypatch.setattr(
-        server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
+        server._Process, "handle", lambda _, message, payload: handled.append(dict(message))
     )
     with PlanServer() as planner:
         planner.start()
-        told = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
+        environment = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
         ended = subprocess.run(
-            [sys.executable, "-c", TOLD], env=os.environ | told, capture_output=True, text=True,
-            timeout=120, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", LOADS],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         assert ended.stdout == "20\n"
-    verbs = [said["do"] for said in handled]
+    verbs = [message["do"] for message in handled]
     assert verbs[:5] == ["process", "hello", "files", "paths", "order"]
-    [order] = [said for said in handled if said["do"] == "order"]
+    [order] = [message for message in handled if message["do"] == "order"]
     assert order["lag"] == 30

@@ -58,7 +58,7 @@ def flat(sampler: object) -> list[int]:
     seed=st.none() | st.integers(0, 1 << 30), batch=st.none() | st.integers(1, 40),
     chance=st.integers(0, 1 << 30),
 )  # fmt: skip
-def test_the_order_and_all_generators_are_as_without(
+def test_the_order_and_all_generators_are_the_same_as_without_the_hook(
     kind: str, count: int, seed: int | None, batch: int | None, drop_last: bool, chance: int
 ) -> None:
     """`chance` seeds the global generators, from which a sampler without its own draws."""
@@ -82,7 +82,7 @@ def test_the_order_and_all_generators_are_as_without(
 
 @each_row("kind", KINDS)
 @each_row("seed", [None, 7])
-def test_later_epochs_that_depend_on_nothing_are_foreseen(kind: str, seed: int | None) -> None:
+def test_later_epochs_that_depend_on_nothing_are_predicted(kind: str, seed: int | None) -> None:
     sampler = sampler_of(kind, 50, seed)
     orders = [each.indices.tolist() for each in predict(sampler, 2)]
     if seed is None and kind not in ("sequential", "distributed"):
@@ -98,8 +98,9 @@ def test_later_epochs_that_depend_on_nothing_are_foreseen(kind: str, seed: int |
 
 @each_row("kind", ["random", "replacement", "subset", "weighted"])
 @each_row("draws", [0, 1, 3])
-def test_the_global_generator_is_foreseen_if_nothing_else_is_drawn(kind: str, draws: int) -> None:
-    """Before its last epoch the program draws something else; then no further epoch is foreseen."""
+def test_the_global_generator_is_predicted_if_nothing_else_is_drawn(kind: str, draws: int) -> None:
+    """Before its last epoch the program draws something else; then no further epoch is
+    predicted."""
     torch.manual_seed(3)
     sampler, between = BatchSampler(sampler_of(kind, 50, None), 8, drop_last=False), BetweenEpochs()
     foreseen: list[int] = []
@@ -133,7 +134,7 @@ def test_a_sampler_that_is_not_known_is_not_iterated() -> None:
 
 
 @each_row("batch", [None, 4])
-def test_a_chunk_wise_order_and_its_rest_are_foreseen(batch: int | None, tmp_path: Path) -> None:
+def test_a_chunk_wise_order_and_its_rest_are_predicted(batch: int | None, tmp_path: Path) -> None:
     files = {f"c{n % 3}/{n:03}.bin": bytes([n]) * 9000 for n in range(30)}
     url = packed(write(tmp_path / "src", files), tmp_path / "store")
     with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:
@@ -153,7 +154,7 @@ def test_a_chunk_wise_order_and_its_rest_are_foreseen(batch: int | None, tmp_pat
 
 
 @each_row(("workers", "persistent"), [(0, False), (1, False), (1, True)])
-def test_a_generator_that_the_loader_shares_is_foreseen(workers: int, persistent: bool) -> None:
+def test_a_generator_that_the_loader_shares_is_predicted(workers: int, persistent: bool) -> None:
     """Torch draws the seed of its workers from it, too."""
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(

@@ -49,7 +49,6 @@ def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
 def ended(
     *command: str | Path, environment: Mapping[str, str], code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """A program that has run to its end, which must be this one."""
     done = subprocess.run(
         command, env=environment, text=True, capture_output=True, timeout=DEADLINE_S, check=False
     )
@@ -101,14 +100,14 @@ def alone_and_joined(
 def test_each_sampler_gives_the_same_order_and_is_announced(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
-    expected, given, said = alone_and_joined(TRAINING, mounted, workers, start, names)
+    expected, given, messages = alone_and_joined(TRAINING, mounted, workers, start, names)
     assert given.keys() == expected.keys()
     for name in expected:
         assert given[name] == expected[name], name
     epochs = 2 * len(expected)
-    assert f"announced {epochs} of {epochs} epochs" in said
+    assert f"announced {epochs} of {epochs} epochs" in messages
     # The only note is on an unknown order without workers.
-    assert len(said.splitlines()) == (2 if workers else 3), said
+    assert len(messages.splitlines()) == (2 if workers else 3), messages
 
 
 FILES_OF_THE_MOUNT = """
@@ -142,7 +141,6 @@ print(json.dumps(seen))
 @pytest.mark.real_start
 @pytest.mark.fuse
 def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
-    """And a report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
     for streams in json.loads(joined.stdout):
@@ -179,15 +177,15 @@ GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
     ),
     ids=["generator", "global generator", "not ahead", "another draw"],
 )
-def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
+def test_the_mount_prepares_the_next_epoch_if_it_can_be_predicted(
     mounted: Path, ahead: str, change: tuple[str, str], is_foreseen: list[bool]
 ) -> None:
-    """With the global generator, it is known only from the second epoch on that the program draws
-    nothing in between."""
+    """With the global generator, the next epoch can be predicted only from the second one on: then
+    the hook knows that the program draws nothing in between."""
     joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
-    told = json.loads(joined.stdout)
-    assert [stream["length"] for [stream] in told] == [FILES, FILES]
-    found = [stream["frontier"] > FILES for [stream] in told]
+    streams = json.loads(joined.stdout)
+    assert [stream["length"] for [stream] in streams] == [FILES, FILES]
+    found = [stream["frontier"] > FILES for [stream] in streams]
     assert found[: len(is_foreseen)] == is_foreseen
 
 
@@ -269,9 +267,9 @@ assert received(late.sampler) is None
 
 
 @pytest.mark.deep
-def test_T2_the_samples_that_a_loop_has_received_are_counted() -> None:
-    """With `join`, under `dlcmd run`, and with both: then `join` does nothing. Samples that are not
-    the beginning of the order are not counted."""
+def test_T2_the_samples_that_a_loop_received_are_counted() -> None:
+    """`join` counts them, or `dlcmd run`; with both, `join` does nothing. Samples that are not the
+    beginning of the order are not counted."""
     ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
     assert "diesel_fs.torch:" not in both.stderr
@@ -364,9 +362,9 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
     assert plain not in orders
     assert orders_of("--own-seed", mounted=mounted)[0] == orders
     by_chunks = ("--own-seed", "--shuffle", "chunk", "--group-size", "1")
-    chunk_wise, said = orders_of(*by_chunks, mounted=mounted)
-    assert "announced 2 of 2 epochs" in said
-    assert "keeps its order" not in said
+    chunk_wise, messages = orders_of(*by_chunks, mounted=mounted)
+    assert "announced 2 of 2 epochs" in messages
+    assert "keeps its order" not in messages
     snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
     paths = [f"c{index % 5}/{index:04}".encode() for index in range(FILES)]
     chunk_of = snapshot.chunk_of(snapshot.lookup_many(paths))
@@ -379,7 +377,7 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
 
 
 def test_a_report_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    """Before the command runs; at the end it changes no exit code."""
+    """The error comes before the command runs; a later failure changes no exit code."""
     page = tmp_path / "run.html"
     run("true", os.fsdecode(b"\xff"), options=("--report", page))
     assert "true " in page.read_text(encoding="utf-8")
@@ -400,9 +398,9 @@ for number, _ in enumerate(DataLoader(Files(), batch_size=10)):
 @pytest.mark.fuse
 def test_a_mount_that_goes_away_is_named(mounted: Path, dlcmd: Dlcmd) -> None:
     path = program_environment()["PYTHONPATH"]
-    said = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
-    assert "FileNotFoundError" in said
-    assert f"the mount on {mounted} has gone" in said.splitlines()[-1]
+    messages = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
+    assert "FileNotFoundError" in messages
+    assert f"the mount on {mounted} has gone" in messages.splitlines()[-1]
     dlcmd("mount", "pets", mounted)
 
 
@@ -416,16 +414,16 @@ LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "pa
     fast_first([(2, "fork", ()), (0, "fork", ()), (1, "spawn", ("pairs", "parts"))]),
     ids=["2-fork", "0-fork", "1-spawn"],
 )
-def test_which_files_a_dataset_opens_is_learned_in_its_first_epoch(
+def test_the_files_that_a_dataset_opens_are_learned_in_its_first_epoch(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
-    expected, given, said = alone_and_joined(LEARNED, mounted, workers, start, names)
+    expected, given, messages = alone_and_joined(LEARNED, mounted, workers, start, names)
     assert given == expected
-    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", said)
+    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", messages)
     # The files that workers learn at the end of the first epoch may come too late for the second.
     assert int(epochs) >= 3 * len(given.keys() & LEARNED_FILES)
     assert int(files.replace(",", "")) >= 2 * sum(LEARNED_FILES.get(name, 0) for name in given)
-    assert "reads: those of 100 of 100 samples, 2 files each" in said
+    assert "reads: those of 100 of 100 samples, 2 files each" in messages
 
 
 PARTLY = """
@@ -469,12 +467,11 @@ def test_exit_codes_and_output_pass_through() -> None:
 
 
 def test_a_long_temporary_folder_and_leftovers_in_one(tmp_path: Path) -> None:
-    """The path of a socket has 107 bytes at most."""
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()
     for folder in (deep, flat):
-        told = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
-        assert (json.loads(told.stdout)["socket"].startswith(str(folder))) == (folder == flat)
+        result = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
+        assert (json.loads(result.stdout)["socket"].startswith(str(folder))) == (folder == flat)
         assert os.listdir(folder) == []
     flat.rmdir()
 
@@ -511,7 +508,6 @@ def test_another_sitecustomize_runs_and_nothing_is_left_on_the_path(tmp_path: Pa
 
 
 def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> None:
-    """The command goes on without announcing anything."""
     script, go = tmp_path / "script.py", tmp_path / "go"
     script.write_text(
         "import os, time, torch\n"
@@ -563,8 +559,8 @@ for data in Files(), DieselDataset("pets", loader=len, is_valid_file=bool, url=s
 
 @pytest.mark.fuse
 def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -> None:
-    """Its orders are announced whole, although its workers change. A dataset that reads from no
-    mount is none of the mounts' business."""
+    """Its orders are announced whole, although its workers change. A dataset that reads no mount is
+    not announced to any."""
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
-    assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"
+    assert len(joined.stderr.splitlines()) == 2, "there is no note"

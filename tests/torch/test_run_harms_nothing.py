@@ -52,7 +52,7 @@ for _ in range(4): next(iter(loader))
 
 @pytest.mark.fuse
 def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
-    """Also if the script has closed all descriptors, and its own file has the number of ours. The
+    """The script may have closed all descriptors, and its own file may have the number of ours. The
     user gets one note on each plan that is useless or too late."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"
@@ -105,9 +105,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fuse
-def test_H23_workers_that_cannot_join_do_what_the_script_says(
-    mounted: Path, tmp_path: Path
-) -> None:
+def test_H23_workers_that_cannot_join_still_do_their_work(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SPAWNED)
     done = run(*python("")[:1], script, mounted)
@@ -168,17 +166,17 @@ for kind, workers, wanted in (
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_T1_a_dataset_that_does_not_read_its_listed_files(mounted: Path, tmp_path: Path) -> None:
-    """The files that it opens are planned, or none, and the user gets one note."""
-    said = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
+    """Either the files that it opens are planned, or none, and the user gets one note."""
+    messages = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
     for kind, expected in (
         ("Cached", "does not open most of its files"),
         ("Zipped", "does not open most of its files"),
         ("Turned", "opens other files than those that it lists: they are learned"),
         ("Hidden", "opens other files in each epoch: nothing is planned for it"),
     ):
-        assert said.count(f"dlcmd run: {kind} {expected}") == 1, said
-    assert "learned which files Pairs reads: those of 100 of 100 samples, 2 files each" in said
-    assert "Redrawn" not in said
+        assert messages.count(f"dlcmd run: {kind} {expected}") == 1, messages
+    assert "learned which files Pairs reads: those of 100 of 100 samples, 2 files each" in messages
+    assert "Redrawn" not in messages
     wait_until(lambda: streams_of(mounted) == [])
 
 
@@ -188,7 +186,7 @@ def test_a_lost_path_is_reported_while_the_command_runs(tmp_path: Path) -> None:
 
 
 def test_many_processes_join_at_once() -> None:
-    """Before the launcher has taken the first connection."""
+    """They connect before the launcher has accepted the first connection."""
     with PlanServer() as planner:
         links = [Link(str(planner.socket_path)) for _ in range(300)]
         threads = [threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links]

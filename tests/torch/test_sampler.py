@@ -34,7 +34,6 @@ PREFETCH = 2
 
 
 def contents(count: int) -> dict[str, bytes]:
-    """Files of such sizes that a chunk has about five of them."""
     chance = random.Random(1)
     return {f"c{n % 3}/{n:03}.bin": chance.randbytes(12_000 + 17 * n) for n in range(count)}
 
@@ -94,7 +93,6 @@ def stopped(sampler: ChunkShuffleSampler, batch: int, batches: int, workers: int
 
 
 def ranks(data: object, world: int, drop_last: bool, state: object) -> list[ChunkShuffleSampler]:
-    """The samplers of all ranks, which resume from a state."""
     made = [
         ChunkShuffleSampler(data, rank=rank, world=world, group_size=2, drop_last=drop_last)
         for rank in range(world)
@@ -103,7 +101,7 @@ def ranks(data: object, world: int, drop_last: bool, state: object) -> list[Chun
         each.set_epoch(3)
         if state is not None:
             each.load_state_dict(json.loads(json.dumps(state)))
-            each.set_epoch(3)  # as loops do
+            each.set_epoch(3)  # loops do this
     return made
 
 
@@ -112,7 +110,7 @@ def ranks(data: object, world: int, drop_last: bool, state: object) -> list[Chun
     files=st.integers(0, FILES), batch=st.integers(1, 4), phases=PHASES, last=st.integers(1, 8),
     drop_last=st.booleans(),
 )  # fmt: skip
-def test_after_any_stops_and_changes_the_rest_is_read(
+def test_after_any_stops_and_changes_the_remaining_samples_are_read(
     pets: DieselDataset, files: int, batch: int, phases: list[Phase], last: int, drop_last: bool
 ) -> None:
     data = Subset(pets, range(files))
@@ -146,7 +144,6 @@ def test_after_any_stops_and_changes_the_rest_is_read(
 
 
 def _part(sampler: ChunkShuffleSampler) -> Iterator[int]:
-    """All samples of the iteration of a sampler that began last."""
     again = copy.copy(sampler)
     again.load_state_dict(sampler.state_dict(received=0))
     return iter(again)
@@ -206,14 +203,13 @@ class Skips(BatchSampler):  # type: ignore[misc] # mypy skips torch
 
 @each_row("around", [list, BatchSampler, Sorted, Skips])
 def test_T2_a_state_that_would_lose_samples_is_not_saved(pets: DieselDataset, around: type) -> None:
-    """Whatever iterates the sampler: the sampler alone cannot know how many samples its loop has
-    received."""
+    """The sampler alone cannot know how many samples its loop has received."""
     sampler = ChunkShuffleSampler(pets)
     assert sampler.state_dict()["position"] == 0
     next(iter(sampler if around is list else around(sampler, 4, False)))
-    with pytest.raises(UsageError, match="it is not known how many") as told:
+    with pytest.raises(UsageError, match="it is not known how many") as caught:
         sampler.state_dict()
-    assert "state_dict(received=batches * batch_size)" in str(told.value.advice)
+    assert "state_dict(received=batches * batch_size)" in str(caught.value.advice)
     assert sampler.state_dict(received=4 if around is BatchSampler else 0)["epoch"] == 0
     sampler.set_epoch(1)
     assert sampler.state_dict()["position"] == 0
@@ -237,10 +233,9 @@ def test_T2_torchdata_alone_gets_a_state_without_the_number(pets: DieselDataset)
     assert iter(sampler).state_dict()["position"] == 0  # type: ignore[attr-defined]
 
 
-def test_T2_resuming_a_finished_epoch_logs_a_warning(
+def test_T2_resuming_a_finished_epoch_logs_a_warning_unless_the_loop_set_it(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless the loop has set this epoch."""
     sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
     whole = list(sampler)
     state = sampler.state_dict(received=FILES)
@@ -251,11 +246,11 @@ def test_T2_resuming_a_finished_epoch_logs_a_warning(
         assert list(resumed) == []
         assert list(resumed) == whole
         assert bool(caplog.records) != sets_epoch
-    [told] = [record.getMessage() for record in caplog.records]
-    assert "gives nothing: call set_epoch(1)" in told
+    [logged] = [record.getMessage() for record in caplog.records]
+    assert "gives nothing: call set_epoch(1)" in logged
 
 
-def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:
+def test_impossible_numbers_are_refused(pets: DieselDataset) -> None:
     sampler = ChunkShuffleSampler(pets)
     with pytest.raises(UsageError, match="no sample has been handed out"):
         sampler.state_dict(received=4)

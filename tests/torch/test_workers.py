@@ -1,4 +1,6 @@
-"""The decision on the number of workers: within the limits, no more than needed, and steady."""
+"""The decision on the number of workers: it keeps the limits, takes no more than needed, and is
+steady.
+"""
 
 from collections.abc import Callable
 
@@ -38,9 +40,9 @@ def test_the_limits_are_kept(
     ("fetch_s", "request_s", "expected"),
     [(0.8, 0.3, 3), (0.8, 0.1, 9), (0.8, 0.01, 16), (0.8, 9.0, 1), (0.8, 0.0, 16), (0.0, 0.0, 1)],
 )
-def test_by_one_it_is_dlcaches_rule(fetch_s: float, request_s: float, expected: int) -> None:
-    """Time to fetch / time between requests, rounded up, with a tenth to spare; without enough
-    cores, all of them."""
+def test_the_first_number_is_dlcaches_rule(fetch_s: float, request_s: float, expected: int) -> None:
+    """Time to fetch / time between requests, rounded up, with a tenth to spare; all cores if they
+    do not suffice."""
     controller = WorkerController(WorkerLimits(16, BIG))
     assert controller.decide(measured(1, fetch_s, request_s)) == expected
 
@@ -49,16 +51,16 @@ COSTS = st.tuples(st.floats(0.001, 1), st.floats(0, 0.2), st.integers(1, 12))
 
 
 def cost(base: float, slope: float, knee: int) -> Callable[[int], float]:
-    """The true time for a batch: workers disturb each other from a number on."""
+    """The true time for a batch: from some number on, workers disturb each other."""
     return lambda workers: base * (1 + slope * max(workers - knee, 0))
 
 
 @given(numbers=COSTS, request_s=st.floats(0.0005, 2), start=st.integers(1, 12))
-def test_it_settles_where_the_loop_does_not_wait(
+def test_it_settles_at_a_number_at_which_the_loop_does_not_wait(
     numbers: tuple[float, float, int], request_s: float, start: int
 ) -> None:
-    """The controller can only measure. It comes to rest at a number that suffices if any does, and
-    that is not twice the needed number."""
+    """The controller can only measure. It stays at a number that suffices if any does, and that is
+    less than twice the needed number."""
     most, fetch = 12, cost(*numbers)
     controller = WorkerController(WorkerLimits(most, BIG))
     workers, seen = start, [start]
@@ -85,8 +87,8 @@ def test_noise_leaves_it_at_rest(fetch_s: float, request_s: float, noise: list[f
 
 
 def test_it_follows_when_the_cache_gets_warm_and_cold_again() -> None:
-    """But not beyond memory, nor beyond the number that reaches the highest rate: from some number
-    on, more workers only disturb each other (Lobster)."""
+    """It stays within memory, and within the number that reaches the highest rate: beyond that,
+    more workers only disturb each other (Lobster)."""
     controller = WorkerController(WorkerLimits(16, BIG))
     workers = 1
     for fetch_s, least, most in ((1.0, 10, 16), (0.05, 1, 2), (1.0, 10, 16)):

@@ -55,7 +55,6 @@ Loader: TypeAlias = "DataLoader[object]"
 
 
 def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Loader]]:
-    """Loaders by name, each with a sampler of another kind."""
     count = len(files)
     own = torch.Generator().manual_seed(3)
     parts = torch_data.ConcatDataset([Subset(files, range(n, count, 3)) for n in range(2)])
@@ -86,7 +85,6 @@ def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Load
 
 
 def states() -> Sequence[object]:
-    """The next numbers of the generators."""
     return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
 
@@ -95,7 +93,7 @@ def main() -> None:
     seeds: list[Callable[[int], object]] = [random.seed, np.random.seed, torch.manual_seed]
     for seed in seeds:
         seed(5)
-    said: dict[str, object] = {}
+    found: dict[str, object] = {}
     for name, loader in loaders(Folder(root), int(workers), start):
         if names and name not in names:
             continue
@@ -105,8 +103,8 @@ def main() -> None:
                 loader.sampler.set_epoch(epoch)
             given += [[names, torch.as_tensor(sums).tolist()] for names, sums in loader]
             torch.rand(1)
-        said[name] = [given, states()]
-    print(json.dumps(said))
+        found[name] = [given, states()]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

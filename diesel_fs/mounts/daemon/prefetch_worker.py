@@ -1,18 +1,31 @@
-"""The prefetch worker, a process of a mount: it puts file contents into the kernel's page cache.
+"""Runs the prefetch worker, the process of a mount that puts contents into the page cache.
 
-It *pushes* contents before they are read, and drops those that readers have passed. The mount's
-server sends it messages over a socket (`prefetch/link.py`): misses, which are READs that reached
-the mount, files that the kernel has forgotten, and changes of plans. It also notices opens of the
-files that it watches. Its loop reports all this to the planner (`prefetch/planner.py`), asks for
-the next decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is
-pushed.
+The supervisor calls `run_prefetch_worker` in a new process. The mount's server sends messages
+(`prefetch/link.py`): misses (READs that reached the mount), files that the kernel has forgotten,
+changes of plans, switches to another version. The loop reports them, and opens of watched files,
+to the planner (`prefetch/planner.py`), asks it for a decision and carries the decision out
+(`prefetch/page_cache.py`). Every byte is checked before it is pushed.
 
-It is a process of its own because its work can wait for the server, for the store, or for a page
-lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
-When the mount switches to another version of its dataset, the worker tells the kernel
-(`versions/invalidation.py`), piece by piece before all other work; unchanged files stay resident.
-One thread; others read the store ahead. Where contents are slow to come, one of those waits for
-them, and this one answers requests meanwhile.
+The worker is a process of its own because each of its steps may wait: for the store, for the
+server, or for the lock of a page that a READ in progress holds. If it is killed or fails, the mount
+goes on without pushing.
+
+Rules of concurrency:
+
+- One thread runs the loop. It alone uses the planner, the page cache and the link. It handles a
+  message as a whole, and carries a decision out and reports it before it asks for the next one.
+- In one turn it reads all messages and opens, then does one piece of work. After a switch it first
+  tells the kernel, piece by piece, which names and contents have changed
+  (`versions/invalidation.py`), and nothing is pushed meanwhile. Then it takes over pages of the
+  version before, with one decision between two pieces if readers follow a plan. Otherwise the piece
+  is one decision.
+- A push from a slow store waits for its contents in the thread "contents". The loop's thread
+  answers requests of the control socket meanwhile. So changes of plans, and opens, may come between
+  a decision and its report. Everything else waits for the end of the push (`_later`): a switch
+  never happens during a decision. Requests overtake misses and forgotten files only.
+- Other threads read the store ahead (`cache/readers/coalescing_reader.py`), write order logs and
+  send plans to the task's master. A process of its own drops pages, in the order of the calls
+  (`prefetch/advice_process.py`). None of them uses the planner.
 """
 
 import gc
@@ -30,9 +43,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
-from ...cache.order_logs.streams import LogPlan
-from ...cache.readers.coalescing_reader import BatchSource, ExtentBatch
+from ...cache.readers.coalescing_reader import ExtentBatch
 from ...errors import DieselError
 from ...format.entries import Kind
 from ...format.image import Image
@@ -43,7 +54,6 @@ from ...net.messages import Message, Value
 from ...orders.plan import NO_ENTRIES, Entries
 from ...peers.node.sealed_memory import raise_descriptor_limit
 from ...peers.plan.sender import PlanSender, StreamProgress
-from ...system.syscalls import keep_large_allocations
 from ..mountpoints.mountpoint import MountPresence
 from ..options import MountRequest
 from ..plans.commands import PlanCommands
@@ -55,41 +65,35 @@ from ..prefetch.page_cache import FusePageCache, PageCache, some_contents
 from ..prefetch.planner import PrefetchPlanner
 from ..sessions.protocol import invalidate_node
 from ..sessions.push_status import PushStatusMap
-from ..source import LOGS_DIVISOR, MemorySplit, MountSource, map_snapshot, read_node_map
+from ..source import MountSource, map_snapshot, read_node_map
 from ..versions.invalidation import (
     UNMOUNTED_ERRNOS,
     Nodes,
     invalidate_after_switch,
     invalidate_folders,
 )
+from .order_log_feed import OrderLogFeed
+from .taken_over_pages import TakenOverPages
 
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""How often the server gets statistics at most, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
-"""How long the loop waits at most for a message or an open, although nothing is due."""
+"""How long the loop waits if nothing is due."""
 
 UNITS_AHEAD = 16
-"""Pushes that are fetched ahead where the store is slow: 4 MiB each, as far as memory allows."""
+"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Misses of one message that are used; of more, an even sample is. Each is looked up in every
-stream of the planner, and a flood of them must not delay planned pushes."""
+"""Misses of one message that are used; if there are more, an even sample. Each is looked up in
+every stream of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""Of each stream, the next pushes for which the server holds READs."""
-
-LATE_MAX, LATE_ENTRIES = 4096, 256
-"""So many lists of files are remembered that the order logs lack, until the worker has time for
-them; and the length of a list."""
-
-LOGS_LOOK_S = 0.05
-"""How often the order logs are told what readers read."""
+"""The number of next pushes of each stream for which the server holds READs."""
 
 ANSWER_S = 0.2
-"""While a push waits for its contents, requests are answered so often."""
+"""Time between two looks for requests while a push waits for its contents."""
 
 REPORTS = frozenset(("missed", "forgotten"))
 """Messages of the server that requests of the control socket may overtake."""
@@ -99,7 +103,8 @@ BEGIN_DEADLINE_S = 10.0
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs until the mount, or the server at the other end of `link`, has ended. The exit code."""
+    """Runs until the mount, or the server at the other end of `link`, has ended. Returns the exit
+    code."""
     server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -128,14 +133,13 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     except OSError as error:
-        # The connection was ended, by `umount --force` for example. Who ends it says why.
+        # The connection was ended, for example by `umount --force`, which reports the reason.
         if error.errno not in UNMOUNTED_ERRNOS:
             raise
     return 0
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
-    """The push status and, in a native mount, the image, mapped into memory."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -149,10 +153,8 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
-    """The prefetch worker of one mount (see the module)."""
-
     _snapshot: Snapshot
-    _batches: BatchSource
+    _feed: OrderLogFeed
     _page_cache: PageCache
     _planner: PrefetchPlanner
     _plan_commands: PlanCommands
@@ -178,16 +180,15 @@ class PrefetchWorker:
         self._content = content
         self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
-        self._retired: PageCache | None = None  # of the version before, while that is taken over
-        self._left_to_take: Iterator[None] = iter(())  # from it
+        self._taken_over: TakenOverPages | None = None  # of the version before
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
-        self._plan_sender: PlanSender | None = None  # tells the task's master of plans
+        self._plan_sender: PlanSender | None = None  # to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         self._mounts_changed = False
         self._waiting = ThreadPoolExecutor(1, "contents")
         self._later: list[Message] = []  # came during a push, and wait for its end
-        self._has_pushed = False  # so it is known whether the store is slow
+        self._has_pushed = False  # and so knows whether the store is slow
 
     def switch_version(
         self,
@@ -197,15 +198,9 @@ class PrefetchWorker:
         image: Image | None,
     ) -> None:
         """Makes this the version to push from now on. `nodes` are those of its entries; None: index
-        + 1. A native mount has an image of it. Raises DieselError.
-        """
+        + 1. `image` is None unless the mount is native. Raises DieselError."""
         self._snapshot = snapshot
-        self._batches = self._source.batch_source(self._request, snapshot)
-        self._logs: OrderLogs | None = None
-        self._has_logs = bool(self._request.log_folder)  # or may have some later
-        self._logs_looked_s = 0.0
-        self._log_plans: dict[str, LogPlan] = {}  # by stream
-        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # brought by READs, for the logs
+        self._feed = OrderLogFeed(self._request, self._source, snapshot, self._push_bytes)
         at, budget_bytes = self._request.mountpoint, self._push_bytes
         if image is None or self._content is None:
             self._page_cache = FusePageCache(at, snapshot, self._device, nodes)
@@ -220,19 +215,18 @@ class PrefetchWorker:
             keeps_important=self._request.task_options.evict == "importance",
         )  # fmt: skip
         self._plan_commands = PlanCommands(
-            snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
+            snapshot, self._planner, self._are_whole, predicts_early=self._feed.is_possible
         )
         if self._plan_sender is not None:
             self._plan_sender.close()
         self._plan_sender = self._source.plan_sender(snapshot)
         self._push_status = push_status
         self._nodes = nodes
-        self._server.watch(self._page_cache.events)
+        self._server.watch(self._page_cache.opens.descriptor)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
         """Works until the mount with this device number is unmounted, or the server has ended.
-        `early` are messages that have come already. Raises EOFError at the server's end.
-        """
+        `early` are messages that have arrived already. Raises EOFError at the server's end."""
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
@@ -242,7 +236,7 @@ class PrefetchWorker:
             self._later.clear()
             messages += self._server.messages(0.0 if messages else wait_s)
             early = ()
-            self._read_opens(time.monotonic())  # before misses, which came after them
+            self._read_opens(time.monotonic())  # opens came before the misses
             for message in messages:
                 if message.get("do") == "end":
                     return
@@ -255,14 +249,18 @@ class PrefetchWorker:
                 return
             self._mounts_changed = False
             self._page_cache.set_planned(is_planned=self._planner.views.has_streams)
-            if self._has_logs and self._planner.views.has_streams:
-                self._follow_plan(now_s)
+            if self._feed.is_possible and self._planner.views.has_streams:
+                self._feed.follow(self._planner, self._push_status.log_addresses, now_s)
             if self._invalidations:
                 wait_s = self._invalidate_some()
-            elif self._retired is not None:
+            elif self._taken_over is not None:
                 if self._planner.views.has_streams:
                     self._act(now_s)  # readers of a plan do not wait
-                wait_s = self._take_over_some()
+                wait_s = 0.0
+                if self._taken_over.some():
+                    self._stats_changed = True
+                else:
+                    self._end_take_over()
             else:
                 wait_s = self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
@@ -270,10 +268,10 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Closes everything that keeps the mount busy."""
+        """Releases the mount."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
-        self._batches.close()
+        self._feed.close()
         if self._plan_sender is not None:
             self._plan_sender.close()
         self._end_take_over()
@@ -285,10 +283,10 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            # Those of the version before, if any, may still come.
+            # Some may be of the version before.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
-            if self._has_logs:
-                self._note_late(np.unique(missed).astype(np.uint32))
+            if self._feed.is_possible:
+                self._feed.note_late(np.unique(missed).astype(np.uint32))
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
@@ -307,7 +305,7 @@ class PrefetchWorker:
             self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
-        if do == "forget" and isinstance(node, int):  # a list that was read: its opens must be seen
+        if do == "forget" and isinstance(node, int):  # a list: its next open must be seen
             with suppress(FileNotFoundError):  # the kernel keeps nothing of it
                 os.write(self._device, invalidate_node(node))
             answer: Message = {}
@@ -318,7 +316,7 @@ class PrefetchWorker:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """Switches to another version, in which all entries have other indices."""
+        """Switch to another version, in which all entries have other indices."""
         is_native = self._content is not None
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
@@ -331,11 +329,11 @@ class PrefetchWorker:
             self._content = ContentTarget.open(files.pop(), _int_field(message, "content_node"))
         for descriptor in files:  # all are mapped
             os.close(descriptor)
-        self._server.watch_no_more(old_page_cache.events)
+        self._server.watch_no_more(old_page_cache.opens.descriptor)
         old_page_cache.retire()
         if old_content is not None:
             old_content.close()
-        self._batches.close()
+        self._feed.close()
         self.switch_version(snapshot, nodes, push_status, image)
         self._source.keep_only(snapshot)
         diff = SnapshotDiff(old, snapshot, same_path, unchanged)
@@ -344,9 +342,10 @@ class PrefetchWorker:
         self._end_take_over()  # of the version before the last one
         is_left = (diff.unchanged >= 0) & (was < 0)
         is_left[is_left] = old_planner.resident_set.resident[diff.unchanged[is_left]]
-        self._retired = old_page_cache
         left = np.flatnonzero(is_left)
-        self._left_to_take = self._take_over(old_page_cache, left, diff.unchanged)
+        self._taken_over = TakenOverPages(
+            old_page_cache, left, diff.unchanged, self._page_cache, self._planner
+        )
         if nodes is not None:
             if before is None:
                 before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
@@ -354,45 +353,19 @@ class PrefetchWorker:
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
-        """Answers the server, after all invalidations of the switch."""
+        """Answer the server, after all invalidations of the switch."""
         self._server.send({"id": message_id})
         self._stats_changed = True
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
         yield
 
-    def _take_over(
-        self, old: PageCache, entries: npt.NDArray[np.int64], was: npt.NDArray[np.int32]
-    ) -> Iterator[None]:
-        """Pushes what is in the page cache of the version before, of these entries, whose indices
-        there are in `was`. So nothing is read from the store again."""
-        order = np.argsort(was[entries])
-        entries = entries[order]
-        before = was[entries].astype(np.uint32)
-        for batch in old.take_contents(before):
-            some = entries[np.searchsorted(before, batch.entries)]
-            if not self._planner.take_over(np.unique(some).astype(np.uint32), time.monotonic()):
-                return
-            self._page_cache.store(ExtentBatch(some, batch.starts, batch.contents))
-            self._planner.memory.set_known_entries(self._page_cache.known_entries)
-            self._stats_changed = True
-            yield
-
-    def _take_over_some(self) -> float:
-        """Takes the next piece over. Returns how long to wait after it, in seconds."""
-        try:
-            next(self._left_to_take)
-        except StopIteration:
-            self._end_take_over()
-        return 0.0
-
     def _end_take_over(self) -> None:
-        """Lets go of the version before."""
-        retired, self._retired, self._left_to_take = self._retired, None, iter(())
-        if retired is not None:
-            retired.close()
+        taken_over, self._taken_over = self._taken_over, None
+        if taken_over is not None:
+            taken_over.close()
 
     def _invalidate_some(self) -> float:
-        """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
+        """Send the next piece to the kernel. Returns how long to wait after it, in seconds."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -402,24 +375,24 @@ class PrefetchWorker:
         return 0.0
 
     def _read_opens(self, now_s: float) -> None:
-        for entry in self._page_cache.read_opens():
+        for entry in self._page_cache.opens.read():
             self._planner.opened(entry, now_s)
             self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
-        """Carries out the planner's next decision. Returns the seconds to wait after it."""
+        """Carry out the planner's next decision. Returns the seconds to wait after it."""
         match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)
             case Drop() as drop:
-                self._page_cache.unwatch(drop.markers.tolist())
+                self._page_cache.opens.unwatch(drop.markers.tolist())
                 self._page_cache.drop(drop.entries, self._push_status.count_progress)
                 self._planner.dropped(drop)
             case Sample(entries):
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
                 self._push_status.clear_soon()
-                if self._page_cache.tidy() or self._read_late():
+                if self._page_cache.tidy() or self._feed.read_late():
                     return 0.0
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
                 return min(
@@ -428,79 +401,8 @@ class PrefetchWorker:
         self._stats_changed = True
         return 0.0
 
-    def _follow_plan(self, now_s: float) -> None:
-        """Tells the order logs what readers read; makes them where they pay."""
-        if now_s < self._logs_looked_s + LOGS_LOOK_S:
-            return
-        self._logs_looked_s = now_s
-        reading = self._planner.views.reading()
-        if self._logs is None:
-            is_wanted = self._request.task_options.cache_layout == "order" or is_log_worthwhile(
-                self._snapshot,
-                MemorySplit.of(self._request).total_bytes,
-                is_next_known=any(each.following is not None for each in reading),
-            )
-            if not is_wanted:
-                return
-            self._logs = self._source.order_logs(
-                self._request, self._snapshot, self._push_bytes, self._push_status.log_addresses
-            )
-            self._has_logs = self._logs is not None
-            if self._logs is None:
-                return
-            keep_large_allocations(self._push_bytes // LOGS_DIVISOR)
-            self._batches = LoggedReader(self._batches, self._logs)
-            self._planner.streams.set_logged(self._logs.holds)
-            self._planner.memory.set_budget(
-                self._planner.stats()["budget_bytes"] - self._push_bytes // LOGS_DIVISOR
-            )
-        plans = {
-            each.name: LogPlan(
-                each.name,
-                each.current.entries,
-                None if each.following is None else each.following.entries,
-            )
-            for each in reading
-            if each.current is not None
-        }
-        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
-            streams = {each.name for each in reading}
-            kept = {name: plan for name, plan in self._log_plans.items() if name in streams}
-            before, self._log_plans = self._log_plans, kept | plans
-            self._logs.set_plan([*self._log_plans.values()])
-            for name, plan in plans.items():
-                if before.get(name) != plan:  # what was pushed before belongs to the next log, too
-                    self._note_late(self._planner.views.pushed_early(name))
-        for skipped in self._planner.streams.take_skipped():
-            self._note_late(skipped)
-        for each in reading:
-            self._logs.passed(each.name, each.read_up_to)
-
-    def _note_late(self, entries: Entries) -> None:
-        """Remember files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
-        outruns the pushes is noted file by file."""
-        if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
-            entries = np.concatenate((self._late.pop(), entries))
-        self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
-
-    def _read_late(self) -> bool:
-        """Reads some files again that READs have brought, so that the order logs get them. Whether
-        there were any."""
-        if self._logs is None:
-            return False
-        if not self._late:
-            self._logs.flush()
-            return False
-        wanted = self._logs.lacking(np.unique(self._late.popleft()))
-        try:
-            for _ in self._batches.batches(wanted):
-                pass
-        except DieselError as error:
-            log.warning("the order log gets fewer files: %s", error)
-        return True
-
     def _read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
-        return self._batches.read_costs(units)
+        return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
         found = []
@@ -520,15 +422,15 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        if not push.is_urgent:  # else what is under way goes on
-            self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
+        if not push.is_urgent:  # reads under way go on during an urgent one
+            self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
-        if self._content is not None and self._logs is None and not self._batches.is_slow:
+        if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
             # slow store each would be read twice then, for the READ and for the push.
-            soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
+            soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
         self._push_status.mark_soon(np.concatenate(soon))
-        self._page_cache.watch(push.markers.tolist())
+        self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:
@@ -550,13 +452,14 @@ class PrefetchWorker:
         if absent or part_count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
-        self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
+        self._planner.set_store_is_slow(is_slow=self._feed.batches.is_slow)
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[ExtentBatch]:
-        """The contents of files. Raises DieselError."""
-        batches = self._batches.batches(entries)
-        if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
+        """The contents of files. If they may take long, answers requests meanwhile. Raises
+        DieselError."""
+        batches = self._feed.batches.batches(entries)
+        if self._has_pushed and not (self._feed.batches.is_slow or self._request.task_options):
             yield from batches
             return
         while True:
@@ -569,7 +472,7 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answers requests of the control socket during a push; all else waits for its end."""
+        """Answer requests of the control socket during a push; all other messages wait."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:
@@ -578,18 +481,14 @@ class PrefetchWorker:
                 self._later.append(message)
         self._mounts_changed |= self._mountinfo in self._server.ready
 
-    def _is_of_one_chunk(self, entries: Entries) -> bool:
-        chunks = self._snapshot.columns.chunk[entries]
-        return len(chunks) > 0 and bool((chunks == chunks[0]).all())
-
     def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
-        """The batch without files whose READs the server holds: those bring the pages, too."""
+        """The batch without the files that READs will bring: the server holds these READs."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()
-        store: dict[str, Value] = {**self._batches.stats(), **self._source.cache_reads()}
+        store: dict[str, Value] = {**self._feed.batches.stats(), **self._source.cache_reads()}
         return {"pid": os.getpid(), **plans, "failed_pushes": self._failed, "store": store}
 
     def _send_stats(self, now_s: float) -> None:
@@ -604,6 +503,11 @@ class PrefetchWorker:
                     },
                     self._planner.importances.take_chunk_values(),
                 )
+
+
+def _is_of_one_chunk(snapshot: Snapshot, entries: Entries) -> bool:
+    chunks = snapshot.columns.chunk[entries]
+    return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:
@@ -627,7 +531,6 @@ def planner_for(
     *,
     keeps_important: bool = False,
 ) -> PrefetchPlanner:
-    """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset
     many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)

@@ -1,23 +1,34 @@
-"""The supervisor, a mount's first process: it forks the other two, watches them, ends with them.
+"""The supervisor, a mount's first process: it forks the other two, watches them, and ends last.
 
-The server (`server.py`) answers the kernel; the prefetch worker (`prefetch_worker.py`) pushes
-contents into the kernel's page cache. The supervisor sees to it that no reader hangs because of one
-of the three. It has no descriptor of the connection and never touches the mount, so nothing that
-happens there can stop it.
+`launcher.py` starts it. It prevents readers from hanging when the server (`server.py`) or the
+prefetch worker (`prefetch_worker.py`) dies or stops. It has no descriptor of the connection and
+never touches the mount, so nothing that happens there can stop it.
 
-The supervisor aborts the connection, so that readers get an error, in three cases: when the server
-ends, when the server has not answered for `WATCHDOG_S`, and when one of the two was killed but
-cannot end because it waits for a page lock. If its user may not abort connections, it kills the
-server, and fails the requests that the worker waits for (`processes.free_killed`). When the worker
-just ends, the mount goes on without pushing. A worker that still holds a mount that was unmounted
-is killed, or the mount could not end.
+It aborts the connection, so that readers get an error, if the server ends, if the server gives no
+heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
+page lock. If this user may not abort connections, it kills the server, and fails the requests that
+the worker waits for (`processes.free_killed`). If only the worker ends, the mount goes on without
+pushing. A worker that still holds a mount that was unmounted is killed; otherwise the mount could
+not end.
 
-SIGTERM and SIGINT are passed on to the server, which unmounts; a second one ends it at once. They
-are passed on as SIGUSR1, because a terminal, or a service manager, sends the first two to the
-children as well. SIGHUP does the same in the foreground, and is ignored in the background. When the
-supervisor is killed, the kernel kills the worker and signals the server, which then aborts the
-connection itself. One thread; with `--metrics` another one serves the metrics
-(`statistics/metrics_port.py`).
+Signals: SIGTERM and SIGINT make the server unmount; a second one ends it at once. They are passed
+on as SIGUSR1, because a terminal or a service manager sends the first two to the children as well.
+SIGHUP does the same in the foreground, and is ignored in the background. If the supervisor is
+killed, the kernel kills the worker and signals the server, which then aborts the connection itself.
+
+Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
+them (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the loop.
+
+- The loop wakes for a signal, a line of the server, the end of a child, a change of the mount
+  table, and every `CHECK_INTERVAL_S`. It handles each event completely before the next poll, so the
+  methods never interleave.
+- Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two are
+  safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the open
+  abort file belongs to this connection even if its device number is used again.
+- Nothing in the loop waits for a process that may live on. After the server's end, `_end` kills the
+  worker, and then waits for it.
+- The mount's device arrives before READY. Until then there is nothing to abort, and the checks of
+  the children do nothing.
 """
 
 import gc
@@ -43,37 +54,28 @@ from ..mountpoints.processes import free_killed, is_killed_but_waits, mark_as_da
 from ..options import MountRequest
 from ..source import MountSource
 from ..statistics.metrics_port import MetricsPort
+from .ending import GRACE_S, ORPHANED_SIGNAL, UNMOUNT_SIGNAL
 from .prefetch_worker import run_prefetch_worker
-from .server import (
-    CONNECTED,
-    GRACE_S,
-    ORPHANED_SIGNAL,
-    READY,
-    UNMOUNT_SIGNAL,
-    Report,
-    serve_mount,
-)
+from .server import CONNECTED, READY, Report, serve_mount
 
 log = logging.getLogger("diesel.mount")
 
 WATCHDOG_S = 20.0
-"""How long the server's loop may give no heartbeat. A turn takes milliseconds; a server that takes
-this long is stopped or broken, or the machine has no memory left."""
+"""How long the server may give no heartbeat. A turn of its loop takes milliseconds; a server that
+takes this long is stopped or broken, or the machine has no memory left."""
 
 LARGE_BYTES = 4 << 20
 """Columns of datasets with a million entries are larger than this. By default glibc keeps the
-memory of pieces of up to 32 MiB that were freed: 24 MB after reading the snapshot of 1.28 million
-entries."""
+memory of freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
 
 CHECK_INTERVAL_S = 0.5
-"""How often the supervisor checks the other processes."""
 
 STUCK_S = 0.45
-"""How long a killed process may take to end: it may wait for a READ under way. A little less than
-the time between two checks."""
+"""How long a killed process may take to end, since it may wait for a READ under way. A little less
+than the time between two checks."""
 
 WORKER_RELEASE_S = 0.5
-"""How long the worker may hold a mount that was unmounted; it needs a millisecond, unless it waits
+"""How long the worker may hold a mount that was unmounted. It needs a millisecond, unless it waits
 for the store."""
 
 WORKER_FREED_S = 20.0
@@ -90,9 +92,9 @@ def main(
     """Runs a mount: arguments `[--foreground] MOUNTPOINT`, a `MountRequest` on stdin. Returns the
     exit code.
 
-    In the background it reports on stdout, one JSON object a line: its process ID first, then its
-    steps and warnings, and at last that it is ready or what went wrong. The mount point is an
-    argument only so that `ps` shows it. Tests give another `source` of contents, and other times.
+    In the background it reports on stdout, one JSON object a line: first its process ID, then its
+    steps and warnings, and at last that it is ready or why it failed. The mount point is an
+    argument only so that `ps` shows it. Tests pass another `source` of contents, and other times.
     """
     open_buckets_directly()
     syscalls.map_large_allocations(LARGE_BYTES)
@@ -114,7 +116,7 @@ def main(
         supervisor = _Supervisor(
             request, source or MountSource(), foreground, report, watchdog_s, grace_s
         )
-    except DieselError as error:  # a port for the metrics that cannot be had
+    except DieselError as error:  # the port of the metrics is in use
         log.error("%s", error)
         report(error_message(error))
         return error.exit_code
@@ -125,8 +127,6 @@ def _no_report(_: Mapping[str, object]) -> None: ...
 
 
 class _Supervisor:
-    """The processes of one mount, from their start to their end."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -145,7 +145,7 @@ class _Supervisor:
         self._abort_file = self._mark_fd = -1
         self._partial_line = b""  # of the server's pipe
         self._beat_s = self._checked_s = time.monotonic()  # of the last heartbeat, and check
-        self._gone_s = math.inf  # when the mount was found to be unmounted
+        self._gone_s = math.inf  # when the mount was first seen unmounted
         self._stuck_s = math.inf  # when a killed process was found that has not ended since
         self._is_ending = False
         self._aborted = False
@@ -233,7 +233,7 @@ class _Supervisor:
 
     def _read_heartbeats(self) -> bool:
         """Reads the server's pipe: the mount's device (perhaps first as CONNECTED, before there is
-        a mount), READY, then heartbeats. False at its end."""
+        a mount), READY, then heartbeats. Returns False at its end."""
         with suppress(BlockingIOError):
             text = os.read(self._beats, 4096)
             if not text:
@@ -257,14 +257,13 @@ class _Supervisor:
         return True
 
     def _set_device(self, device: str) -> None:
-        """From now on the connection of this device is the one to be aborted."""
         self._device = device
         if self._abort_file >= 0:
             os.close(self._abort_file)
         self._abort_file = syscalls.open_abort(device)
 
     def _check_starter(self) -> None:
-        """Ends a mount whose starter has gone before the mount was ready."""
+        """Ends the mount if its starter has ended before it was ready."""
         if self._starting and daemons.is_starter_gone():
             self._starting = False
             if not self._is_ending:
@@ -291,7 +290,7 @@ class _Supervisor:
             self._remove_created()
 
     def _check_children(self) -> None:
-        """Aborts the connection where one of the children cannot go on."""
+        """Aborts the connection if one of the children cannot go on."""
         now_s = time.monotonic()
         pause_s, self._checked_s = now_s - self._checked_s, now_s
         if pause_s > 4 * CHECK_INTERVAL_S:  # all three were stopped: Ctrl-Z, a frozen container
@@ -304,7 +303,7 @@ class _Supervisor:
             os.kill(self._server, signal.SIGKILL)
             return
         if self._worker and now_s - self._gone_s > WORKER_RELEASE_S:
-            os.kill(self._worker, signal.SIGKILL)  # else it keeps the mount alive
+            os.kill(self._worker, signal.SIGKILL)  # it would keep the mount alive
         elif any(pid and is_killed_but_waits(pid) for pid in (self._server, self._worker)):
             self._stuck_s = min(self._stuck_s, now_s)
             if now_s - self._stuck_s >= STUCK_S:
@@ -339,7 +338,7 @@ class _Supervisor:
         return 1 if code < 0 else code
 
     def _remove_created(self) -> None:
-        """Removes the folders made for the mount point, once: they may be made again later."""
+        """Only once, since another mount may make them again later."""
         made, self._made_folders = self._made_folders, ()
         remove_created_folders(made)
 

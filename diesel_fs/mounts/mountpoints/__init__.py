@@ -1,8 +1,9 @@
-"""What the operating system knows of mounts: where they are, and which processes belong to them.
+"""Facts from the operating system about mounts: their places, and the processes that belong to
+them.
 
 - `mountpoint.py` finds mounts of datasets, checks and makes folders, and ends mounts. Start here.
 - `processes.py` finds the daemon of a mount, the processes that use it, and killed ones that hang.
 
-One rule: nothing here touches a mount itself, since a mount that hangs would never let go. It reads
-/proc, and asks a mount only in a child process with a deadline.
+One rule: nothing here touches a mount itself, since a call to a mount that hangs never returns. It
+reads /proc; if a mount must answer, a child process with a deadline makes the call.
 """

@@ -1,11 +1,11 @@
-"""Mount points: which mounts show datasets, which folders can be used, and how a mount ends.
+"""Finds mounts of datasets, prepares mount points, and unmounts.
 
-A mount of a dataset is a FUSE mount; or it is *native*: a tree of EROFS, which the kernel serves
-alone, and on the folder `.diesel` in it a FUSE mount, which delivers the contents.
+A mount of a dataset is a FUSE mount, or it is *native*: a tree of EROFS, which the kernel serves
+alone, with a FUSE mount on the folder `.diesel` in it, which delivers the contents.
 
-`system/mountinfo.py` says what is mounted. This process never touches a mount itself: `stat` takes
-a dead mount for a living one, since the kernel keeps its attributes, and would wait for ever on one
-that hangs. Where a mount must be asked, a child process does it, with a deadline. Any thread.
+This process never touches a mount itself: a `stat` of a dead mount succeeds, since the kernel keeps
+its attributes, and a call to a mount that hangs never returns. If a mount must answer, a child
+process makes the call, with a deadline. Functions may be called from any thread.
 """
 
 import errno
@@ -45,7 +45,7 @@ ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs, or to deliver its statistics."""
 
 ANSWER_NOTICE_S = 2.0
-"""After this time a warning says that the answer is waited for."""
+"""After this time a warning tells the user that the mount has not answered yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +53,50 @@ class DatasetMount:
     """A mount of a dataset, as the kernel lists it."""
 
     tree: MountEntry
-    """What users see at the mount point."""
     fuse: MountEntry | None
-    """The FUSE mount: `tree` itself, or in a native mount the one on `.diesel` (of another place
-    where the same tree is mounted, if it has none here). None where somebody has unmounted it."""
+    """`tree` itself, or in a native mount the one on `.diesel`. If the tree has none here but is
+    mounted elsewhere too, this is the one there. None if it was unmounted."""
 
     @property
     def path(self) -> str:
-        """Where it is mounted."""
         return self.tree.path
 
     @property
     def source(self) -> str:
-        """What it shows: `DATASET@VERSION`, or `DATASET` where it follows the dataset."""
+        """`DATASET@VERSION`, or `DATASET` if the mount follows the dataset."""
         return self.tree.source
 
     @property
     def device(self) -> str:
-        """The device number of the FUSE mount. It names the connection and the daemon, and stays
-        the same when a native mount switches to another tree. Empty where it is not known."""
+        """The device number of the FUSE mount; empty if unknown. It names the connection and the
+        daemon, and stays the same when a native mount switches to another tree."""
         return self.fuse.device if self.fuse else ""
 
     @property
     def is_native(self) -> bool:
-        """Whether the tree is one of EROFS."""
         return self.tree.kind == _EROFS
 
     @property
     def owner(self) -> int | None:
-        """The ID of the user who mounted it, if known."""
+        """The user ID, if known."""
         options = self.fuse.options if self.fuse else ()
         ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
         return int(ids[0]) if ids and ids[0].isdigit() else None
 
     @property
     def hidden_mount(self) -> MountEntry | None:
-        """The mount on `.diesel` in this very tree."""
+        """The FUSE mount on `.diesel` in this very tree; None if there is none."""
         here = self.fuse is not None and self.fuse.parent_id == self.tree.mount_id
         return self.fuse if here and self.is_native else None
 
     @property
     def hidden_folder(self) -> str:
-        """The path of `.diesel`."""
         if self.is_native and self.fuse is not None:
             return self.fuse.path
         return os.path.join(self.path, HIDDEN_FOLDER)
 
 
 def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
-    """The mounts of datasets among all mounts that a process sees."""
     entries = list(entries)
     trees = {each.mount_id: each for each in entries if _is_native_tree(each)}
     hidden_of_mount: dict[int, MountEntry] = {}
@@ -122,7 +117,7 @@ def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
 
 
 def _is_native_tree(entry: MountEntry) -> bool:
-    """Other mounts of EROFS have a path as their source."""
+    """Whether a mount of EROFS is ours. Other ones have a path as their source."""
     name, at, version = entry.source.partition("@")
     if entry.kind != _EROFS or (at and not version.isdecimal()):
         return False
@@ -134,24 +129,22 @@ def _is_native_tree(entry: MountEntry) -> bool:
 
 
 def mounted_at(path: str) -> DatasetMount | None:
-    """The mount of a dataset that is the topmost mount at exactly this path, or None."""
+    """The topmost mount at exactly this path, if it shows a dataset."""
     entries = list(mounts())
     tree = topmost_at(path, entries)
     return next((each for each in dataset_mounts(entries) if each.tree is tree), None)
 
 
 def is_mounted(path: str, device: str) -> bool:
-    """Whether the mount whose FUSE mount has this device number is the topmost one at a path. A
-    native mount that has lost its FUSE mount counts as that one.
-    """
+    """Whether the topmost mount at a path belongs to the FUSE mount with this device number. A
+    native mount that has lost its FUSE mount counts as that one."""
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
 
 
 def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
-    """Where a mount is now, of which the FUSE mount has this device number: at its mount point, or
-    where it was moved to (by `mount --move`). None where it is not the topmost mount there.
-    """
+    """The path of a mount now: its mount point, or the path that `mount --move` gave it; None if it
+    is gone or covered. `device` is the number of its FUSE mount."""
     if is_mounted(mountpoint, device):  # during a switch this is another tree
         return mountpoint
     moved = (each.path for each in mounts() if each.mount_id == mount_id)
@@ -159,10 +152,11 @@ def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
 
 
 class MountPresence:
-    """Tells whether a mount is still there, at any path that this process sees.
+    """Tells whether a mount is still there, at any path that this process sees. Belongs to one
+    thread.
 
-    A native mount is, as long as its tree is there: `.diesel` may have been unmounted alone, and is
-    missing for a moment when `umount` tries whether the tree is in use. Belongs to one thread.
+    A native mount counts as present while its tree is there: `.diesel` may have been unmounted
+    alone, and is missing for a moment while `umount` tries whether the tree is in use.
     """
 
     def __init__(self, device: str) -> None:
@@ -171,7 +165,6 @@ class MountPresence:
         self._trees: set[str] = set()  # device numbers of the trees that it was last seen in
 
     def is_mounted(self) -> bool:
-        """Whether it is there now."""
         found = dataset_mounts(mounts())
         own = {each.tree.device for each in found if each.device == self._device}
         self._trees = own or self._trees
@@ -181,7 +174,7 @@ class MountPresence:
 
 
 def real_path(directory: str | os.PathLike[str]) -> str:
-    """The path without symbolic links, as mountinfo has it; a mount there is not touched."""
+    """The path without symbolic links, as mountinfo lists it. A mount there is not touched."""
     folder, name = os.path.split(os.path.abspath(directory))
     path = os.path.join(os.path.realpath(folder), name)
     is_mount = topmost_at(path, mounts()) is not None
@@ -189,7 +182,7 @@ def real_path(directory: str | os.PathLike[str]) -> str:
 
 
 def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
-    """The mount of a dataset at `directory`. Raises UsageError where there is none."""
+    """Raises UsageError if no dataset is mounted there."""
     path = real_path(directory)
     if found := mounted_at(path):
         return found
@@ -215,10 +208,10 @@ def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
-    """The mount of a dataset that a file or folder lies in, and its path there. Follows links.
+    """The mount that contains a file or folder, and the path inside it. Follows links.
 
-    Raises UsageError where it lies in none, NotFoundError where nothing is there, PermissionDenied,
-    DeadlineError for a mount that hangs, and DieselError for a dead one.
+    Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if the
+    mount hangs, and DieselError if it is dead.
     """
     named = os.fspath(path)
     number, found = _run_in_child(
@@ -253,12 +246,11 @@ def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
-    """Prepares a folder as a mount point: creates it where it is missing, and unmounts a dead
-    mount.
+    """Creates missing folders and unmounts a dead mount.
 
-    Returns the folders that it created, the outermost first; `remove_created_folders` takes them
-    when the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
-    cache) nor lie in one. Raises UsageError, BusyError, PermissionDenied or DieselError.
+    Returns the folders that it created, the outermost first; pass them to `remove_created_folders`
+    after the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
+    cache) nor lie in one of them. Raises UsageError, BusyError, PermissionDenied or DieselError.
     """
     unmount_dead(mountpoint)
     if found := mounted_at(mountpoint):
@@ -285,14 +277,14 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
 
 
 def unmount_dead(mountpoint: str) -> None:
-    """Unmounts dead mounts of datasets at a path. Raises DieselError; DeadlineError where one does
+    """Unmounts dead mounts of datasets at a path. Raises DieselError; DeadlineError if a mount does
     not answer."""
     while mounted_at(mountpoint) is not None and not is_alive(mountpoint):
         unmount(mountpoint, lazy=True)
 
 
 def _create_folders(folder: str) -> Sequence[str]:
-    """Creates a folder and those above it, where missing. Raises UsageError, PermissionDenied."""
+    """Raises UsageError, PermissionDenied."""
     missing = []
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -315,16 +307,15 @@ def _create_folders(folder: str) -> Sequence[str]:
 
 
 def remove_created_folders(folders: Sequence[str]) -> None:
-    """Removes the folders that `prepare_mountpoint` created. One that is not empty stays."""
+    """Those that are not empty stay."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Unmounts the topmost mount at a path; `lazy` also one that is in use, which lives on without
-    a path. Raises BusyError, PermissionDenied or DieselError.
-    """
+    """Unmounts the topmost mount at a path. With `lazy`, also one that is in use, which lives on
+    without a path. Raises BusyError, PermissionDenied or DieselError."""
     found = mounted_at(mountpoint)
     try:
         if found is not None and found.hidden_mount is not None and not lazy:
@@ -335,7 +326,7 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
         if error.errno == errno.EBUSY:
             raise BusyError(f"{mountpoint} is in use") from None
         if error.errno == errno.EINVAL and mounted_at(mountpoint) is None:
-            return  # somebody else has just unmounted it
+            return  # another process has just unmounted it
         if error.errno != errno.EPERM:
             raise DieselError(f"cannot unmount {mountpoint}: {error.strerror}") from error
         if found is not None and found.is_native:
@@ -346,9 +337,9 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
     """Unmounts a native mount, or leaves it as it is. Raises OSError.
 
-    The kernel unmounts no mount in which another one is mounted. So `.diesel` goes first, and comes
-    back where the tree turns out to be in use. Readers of `.diesel` meet the time between, some 0.1
-    ms.
+    The kernel refuses to unmount a mount that has another one in it. So `.diesel` is unmounted
+    first, and attached again if the tree turns out to be in use. Readers of `.diesel` may see it
+    missing for some 0.1 ms.
     """
     inside = {each.mount_id for each in mounts() if each.parent_id == found.tree.mount_id}
     if inside - {hidden.mount_id}:  # a user has mounted something in it
@@ -372,12 +363,12 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
 
 
 def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
-    """Ends the connection of a mount with the kernel: calls that wait for the mount fail. Whether
-    this user could.
+    """Aborts the connection with the kernel, so that calls that wait for the mount fail. Returns
+    False if this user may not.
 
-    `abort_file` is what `syscalls.open_abort` gave: it belongs to this connection, even where the
-    device number has been given to another one since. Where it is -1, root unmounts by force; for
-    another user the connection ends with the processes that hold it (`processes.free_killed`).
+    `abort_file` comes from `syscalls.open_abort`: it belongs to this connection even if its device
+    number is used again. If it is -1, root unmounts by force; for another user, the connection ends
+    with the processes that hold it (`processes.free_killed`).
     """
     with suppress(OSError):
         if abort_file >= 0:
@@ -390,7 +381,7 @@ def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
 
 
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
-    """By fusermount3, without a deadline: the kernel may have millions of files to forget."""
+    """Runs fusermount3, without a deadline: the kernel may have millions of files to forget."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", mountpoint]
     found = mounted_at(mountpoint)
     try:
@@ -424,11 +415,11 @@ def _not_allowed(found: DatasetMount) -> PermissionDenied:
 
 
 def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
-    """Whether a daemon serves the mount. Raises DeadlineError where it does not answer in time
-    (None: in `ANSWER_DEADLINE_S`).
+    """Whether a daemon serves the mount. Raises DeadlineError if there is no answer within
+    `deadline_s` (by default `ANSWER_DEADLINE_S`).
 
-    Another user's mount answers EACCES, which counts as alive. The tree of a native mount would
-    answer for ever, so its `.diesel` is asked; a tree without one is dead.
+    Another user's mount answers EACCES, which counts as alive. The tree of a native mount always
+    answers, so its `.diesel` is tried instead; a tree without it is dead.
     """
     found = mounted_at(mountpoint)
     if found is not None and found.is_native:
@@ -440,9 +431,9 @@ def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
 
 
 def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
-    """The content of a small file in a mount, which has as long to answer as in `is_alive`.
+    """The content of a small file in a mount. The deadline is that of `is_alive`.
 
-    Raises PermissionDenied for another user's mount, DeadlineError where the mount hangs, and
+    Raises PermissionDenied for another user's mount, DeadlineError if the mount hangs, and
     DieselError for other errors.
     """
     number, content = _run_in_child(
@@ -459,7 +450,8 @@ def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
 
 
 def _run_in_child(statement: str, path: str, deadline_s: float | None = None) -> tuple[int, bytes]:
-    """The errno and output of one line of Python in a child, which alone hangs with a mount."""
+    """Runs one line of Python; only the child hangs with the mount. Returns the errno and the
+    output."""
     program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
@@ -469,7 +461,7 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
             answer, _ = child.communicate(timeout=min(ANSWER_NOTICE_S, limit_s))
         except subprocess.TimeoutExpired:
             left_s = max(0.0, limit_s - ANSWER_NOTICE_S)
-            if left_s and deadline_s is None:  # who names a deadline waits knowingly
+            if left_s and deadline_s is None:  # a caller that names a deadline expects to wait
                 log.warning(
                     "the mount of %s has not answered yet: waiting for up to %.0f s more",
                     path,
@@ -478,7 +470,7 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
             answer, _ = child.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
         child.kill()
-        # Where it waits uninterruptibly, it ends when the mount does; until then a thread waits
+        # A child that waits uninterruptibly ends when the mount does; a thread reaps it then.
         threading.Thread(target=child.wait, name="reap", daemon=True).start()
         assert child.stdout is not None
         child.stdout.close()

@@ -1,8 +1,8 @@
-"""The processes of a mount: those that hold it busy, and the daemon that serves it.
+"""Finds the processes that serve a mount and those that keep it busy.
 
-They are found by reading /proc alone: open files by the mount ID in their fdinfo, mapped files by
-their device. No file of the mount is touched, so a dead or hung mount does no harm. Only root sees
-the processes of other users. Any thread.
+Everything comes from /proc: open files by the mount ID in their fdinfo, mapped files by their
+device. No file of the mount is touched, so a dead or hung mount does no harm. Only root sees the
+processes of other users. Functions may be called from any thread.
 """
 
 import errno
@@ -22,29 +22,29 @@ _MARK = "diesel-mount-"
 _KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 _REQUEST_BYTES = 2 << 20
-"""The kernel hands over no request if the buffer would not hold the longest that it can make."""
+"""The kernel hands over a request only if the buffer could hold the longest possible one."""
 
 _FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
-"""Errors of reading a request after which the next one can be read."""
+"""Errors of a read after which the next request can be read."""
 
 _FREED_S = 0.05
 """How long a killed process gets to end before more requests are failed."""
 
 
 def mark_as_daemon(device: str) -> int:
-    """Marks this process as the daemon of a mount, for as long as the returned descriptor is open.
+    """Marks this process as the daemon of a mount for as long as the returned descriptor is open.
 
-    The mark is an empty memfd, whose name other processes of the user, and root's, see in /proc.
-    Unlike a file with a process ID it can neither be left behind nor be wrong.
+    The mark is an empty memfd. Root and processes of the same user see its name in /proc. Unlike a
+    file with a process ID, it can neither be left behind nor be wrong.
     """
     return os.memfd_create(_MARK + device, os.MFD_CLOEXEC)
 
 
 def daemon_of(device: str) -> int | None:
-    """The supervisor of a mount; None where it has ended, or this user may not see it.
+    """The process ID of a mount's supervisor; None if it has ended, or is invisible to this user.
 
-    Of several marks the newest counts: a device number is given again as soon as its mount has
-    ended, and the supervisor of that one may need some time to end.
+    If several processes have the mark, the newest counts: the kernel reuses a device number as soon
+    as its mount has ended, and the old supervisor may need some time to end.
     """
     mark = f"/memfd:{_MARK}{device} (deleted)"
     found: dict[int, int] = {}  # the processes, by the time of their mark
@@ -59,7 +59,6 @@ def daemon_of(device: str) -> int | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; none where it has ended."""
     found = []
     for each in _processes():
         with suppress(OSError, ValueError, IndexError):
@@ -70,7 +69,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The children of a process, their children, and so on."""
     found = [pid]
     for each in found:  # which grows meanwhile
         found += children_of(each)
@@ -78,14 +76,13 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def was_killed(thread: int) -> bool:
-    """Whether a thread has a signal that kills it, and will end as soon as it does not wait any
-    more. False for one that cannot be seen.
-    """
+    """Whether a fatal signal is pending for a thread: it ends as soon as it stops waiting. False if
+    it is invisible."""
     return _status_of(thread)[1]
 
 
 def is_killed_but_waits(pid: int) -> bool:
-    """Whether a process was killed but cannot end, because a thread waits uninterruptibly."""
+    """Whether a killed process cannot end because a thread of it waits uninterruptibly."""
     with suppress(OSError):
         threads = map(int, os.listdir(f"/proc/{pid}/task"))
         return any(_status_of(thread) == ("D", True) for thread in threads)
@@ -94,7 +91,7 @@ def is_killed_but_waits(pid: int) -> bool:
 
 def killed_servants_of(mountpoint: str) -> list[int]:
     """The processes of a mount at this path that were killed but cannot end. Their supervisor may
-    have ended before them, so they are recognised by its last argument, the mount point."""
+    have ended before them, so they are recognised by their last argument, the mount point."""
     return [
         pid
         for pid in _processes()
@@ -104,13 +101,14 @@ def killed_servants_of(mountpoint: str) -> list[int]:
 
 def free_killed(pid: int, within_s: float) -> bool:
     """Ends a killed process that waits in the kernel for a request which no process will answer.
-    Whether it ended in time.
+    Returns whether it ended in time.
 
-    The prefetch worker waits so if it pushes a page that a READ holds, and the server was killed
+    The prefetch worker gets there if it pushes a page that a READ holds, and the server was killed
     before it took the READ: the worker keeps the connection open, the connection keeps the READ,
     and the READ keeps the worker. The kernel fails requests that were taken through a descriptor
-    which is then closed. So this takes all that wait, by a descriptor like the worker's. It needs
-    no rights of root; a process that is served by others loses requests, so call it for none.
+    that is then closed; so this takes all that wait, through a descriptor like the worker's. It
+    needs no root rights. It must not be called while another process serves the connection, since
+    requests would be lost.
     """
     end_s = time.monotonic() + within_s
     while not ends_within(pid, _FREED_S):
@@ -129,10 +127,9 @@ def free_killed(pid: int, within_s: float) -> bool:
 
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
-    """The other mounts that its daemon serves: at another path, or in another mount namespace, as a
-    container has one. Each comes with a process that sees it. Only those are found that this user
-    may see. `retired` are the trees of earlier versions: the device of each, by its mount's number.
-    """
+    """The other mounts that the same daemon serves, at another path or in another mount namespace
+    (of a container), each with a process that sees it. `retired` maps the mount IDs of earlier
+    trees to their devices. Mounts that this user may not see are left out."""
     return {
         each.tree: pid
         for pid, entries in _tables_of(_processes())
@@ -146,16 +143,16 @@ def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[Mou
 
 
 def holders_of(mount: DatasetMount) -> list[int]:
-    """The processes with a file or folder of the mount open or mapped, or as working folder; also
-    where it is mounted elsewhere."""
+    """The processes that have a file or folder of the mount open, mapped, or as working folder,
+    through any mount of it."""
     return holders_of_trees(
         {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
     )
 
 
 def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
-    """The same for file systems of which no mount need be left: the device of each, by the number
-    that its mount has or had."""
+    """As `holders_of`, for file systems that may not be mounted any more: the device of each, by
+    the present or past ID of its mount."""
     if not trees:
         return []
     devices = set(trees.values())
@@ -171,14 +168,12 @@ def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
 
 
 def openers_of(mount: DatasetMount) -> list[int]:
-    """The processes with a file or folder of the mount open, or as working folder, through this
-    very mount and no other mount of the same file system."""
+    """As `holders_of`, without mapped files, and only through this very mount."""
     mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
 def ends_within(pid: int, within_s: float) -> bool:
-    """Whether any process, child or not, has ended or ends in time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -190,9 +185,7 @@ def ends_within(pid: int, within_s: float) -> bool:
 
 
 def processor_ticks(pids: Sequence[int]) -> int:
-    """The processor time of these processes so far, in clock ticks. It rises as long as one of them
-    works, in the kernel too.
-    """
+    """The processor time of these processes so far, in clock ticks."""
     found = 0
     for pid in pids:
         with suppress(OSError, ValueError, IndexError):
@@ -206,7 +199,7 @@ def _processes() -> list[int]:
 
 
 def _tables_of(processes: Sequence[int]) -> Iterator[tuple[int, list[MountEntry]]]:
-    """The mounts of each mount namespace, with a process of it."""
+    """The mounts of each mount namespace, with one process in it."""
     seen: set[str] = set()
     for pid in processes:
         with suppress(OSError):
@@ -230,7 +223,7 @@ def _has_open(pid: int, mount_ids: set[int]) -> bool:
                     return True
     for folder in ("cwd", "root"):
         with suppress(OSError), ExitStack() as stack:
-            # O_PATH names a folder without opening it, so the file system is not asked.
+            # O_PATH names a folder without opening it, so the file system gets no request.
             stack.callback(os.close, named := os.open(f"/proc/{pid}/{folder}", os.O_PATH))
             if _mount_id(f"/proc/self/fdinfo/{named}") in mount_ids:
                 return True
@@ -253,9 +246,8 @@ def _mount_id(fdinfo: str) -> int:
 
 
 def _status_of(thread: int) -> tuple[str, bool]:
-    """The state of a thread, as one letter, and whether a signal kills it; "" and False for one
-    that cannot be seen.
-    """
+    """The state letter of a thread, and whether a fatal signal is pending; "" and False if it is
+    invisible."""
     with suppress(OSError, ValueError, KeyError):
         text = Path(f"/proc/{thread}/status").read_text(encoding="ascii", errors="replace")
         status = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

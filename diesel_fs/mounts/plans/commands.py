@@ -3,11 +3,10 @@
 The messages come from the control socket (CONTROL.md lists them) and from the mount's own server,
 which reports the lists of files that programs read (`list_plans.py`) and switches versions. A
 **stream** is one reader with the epochs that it will read; it is **tentative** until the reader is
-seen to follow the order (`orders/plan.py`, which also has the rules for plans). All readers of one
-list (with whatever epoch) are one stream here. This module knows which epochs of it are announced,
-and announces the next one when the reader has read half of the last.
+seen to follow the order (`orders/plan.py` has the rules for plans). All readers of one list, in any
+epoch, are one stream here; its next epoch is announced when half of the last one has been read.
 
-Used by one thread, that of the prefetch worker. Drawing an order of a million files takes it 0.3 s.
+Concurrency: the prefetch worker's thread alone. Drawing an order of a million files takes it 0.3 s.
 """
 
 import math
@@ -34,54 +33,49 @@ from .control_wire import (
 )
 
 LIST_STREAMS_MAX = 16
-"""Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
-so most of the 64 streams are left for those that are announced over the socket."""
+"""Streams of lists. If there would be more, the list that was read longest ago loses its stream; so
+most of the 64 streams are left for the control socket."""
 
 JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
-"""The limits of what a job says of itself."""
+"""The greatest length of a job's name, and its greatest benefit."""
 
 FINISHED_S = 60.0
-"""A stream whose files have all been read is withdrawn, and gives up its memory, unless its next
-epoch begins in this time."""
+"""A stream with all files read is withdrawn, and gives up its memory, unless its next epoch begins
+in this time."""
 
 PREDICT_INTERVAL_S = 1.0
-"""How often to check whether the next epoch of a list should be announced."""
 
 PREDICT_ENTRIES_MIN = 4096
-"""The next epoch is announced ahead only where an epoch has at least so many files. Shorter ones
+"""The next epoch is announced ahead only if an epoch has at least this many files. Shorter ones
 begin fast without that, and an opened file could belong to either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""The next epoch is announced once the reader has read one part in this many of the current one."""
+"""The next epoch is announced after one part in this many of the current one."""
 
 
 @dataclass(slots=True)
 class _ListStream:
-    """The stream of a list's readers."""
-
     name: ListName  # the list of the last epoch that was announced
     is_predicted: bool  # no program has read the list of that epoch yet
-    finished_s: float = math.inf  # when the reader was first seen to have read all epochs
+    finished_s: float = math.inf  # when all epochs were first seen to be read
 
 
 class PlanCommands:
-    """The messages that make and change plans (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
         planner: PrefetchPlanner,
-        ask_kernel: Callable[[Sequence[int]], Sequence[bool]] | None = None,
+        are_whole: Callable[[Sequence[int]], Sequence[bool]] | None = None,
         *,
         predicts_early: bool = False,
     ) -> None:
-        """`ask_kernel` says which of these entries are whole in the page cache; without it, all
-        that were pushed count. `predicts_early`: the next epoch of a list is announced as soon as
-        its reader has read a file."""
+        """`are_whole` returns which entries are whole in the page cache; without it, all pushed
+        entries count. With `predicts_early`, the next epoch of a list is announced as soon as its
+        reader has read a file."""
         self._predicts_early = predicts_early
         self._snapshot = snapshot
         self._planner = planner
-        self._ask_kernel = ask_kernel
+        self._are_whole = are_whole
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
         self._checked_s = 0.0  # when `predict_next_epochs` last looked at the streams
@@ -103,15 +97,14 @@ class PlanCommands:
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
-        """Carry out a message. Returns its result, or the fields `error`, `message` and
-        `advice`."""
+        """Returns the result, or the fields `error`, `message` and `advice`."""
         try:
             fields = Fields(message, "a message")
             do = fields.text("do")
             handler = self._handlers.get(do)
             if handler is None:
                 raise UsageError(f"no request {do[:64]!r}")
-            if "id" in fields:  # the link to the worker has put it there, to tell answers apart
+            if "id" in fields:  # the link to the worker adds it, to match answers
                 fields.integer("id")
             return handler(fields, now_s)
         except DieselError as error:
@@ -120,18 +113,18 @@ class PlanCommands:
     # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The streams that are being read; the switch waits for them."""
+        """The switch waits for these streams."""
         fields.end()
         return {"running": [*self._planner.views.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """As `_running`; if no stream is being read, plans are refused until `_unfreeze`."""
+        """If no stream is being read, plans are refused until `_unfreeze`."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
 
     def _unfreeze(self, fields: Fields, now_s: float) -> Message:
-        """Accept plans again: the mount did not switch."""
+        """Accepts plans again: the mount did not switch."""
         fields.end()
         self._is_frozen = False
         return {}
@@ -209,8 +202,8 @@ class PlanCommands:
         if len(entries) > CHECK_ENTRIES_MAX:
             raise UsageError(f"{len(entries)} entries to check (at most {CHECK_ENTRIES_MAX})")
         doubtful = self._planner.unconfirmed(entries)
-        if self._ask_kernel is not None and len(doubtful):
-            is_there = np.array(self._ask_kernel(doubtful.tolist()), np.bool_)
+        if self._are_whole is not None and len(doubtful):
+            is_there = np.array(self._are_whole(doubtful.tolist()), np.bool_)
             self._planner.forgotten(doubtful[~is_there])
         return _bitmap(self._planner.resident(entries))
 
@@ -219,7 +212,6 @@ class PlanCommands:
         return {"residency": self.stats()}
 
     def stats(self) -> dict[str, Value]:
-        """The planner's statistics, as a message has them."""
         return {**self._planner.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
 
     def _stream_field(self, fields: Fields) -> str:
@@ -227,7 +219,7 @@ class PlanCommands:
         return fields.text("stream")
 
     def _check_version(self, fields: Fields) -> None:
-        """Raise ConflictError unless a message is for this version: indices differ in others."""
+        """Raises ConflictError unless a message is for this version: indices differ in others."""
         identity, version = fields.text("identity"), fields.integer("version")
         own = self._snapshot
         if self._is_frozen:
@@ -250,7 +242,7 @@ class PlanCommands:
     # lists that programs read ---------------------------------------------------------------------
 
     def _list_read(self, fields: Fields, now_s: float) -> Message:
-        """A program has begun to read a list: announce its order as a tentative stream."""
+        """A program has begun to read a list: its order becomes a tentative stream."""
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
@@ -270,14 +262,14 @@ class PlanCommands:
         return {}
 
     def _continues(self, known: _ListStream, stats: StreamStats, name: ListName) -> bool:
-        """Whether a list is of an epoch that the stream's reader is in, or will be in next."""
+        """Whether a list belongs to an epoch that the stream's reader is in, or will be in next."""
         if replace(known.name, epoch=name.epoch) != name:
             return False
         last = known.name.epoch
         return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """The epoch that a list's reader is in; where it has read all, the next one; -1 if
+        """The epoch that a list's reader is in; the next one if it has read everything; -1 if
         unknown."""
         stream = fields.text("stream")
         fields.end()
@@ -289,11 +281,9 @@ class PlanCommands:
         return {"epoch": stats["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announce the next epoch of lists whose readers have read half of the last announced one,
-        and withdraw streams that were read to their end long ago.
-
-        Costs little, as the worker calls it all the time.
-        """
+        """Announces the next epoch of lists if half of the last announced one has been read, and
+        withdraws streams that were read to their end long ago. Cheap: the worker calls it all the
+        time."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s
@@ -328,7 +318,7 @@ class PlanCommands:
         return Epoch(name.epoch, entries, exact, computed=name.computed)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
-        """Forget this stream, and withdraw others until one more list may have a stream."""
+        """Withdraws streams of lists until one more list may have one."""
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Tells a mount what a program will read: the client of a mount's control socket.
+"""The client of a mount's control socket: it announces which files a program will read.
 
     from diesel_fs.mounts.plans.control import Control, explicit
 
@@ -6,14 +6,13 @@
         control.announce("rank0", [explicit(epoch=0, entries=order)])
         control.progress("rank0", 4096)
 
-A training program announces a *stream*, the files that one of its readers will read in each epoch,
-and the mount pushes them into the kernel's page cache ahead of the reader. Files are given by their
-indices in the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is
-refused. CONTROL.md describes the messages.
+A *stream* is the files that one reader of a training program will read in each epoch; the mount
+pushes them into the kernel's page cache ahead of the reader. Files are given by their indices in
+the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is refused.
+CONTROL.md describes the messages.
 
-The client is small and blocking: sockets, and no thread of its own. Any thread may use a `Control`;
-requests are sent one at a time. After a fork the child opens a connection of its own with its first
-request.
+The client is blocking, and starts no thread. Any thread may use a `Control`; requests are sent one
+at a time. After a fork the child opens a connection of its own with its first request.
 """
 
 import os
@@ -46,7 +45,7 @@ ANSWER_ITEMS_MAX = 1 << 14
 """Items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
 
 Epochs: TypeAlias = Sequence[Message]
-"""Epochs as `explicit` and `drawn` make them."""
+"""Made by `explicit` and `drawn`."""
 
 
 def explicit(
@@ -86,13 +85,13 @@ def drawn(
 class Control:
     """A connection to the control socket of a mount (see the module). Made by `connect`.
 
-    Every method raises the DieselError that the mount answers: UsageError for what has no meaning,
-    ConflictError for another dataset or version; DeadlineError where no answer comes.
+    Every method raises the DieselError in the mount's answer: UsageError for a request without
+    meaning, ConflictError for another dataset or version; and DeadlineError if no answer arrives.
     """
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        # By process, since a fork may inherit a lock that is held.
+        # One for each process, since a fork may inherit a lock that is held.
         self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
         self._owner = -1
@@ -108,9 +107,9 @@ class Control:
         identity: str | None = None,
         version: int | None = None,
     ) -> Self:
-        """Connect to the mount at a folder.
+        """Connects to the mount at a folder.
 
-        `identity` and `version` are those of the snapshot that plans are made from; without them,
+        `identity` and `version` are those of the snapshot that plans are made from, by default
         those of the mount. Raises UsageError, PermissionDenied.
         """
         control = cls(os.fspath(mountpoint), identity, version)
@@ -124,12 +123,10 @@ class Control:
 
     @property
     def identity(self) -> str:
-        """The identity of the dataset that plans are for."""
         return str(self.hello.get("identity")) if self._identity is None else self._identity
 
     @property
     def version(self) -> int:
-        """The version of the snapshot that plans are for."""
         version = self.hello.get("version") if self._version is None else self._version
         assert isinstance(version, int)
         return version
@@ -137,30 +134,31 @@ class Control:
     def announce(
         self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
     ) -> None:
-        """Announce a stream and the epochs that it will read (`explicit`, `drawn`). A stream of the
-        same name is replaced.
+        """Announces a stream and the epochs that it will read (`explicit`, `drawn`). It replaces a
+        stream of the same name.
 
-        `tentative`: push nothing before the order is seen to be followed. `lag_entries`: how far
-        apart in the order the stream's workers may read; 0 where that is not known.
+        With `tentative`, nothing is pushed until the reader has been seen to follow the order.
+        `lag_entries` is how far apart in the order the stream's workers may read; 0 if unknown.
         """
         first, rest = _split(epochs)
-        self._ask(
+        self._request(
             {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
              **self._version_fields(), "epochs": first}
         )  # fmt: skip
         self._extend(stream, rest)
 
     def extend(self, stream: str, epochs: Epochs) -> None:
-        """Add epochs. A first one with the number of the last announced one is appended to that."""
+        """Adds epochs. If the first one has the number of the last announced epoch, it is appended
+        to that."""
         first, rest = _split(epochs)
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Replace an announced epoch, from a position on."""
+        """Replaces an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
-        self._ask(
+        self._request(
             {
                 "do": "replace",
                 "stream": stream,
@@ -172,19 +170,19 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """Remove a stream: it will not be read any more."""
-        self._ask({"do": "withdraw", "stream": stream})
+        """The stream will not be read any more."""
+        self._request({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
-        """Say which position the stream reads next, in its current epoch or in the one named."""
+        """Reports which position the stream reads next, in its current epoch or in a named one."""
         named: Message = {} if epoch is None else {"epoch": epoch}
-        self._ask({"do": "progress", "stream": stream, "position": position, **named})
+        self._request({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Set the same value for entries: of those that no plan names, the page cache drops the
-        least valuable first. A finite number that is not negative."""
+        """Sets one value for all these entries: a finite number that is not negative. Of the
+        entries that no plan names, the page cache drops the least valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
-            self._ask(
+            self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
                  **pack_entries(part)}
             )  # fmt: skip
@@ -198,12 +196,12 @@ class Control:
         benefit: float = 1.0,
         substitutes: bool = False,
     ) -> int:
-        """Set the values of entries, one for each: finite numbers that are not negative. Returns
+        """Sets the values of entries, one for each: finite numbers that are not negative. Returns
         how many jobs have set any.
 
-        Several jobs that use the mount give their names, and by how many times their batches come
-        faster with its cache (`benefit`): their values are merged. `substitutes`: the job takes
-        entries of low importance that are resident for others.
+        If several jobs use the mount, each gives its name, and how many times faster its batches
+        arrive with the cache (`benefit`); their values are merged. With `substitutes`, the job
+        accepts other resident entries instead of entries of low importance.
         """
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
@@ -211,7 +209,7 @@ class Control:
         parts, jobs = _parts(entries, VALUES_PER_FRAME), 0
         for at, part in enumerate(parts):
             start = at * VALUES_PER_FRAME
-            answer = self._ask(
+            answer = self._request(
                 {"do": "value", "importances": row[start : start + len(part)].tobytes(),
                  "more": at + 1 < len(parts), "job": job, "benefit": float(benefit),
                  "substitutes": substitutes, **self._version_fields(), **pack_entries(part)}
@@ -221,18 +219,18 @@ class Control:
         return jobs
 
     def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
-        """Which of these entries a read would find in the page cache, as far as the mount knows."""
+        """Which of these entries are in the page cache, as far as the mount knows."""
         return self._resident("resident", entries, ENTRIES_PER_FRAME)
 
     def check(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
-        """As `resident`, after the mount has asked the kernel, which may have freed some of them.
-        The mount needs some 10 us for each."""
+        """As `resident`, after the mount has queried the kernel, which may have freed some of them.
+        That takes some 10 us for each entry."""
         return self._resident("check", entries, CHECK_ENTRIES_MAX)
 
     def _resident(self, do: str, entries: EntryOrder, entries_max: int) -> npt.NDArray[np.bool_]:
         found = []
         for part in _parts(entries, entries_max):
-            answer = self._ask({"do": do, **self._version_fields(), **pack_entries(part)})
+            answer = self._request({"do": do, **self._version_fields(), **pack_entries(part)})
             bitmap = answer.get("bitmap")
             if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
                 raise DieselError("the mount's answer has no bitmap of these entries")
@@ -241,14 +239,14 @@ class Control:
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """The statistics of the mount, as in `.diesel/stats`, up to date."""
-        found = self._ask({"do": "stats"}).get("stats")
+        """As in `.diesel/stats`, but up to date."""
+        found = self._request({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")
         return found
 
     def close(self) -> None:
-        """Close the connection. Plans stay in force unless they are withdrawn before."""
+        """Closes the connection. Plans stay in force unless they are withdrawn before."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -263,13 +261,15 @@ class Control:
 
     def _extend(self, stream: str, parts: Sequence[list[Value]]) -> None:
         for part in parts:
-            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": part})
+            self._request(
+                {"do": "extend", "stream": stream, **self._version_fields(), "epochs": part}
+            )
 
     def _version_fields(self) -> Message:
         return {"identity": self.identity, "version": self.version}
 
-    def _ask(self, message: Message) -> Message:
-        """Send a request and return its answer. Raises the error that the mount answers."""
+    def _request(self, message: Message) -> Message:
+        """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -280,7 +280,7 @@ class Control:
         return answer
 
     def _open(self) -> None:
-        """Connect and exchange hellos. A connection inherited by a fork is only closed here."""
+        """Connects and exchanges hellos. A connection inherited by a fork is only closed here."""
         self.close()
         self._owner = os.getpid()
         self._socket = _connect(self._mountpoint)
@@ -303,7 +303,7 @@ class Control:
                 )
             return unpack(self._receive(length), ANSWER_ITEMS_MAX)
         except BaseException as error:
-            self.close()  # the next answer on it could be the one to this request
+            self.close()  # its next answer could belong to this request
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
                     f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
@@ -331,7 +331,7 @@ class Control:
 def _connect(mountpoint: str) -> socket.socket:
     path = os.path.join(mountpoint, ".diesel", "control")
     try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container it lies in the link's place
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container the socket is there itself
             path = os.readlink(path)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error
@@ -354,8 +354,8 @@ def _parts(entries: EntryOrder, entries_max: int) -> "list[npt.NDArray[np.int64]
 
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
-    """Epochs for the first message, and for each `extend` behind it: as many entries as a frame
-    takes. An epoch that is cut loses its bounds, which would be positions in the whole of it."""
+    """Divides epochs among the first message and each `extend` after it, by the size of a frame. An
+    epoch that is cut loses its bounds, which are positions in the whole epoch."""
     frames: list[list[Value]] = [[]]
     left_bytes = frame_bytes = 4 * ENTRIES_PER_FRAME
     for epoch in epochs:

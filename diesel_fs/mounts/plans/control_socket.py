@@ -1,13 +1,13 @@
-"""Serves the control socket of a mount, and limits who may use it, how long, and for how much.
+"""Serves the control socket of a mount, and limits its clients.
 
 Over this socket, other programs announce which files they will read. It lies in a private folder of
-the user (CONTROL.md). Only the user that the mount's daemon runs as, and root, get answers; if the
-mount is for other users too, everybody does who reaches the socket. The server passes requests on
-to the prefetch worker, where `commands.py` carries them out. A client that breaks a limit or sends
-other bytes than frames is disconnected, with one line in the log; other clients do not notice.
+the user (CONTROL.md). Only root and the daemon's user get answers; if the mount is for other users
+too, all who can reach the socket. Requests go on to the prefetch worker, and `commands.py` carries
+them out there. A client that exceeds a limit or sends malformed frames is disconnected, with one
+line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
-their order. Everything has a deadline but the wait for a client's next request.
+their order. Everything has a deadline except the wait for a client's next request.
 """
 
 import logging
@@ -40,22 +40,20 @@ CONNECTIONS_MAX = 64
 """Enough for 16 ranks with a few processes each. Idle connections may stay."""
 
 FRAME_DEADLINE_S = 10.0
-"""How long a client may take to send the rest of a frame after its first byte, or to take an
+"""How long a client may take to send the rest of a frame after its first byte, or to receive an
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""How long the prefetch worker may take to answer; it may be busy with what has come."""
+"""How long the prefetch worker may take to answer; it may be busy with earlier messages."""
 
 LARGE_BYTES = 1 << 20
-"""Larger frames are received one at a time over all connections, so that many of them do not fill
-the memory."""
+"""Larger frames are received one at a time over all connections, so that they do not fill the
+memory."""
 
 _PEER = struct.Struct("3i")  # process, user, group
 
 
 class ControlSocket:
-    """One mount's control socket, from `listen` to `close`."""
-
     def __init__(
         self,
         folder: Path,
@@ -66,10 +64,10 @@ class ControlSocket:
         any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello`: what the mount says of itself in the answer to a client's first message.
-        `stats` returns the mount's statistics; `link` leads to the prefetch worker. `any_user`:
-        users need not be the daemon's, as in a container to which the socket is shown; the folder
-        keeps others out."""
+        """`hello` are the mount's facts for a client's first answer. `stats` returns the mount's
+        statistics; `link` leads to the prefetch worker. With `any_user`, clients may be other
+        users, for example in a container that the socket is shown to; the folder keeps others out.
+        """
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
@@ -81,28 +79,28 @@ class ControlSocket:
         self._large_frames = trio.Lock()  # held while a large frame is received
         self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
-        """Whether the prefetch worker has begun; before that, nothing may be sent to it."""
+        """Nothing may be sent to the prefetch worker before it has begun."""
 
     @property
     def _takes_plans(self) -> bool:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Set the hello that later clients get."""
+        """Later clients get this hello."""
         self._hello = hello
 
     @property
     def path(self) -> bytes:
-        """The path of the socket; empty while there is none."""
+        """Empty while there is no socket."""
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Make the socket, and remove those of killed daemons. Raises DieselError."""
+        """Removes sockets of killed daemons, too. Raises DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             remove_dead_sockets(self._folder)
             with open_private(self._folder) as folder:
-                # Another daemon would remove a socket of the final name that nobody listens on.
+                # Another daemon would remove a socket that has its final name but no listener yet.
                 temporary = f".new-{self._name}"
                 listener.bind(short_path(folder, temporary))
                 os.chmod(short_path(folder, temporary), 0o600 if self._users else 0o666)
@@ -116,7 +114,6 @@ class ControlSocket:
         self._socket = listener
 
     def close(self) -> None:
-        """Remove the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -124,7 +121,6 @@ class ControlSocket:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
-        """Serve clients until this task is cancelled."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)
@@ -139,7 +135,6 @@ class ControlSocket:
                 nursery.start_soon(self._serve_client, accepted)
 
     async def _serve_client(self, accepted: trio.socket.SocketType) -> None:
-        """Serve one connection to its end."""
         self._connections += 1
         stream = trio.SocketStream(accepted)
         try:
@@ -188,7 +183,7 @@ class ControlSocket:
             await self._send(stream, {**answer, "version": self._hello.get("version")})
 
     async def _received(self, stream: trio.SocketStream, bytes_max: int) -> Message | None:
-        """The next message; None at the end. Raises CorruptError, trio.TooSlowError."""
+        """None at the end. Raises CorruptError, trio.TooSlowError."""
         first = await stream.receive_some(1)
         if not first:
             return None
@@ -211,7 +206,7 @@ class ControlSocket:
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
-        """The answer to a request. Raises DieselError."""
+        """Raises DieselError."""
         do = message.get("do")
         if type(do) is not str or do not in REQUESTS:
             raise UsageError(f"no request {str(do)[:64]!r}")
@@ -228,7 +223,7 @@ class ControlSocket:
             )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
-            # The worker's last report, and its answer of now, which has fewer keys.
+            # The worker's last report, and its present answer, which has fewer keys.
             reported, current = stats.get("residency"), answer.get("residency")
             if isinstance(reported, dict) and isinstance(current, dict):
                 stats["residency"] = {**reported, **current}
@@ -236,7 +231,7 @@ class ControlSocket:
         return answer
 
     def _answer_without_worker(self, do: str) -> Message:
-        """The answer to a request while there is no prefetch worker. Raises DieselError."""
+        """Raises DieselError."""
         if do == "stats":
             return {"stats": self._stats()}
         if self.has_worker:
@@ -251,8 +246,7 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Receive until `body` has `length` bytes. Raises CorruptError where the connection ends
-    before."""
+    """Raises CorruptError if the connection ends before `body` has `length` bytes."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))
         if not received:

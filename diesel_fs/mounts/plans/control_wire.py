@@ -15,19 +15,17 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 
 PROTOCOL = 1
-"""The version of the protocol, in the first message."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
 )
-"""What a client may ask for, after its hello."""
+"""The requests that a client may send after its hello."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""2 million entries; longer epochs are sent in parts (`extend`). The mount's server, which receives
-it, cannot answer the kernel meanwhile: for 10 ms; it would be 400 ms for a frame of 32 MiB."""
+"""2 million entries; longer epochs are sent in parts (`extend`). While the mount's server receives
+a frame, it cannot answer the kernel: for 10 ms; for a frame of 32 MiB it would be 400 ms."""
 
 HELLO_BYTES_MAX = 4096
-"""The limit of the first message, which shows that a client speaks this protocol."""
 
 ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
 CHECK_ENTRIES_MAX = 4096
@@ -35,14 +33,14 @@ CHECK_ENTRIES_MAX = 4096
 50 ms."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""Entries that a client puts into one frame: half of what fits."""
+"""Half of the entries that fit a frame."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
-"""The same where each entry has a value of 4 bytes."""
+"""If each entry has a value of 4 bytes."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
-    """The entry indices in the fields `entries` and `width`. Raises UsageError."""
+    """Raises UsageError."""
     width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
@@ -54,7 +52,7 @@ def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint
 
 
 def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
-    """The importance of so many entries: one number for all in the field `importance`, or one for
+    """The importance of `count` entries: one number for all in the field `importance`, or one for
     each in `importances`. Raises UsageError for NaN, infinite and negative numbers."""
     if "importances" not in fields:
         found = np.full(count, fields.number("importance"), np.float64).astype(np.float32)
@@ -68,7 +66,7 @@ def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
 
 
 def pack_entries(entries: EntryOrder) -> Message:
-    """The fields `entries` and `width` for a row of entry indices. Raises UsageError."""
+    """Raises UsageError."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
         raise UsageError("entries are one row of whole numbers")
@@ -78,7 +76,7 @@ def pack_entries(entries: EntryOrder) -> Message:
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch out of a message's fields: either its entries, or the parameters of a shuffle, which
+    """An epoch from a message's fields: either its entries, or the parameters of a shuffle, which
     is drawn here. Raises UsageError."""
     number = fields.integer("epoch")
     exact = fields.flag("exact", True)
@@ -86,7 +84,7 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
         entries = parse_entries(fields)
         packed = fields.octets("bounds") if "bounds" in fields else None
         if packed is not None and len(packed) % 8:
-            raise UsageError("a row whose numbers are not 8 bytes each")
+            raise UsageError("a row of numbers that are not 8 bytes each")
         bounds = None if packed is None else np.frombuffer(packed, "<i8")
         fields.end()
         return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]  # it converts
@@ -108,5 +106,5 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
-    """The epochs in the field `epochs`. Raises UsageError."""
+    """Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]

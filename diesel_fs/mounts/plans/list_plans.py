@@ -2,15 +2,16 @@
 
 A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py`):
 `.diesel/filelist`, and `.diesel/shuffle/<name>` for named parameters. When a program reads one,
-this module tells the prefetch worker, which announces the order as a stream (`commands.py`).
+this module reports that to the prefetch worker, which announces the order as a stream
+(`commands.py`).
 
-It also decides which epoch `.diesel/filelist` shows: the next one, once a program has read the
-files of the current one to the end. The worker knows that, since it watches the opens of some files
-(`mounts/prefetch/stream_tracker.py`). In a mount without a worker, the kernel's OPEN requests tell:
-the epoch is at its end when the last file has been opened, and half of the list's last files.
+It also decides which epoch `.diesel/filelist` shows: the next one, once the files of the current
+one have been read to the end. The worker knows that, since it watches the opens of some files.
+Without a worker, the kernel's OPEN requests show it: the epoch is at its end when the last file has
+been opened, and half of the list's last files.
 
-Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, as long as
-the deadlines here say.
+Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
+the deadlines below.
 """
 
 from dataclasses import replace
@@ -25,18 +26,17 @@ from ..tree.dot_diesel import ListObserver, ListRef
 
 LOOK_DEADLINE_S = 1.0
 """How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a
-chunk. Without the worker's answer, a program that reads the list again could get the order that it
-has just read."""
+chunk. Without its answer, a program that reads the list again could get the same order."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has dropped its pages of the list. If it takes
-longer, nobody notices the next reading of the list, and nothing is pushed ahead for it."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. After that, the next
+reading of the list stays unnoticed, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
 
 def stream_name(ref: ListRef) -> str:
-    """The name of the stream of a list's readers, the same for all epochs."""
+    """The same for all epochs of a list."""
     if ref.by_filelist:
         return FILELIST_STREAM
     name = ref.name
@@ -45,8 +45,6 @@ def stream_name(ref: ListRef) -> str:
 
 
 class ListPlans(ListObserver):
-    """What the mount tells of its lists goes here."""
-
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None
         self._name = ListName(seed, 0, group_size)  # of the epoch that `.diesel/filelist` shows
@@ -57,26 +55,23 @@ class ListPlans(ListObserver):
         self._opened: set[int] = set()  # ... and those that have been opened
 
     def stats(self) -> dict[str, object]:
-        """The parameters of `.diesel/filelist` now."""
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
     def connect_worker(self, link: WorkerLink) -> None:
-        """The prefetch worker has begun: tell it of lists from now on."""
+        """From now on, lists are reported to the prefetch worker."""
         self._link = link
 
     def switch_version(self, version: int) -> None:
-        """The mount switches to another version. The list stays in its epoch, with the new
-        files."""
+        """The list stays in its epoch, with the files of the new version."""
         self._version = version
         self._is_read = False
         self._tail = frozenset()
         self._opened.clear()
 
     async def current_list(self) -> ListName:
-        """The list that `.diesel/filelist` shows now."""
         if self._is_read and self._link is not None:
             name_before = self._name
-            answer = await self._ask(
+            answer = await self._request(
                 {"do": "list looked up", "stream": FILELIST_STREAM}, LOOK_DEADLINE_S
             )
             epoch = answer.get("epoch")
@@ -85,13 +80,11 @@ class ListPlans(ListObserver):
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list is looked up: have the kernel drop its pages, so that the next reading of it is a
-        READ request, which this process sees."""
-        await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
+        """Makes the kernel drop the list's pages, so that the next reading is a READ request."""
+        await self._request({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
-        """A program reads a list: have its order announced, unless the list is of an old
-        version."""
+        """Makes the worker announce the order, unless the list belongs to an old version."""
         if ref.version != self._version:
             return
         if ref.by_filelist and ref.name == self._name:
@@ -101,7 +94,7 @@ class ListPlans(ListObserver):
             self._link.send(message)
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """A list was made, with these last files: their opens count from now on."""
+        """From now on, opens of these last files count."""
         is_current = ref.version == self._version and ref.name == self._name
         if ref.by_filelist and is_current and not self._tail:
             self._tail = frozenset(tail)
@@ -109,21 +102,21 @@ class ListPlans(ListObserver):
             self._opened.clear()
 
     def on_open(self, entry: int) -> None:
-        """A file was opened. Only sessions that get OPEN requests report that."""
+        """Only sessions that get OPEN requests call this."""
         if entry in self._tail:
             self._opened.add(entry)
             if self._last in self._opened and 2 * len(self._opened) >= len(self._tail):
                 self._begin(self._name.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
-        """Show the list of this epoch from now on, if it is a later one."""
+        """Shows the list of this epoch, if it is a later one."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)
             self._is_read = False
             self._tail = frozenset()
 
-    async def _ask(self, message: Message, deadline_s: float) -> Message:
+    async def _request(self, message: Message, deadline_s: float) -> Message:
         if self._link is None:
             return {}
         return await self._link.request(message, deadline_s) or {}

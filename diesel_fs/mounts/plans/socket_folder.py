@@ -1,4 +1,4 @@
-"""The private folder in which the control sockets of a user's mounts lie.
+"""The private folder that holds the control sockets of a user's mounts.
 
 A daemon that was killed leaves its socket there. The next mount removes it, and so does `umount` of
 the dead mount. This module imports little, because a user waits for `umount`. Any thread.
@@ -17,12 +17,11 @@ UNNAMED_SOCKET_S_MAX = 60.0
 
 
 PREFIX = "control-"
-"""How the name of a control socket begins."""
 
 
 @contextmanager
 def open_private(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder; raises OSError if it is not this user's alone."""
+    """A descriptor of a folder. Raises OSError unless it belongs to this user alone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -39,12 +38,12 @@ def short_path(folder: int, name: str) -> str:
 
 
 def control_sockets(folder: Path) -> list[str]:
-    """The paths of the control sockets in a folder, those of killed daemons too. Raises OSError."""
+    """Includes those of killed daemons. Raises OSError."""
     return [str(folder / name) for name in sorted(os.listdir(folder)) if name.startswith(PREFIX)]
 
 
 def remove_dead_sockets(path: Path) -> None:
-    """Remove the sockets of daemons that were killed. Raises OSError."""
+    """Removes sockets of killed daemons. Raises OSError."""
     with open_private(path) as folder:
         for name in os.listdir(folder):
             with suppress(OSError):
@@ -59,7 +58,7 @@ def remove_dead_sockets(path: Path) -> None:
 
 
 def _listens(path: str) -> bool:
-    """Whether a daemon may listen on a socket: whether it does not refuse a connection."""
+    """Whether a daemon may be listening on a socket: it does not refuse a connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:

@@ -1,9 +1,9 @@
 """Advises the kernel about pages of files in a process of its own, so that pushing goes on.
 
-Dropping a small file from the page cache costs two thirds of what pushing one does (open, fadvise,
-close), and a reader behind whom files are dropped waits for pushes alone. The prefetch worker forks
-this process when it first has advice for the kernel. The process ends when its pipe is closed, or
-with the worker. One thread uses an `AdviceProcess`.
+Dropping a small file from the page cache costs two thirds of the time of pushing one (open,
+fadvise, close). In one process a reader would wait for both. The prefetch worker forks this process
+when it first has advice for the kernel. The process ends when its pipe is closed, or with the
+worker. One thread uses an `AdviceProcess`.
 """
 
 import logging
@@ -24,13 +24,13 @@ PIECE_PARTS = 256
 """Parts in one message; a pipe's buffer holds several such messages."""
 
 PIECES_MAX = 8
-"""Messages without an answer yet. The kernel counts as advised of their files already."""
+"""The most messages without an answer. The planner counts their files as dropped already."""
 
 END_S = 0.2
 """How long `close` waits for the process to end."""
 
 PART = np.dtype([("entry", "<u4"), ("start", "<u8"), ("size", "<u8")])
-"""A part of a file: the file's entry, the first byte, how many bytes (0: up to the file's end)."""
+"""A part of a file: its entry, the first byte, and how many bytes (0: up to the file's end)."""
 
 Parts = npt.NDArray[np.void]
 Advise = Callable[[int, Parts], None]
@@ -38,7 +38,6 @@ Advise = Callable[[int, Parts], None]
 
 
 def whole_files(entries: npt.NDArray[np.uint32] | list[int]) -> Parts:
-    """All of these files."""
     parts = np.zeros(len(entries), PART)
     parts["entry"] = entries
     return parts
@@ -48,7 +47,7 @@ class AdviceProcess:
     """The worker's end: it sends *pieces* (some parts) over a pipe, and gets a byte for each."""
 
     def __init__(self, make: Callable[[], Advise], kept_file: int = -1) -> None:
-        """`make` is called in the new process, in which no file of the worker is open but
+        """`make` is called in the new process. No file of the worker is open there but
         `kept_file`."""
         self._make = make
         self._kept_file = kept_file
@@ -58,7 +57,7 @@ class AdviceProcess:
         self.sent = 0
         """How many pieces were sent."""
         self.done = 0
-        """How many of these are known to be done, or were lost with a process that was killed."""
+        """How many of them are done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
         """Have the kernel advised soon, in the order of these calls. Calls `on_progress` as answers
@@ -78,7 +77,6 @@ class AdviceProcess:
             self.sent += 1
 
     def wait_for(self, count: int) -> None:
-        """Wait until the kernel was advised of the first `count` pieces."""
         while self.done < count:
             self._take_answers()
 
@@ -91,7 +89,7 @@ class AdviceProcess:
     def _reap(self) -> None:
         """Tidy up after the process was killed or failed: the next advice starts another one.
 
-        Pages that it should have dropped are freed by the kernel when that needs room.
+        The kernel frees the pages that are left when it needs room.
         """
         os.close(self._pieces)
         os.close(self._answers)
@@ -101,7 +99,6 @@ class AdviceProcess:
         self.done = self.sent
 
     def close(self) -> None:
-        """End the process."""
         if not self.pid:
             return
         os.close(self._pieces)
@@ -115,8 +112,8 @@ class AdviceProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """Start the process now, unless it runs: it keeps a copy of all memory of the worker that
-        the worker changes later, so the earlier the better."""
+        """Start the process now, unless it runs. It keeps a copy of all memory that the worker
+        changes later, so the earlier the better."""
         if self.pid:
             return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)

@@ -1,24 +1,23 @@
-"""Balances pushes and reads between streams, by what it costs to fetch their contents (Lobster).
+"""Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
 The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
-After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from where its contents lie
-(`UnitCosts`, and how much longer the stream's last pushes took), and used twice:
+After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
+(`UnitCosts`, and the stream's lateness), and used twice:
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first: the time
   until the reader needs a unit, less the latency of its read, less the transfers of its stream's
-  units up to it (or the slack of a later unit of the stream, if that is less). So a stream whose
-  contents are slow to come has more reads under way than the others. Lobster gives each GPU a
-  number of threads, which it finds by a binary search (algorithm 1, whose line 18 is inverted in
-  print); here the reads under way follow from the order. If one resource (here the bandwidth)
-  serves jobs with deadlines, the order of the deadlines makes the largest lateness least (Jackson's
-  rule). A time that a job takes after its service, such as the latency, is taken off its deadline.
-- Pushes are made one after the other, and one whose contents have not arrived holds all others up.
-  So the next push is that of the stream for which the later of two times is the earliest: when its
-  reader needs the unit, and when the contents arrive (`turns.py`). A stream whose contents are late
-  lets others go first only until they are as far ahead as it still has to wait, and only within
-  their shares of the memory.
+  units up to it (or the slack of a later unit of the stream, if that is less). So a stream with
+  slow contents has more reads under way than the others. Lobster gives each GPU a number of
+  threads, which it finds by a binary search (algorithm 1; line 18 is inverted in print); here the
+  reads under way follow from the order. If one resource (the bandwidth) serves jobs with deadlines,
+  the order of the deadlines makes the largest lateness least (Jackson's rule). A time that a job
+  takes after its service, such as the latency, is taken off its deadline.
+- Pushes are made one after the other, and each waits for its contents. So the next push is that of
+  the stream for which the later of two times is the earliest: when its reader needs the unit, and
+  when the contents arrive (`turns.py`). A stream with late contents lets others go first only until
+  they are as far ahead as it still has to wait, and only within their shares of the memory.
 
-With one stream there is nothing to balance, and no cost is asked for. Pure; used by one thread.
+With one stream there is nothing to balance, and no cost is predicted.
 """
 
 from collections.abc import Sequence
@@ -35,12 +34,13 @@ from .stream_views import StreamViews
 from .units import Columns
 
 READ_AHEAD_S = 5.0
-"""A unit that the worker was told to read ahead stays among those for so long, or until it is
-pushed if that is earlier. Otherwise small changes of rates and costs would cancel reads that are
-under way."""
+"""A unit that is read ahead stays so for this time, or until it is pushed. Otherwise small changes
+of rates and costs would cancel reads under way."""
+COSTS_FRESH_S = 0.25
+"""The cost of a unit is predicted again after this time: measured rates have changed, and contents
+lie elsewhere."""
 RATE_GUESSED = 1_000.0
-"""How many files a second readers are assumed to read before any of them has given signs: this is
-compared with the costs of units."""
+"""The files per second that readers are assumed to read before any of them has given signs."""
 WAITED_S_MIN = 0.005
 """A push that takes longer has probably waited for its contents: 4 MiB that are there take half of
 it."""
@@ -62,8 +62,8 @@ def least_slack_first(
 ) -> list[int]:
     """The indices of `count` units to read ahead, those with the least slack first.
 
-    Among them are the next units of streams (`is_next`), up to half of `count`, and all units whose
-    reads have begun.
+    Among them are the next units of streams (`is_next`), up to half of `count`, and all units with
+    reads under way (`is_begun`).
     """
     order = np.argsort(slack_s, kind="stable")
     certain = is_next[order]
@@ -76,7 +76,7 @@ def least_slack_first(
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """When the worker was told to read a unit ahead, and when the contents are expected."""
+    """When `upcoming` first named a unit, and when its contents are expected."""
 
     begun_s: float
     due_s: float
@@ -94,8 +94,6 @@ class PlannedPush:
 
 @dataclass(slots=True)
 class Balance:
-    """The predictions for one planner (see the module)."""
-
     costs: UnitCosts | None
     columns: Columns
     resident_set: ResidentSet
@@ -103,11 +101,11 @@ class Balance:
     clock: Clock
     planned_push: PlannedPush | None = None
     _read_ahead: dict[tuple[str, int], ReadAhead] = field(default_factory=dict)
-    """By stream and first position, of the units that `upcoming` named last."""
+    """The units that `upcoming` named last, by stream and first position."""
 
     @property
     def is_active(self) -> bool:
-        """Whether there are several streams whose costs are known."""
+        """Whether there are several streams with known costs."""
         return self.costs is not None and len(self.views.trackers) > 1
 
     def upcoming(self, count: int) -> list[Entries]:
@@ -119,17 +117,17 @@ class Balance:
         is_begun: list[bool] = []
         now_s = self.clock.now_s
         for tracker in self.views.trackers.values():
-            starts = tracker.starts_ahead(count)
-            need_s = (starts - tracker.high) / (self.views.rate(tracker) or RATE_GUESSED)
+            starts = tracker.units.starts(count)
+            need_s = (starts - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
             cost = np.zeros(len(starts))
             if self.costs is not None:
-                costs = tracker.costs_ahead(count, self._predict, now_s)
+                costs = self._costs(tracker, count)
                 cost = costs[:, 0] + np.cumsum(costs[:, 1])
-            keys = [(tracker.stream.name, start) for start in starts.tolist()]
+            keys = [(tracker.name, start) for start in starts.tolist()]
             slack_s.append(slacks(need_s, cost))
             cost_s.append(cost)
             names += keys
-            units += tracker.units_ahead(count)
+            units += tracker.units.entries(count)
             is_next += [at == 0 for at in range(len(starts))]
             is_begun += map(self._is_read_ahead, keys)
         chosen = least_slack_first(
@@ -146,37 +144,37 @@ class Balance:
         return [units[at] for at in chosen]
 
     def wait_s(self, tracker: StreamTracker, frontier: int) -> float:
-        """In how many seconds the contents of the unit at a stream's frontier will be here."""
-        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        """In how many seconds the contents of the unit at a stream's frontier arrive."""
+        ahead = self._read_ahead.get((tracker.name, frontier))
         if ahead is not None:
             return max(ahead.due_s - self.clock.now_s, 0.0)
-        cost = tracker.costs_ahead(1, self._predict, self.clock.now_s)[0]
+        cost = self._costs(tracker, 1)[0]
         return float(cost[0] + cost[1])
 
     def push_s(self, tracker: StreamTracker, frontier: int) -> float:
         """In how many seconds the unit at a stream's frontier should be pushed: when its reader
-        needs it or when its contents are here, whichever is later."""
-        need_s = (frontier - tracker.high) / (self.views.rate(tracker) or RATE_GUESSED)
+        needs it or its contents arrive, whichever is later."""
+        need_s = (frontier - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
         return max(need_s, self.wait_s(tracker, frontier))
 
     def note_planned(self, tracker: StreamTracker, frontier: int) -> None:
         """The unit at this frontier is about to be pushed."""
-        costs = tracker.costs_ahead(1, self._predict, self.clock.now_s)[0]
+        costs = self._costs(tracker, 1)[0]
         latency_s, transfer_s, size = costs.tolist()
-        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        ahead = self._read_ahead.get((tracker.name, frontier))
         if size:
-            late_s = tracker.late_s_per_byte * size
+            late_s = tracker.lateness.s_per_byte * size
             begun_s = self.clock.now_s if ahead is None else ahead.begun_s
             self.planned_push = PlannedPush(
                 tracker, latency_s + transfer_s - late_s, int(size), begun_s
             )
 
     def note_pushed(self, decided_s: float, now_s: float, *, failed: bool) -> None:
-        """The push that was decided at `decided_s` has ended: learn how long its read took."""
+        """Learn how long the read of a push took, which was decided at `decided_s`."""
         planned, self.planned_push = self.planned_push, None
         if planned is not None and not failed:
             waited_s, since_s = now_s - decided_s, now_s - planned.begun_s
-            planned.tracker.note_read_s(
+            planned.tracker.lateness.note(
                 planned.read_s,
                 waited_s if waited_s >= WAITED_S_MIN else 0.0,
                 since_s,
@@ -184,9 +182,23 @@ class Balance:
             )
 
     def _is_read_ahead(self, name: tuple[str, int]) -> bool:
-        """Whether the worker was told lately to read a unit ahead."""
         ahead = self._read_ahead.get(name)
         return ahead is not None and self.clock.now_s - ahead.begun_s < READ_AHEAD_S
+
+    def _costs(self, tracker: StreamTracker, count: int) -> npt.NDArray[np.float64]:
+        """The costs of a stream's next `count` units, as far as they are cut: a row for each, with
+        latency, transfer (both in seconds, see `UnitCosts`) and bytes to read."""
+        state = tracker.order.frontier_epoch()
+        if state is None or (queue := state.queue) is None:
+            return np.empty((0, 3))
+        now_s = self.clock.now_s
+        if queue.costs is None or now_s - queue.costs_s >= COSTS_FRESH_S:
+            queue.costs, queue.costs_s = np.full((len(queue.units), 3), np.nan), now_s
+        costs = queue.costs[queue.next : queue.next + count]
+        if len(unknown := np.flatnonzero(np.isnan(costs[:, 0]))):
+            units = tracker.units.entries(count)
+            costs[unknown] = self._predict([units[at] for at in unknown.tolist()])
+        return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
         """A row for each unit, with the cost of reading those entries that are not resident."""

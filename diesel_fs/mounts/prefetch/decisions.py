@@ -1,8 +1,8 @@
-"""What the prefetch planner decides (push, drop, sample, idle), and its statistics: plain values.
+"""The planner's decisions (push, drop, sample, idle) and statistics, as plain values.
 
-`planner.py` makes the decisions; `mounts/daemon/prefetch_worker.py` carries them out. An *entry* is
-a file, by its index in the snapshot. A *marker* is a file of an order, one in 256, which the worker
-watches with inotify: when a reader opens it, the planner learns where the reader is.
+`planner.py` makes the decisions; `daemon/prefetch_worker.py` carries them out. An *entry* is a
+file, by its index in the snapshot. A *marker* is a file of an order, one in 256, which the worker
+watches with inotify to see how far a reader is.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,17 @@ from ...orders.plan import Entries, Epoch
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
 
 UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
-"""Predicts what it costs to read each of these lists of entries, by where their contents lie: the
-latency (until the first bytes arrive) and the transfer (for how long the read keeps the bandwidth
-that all reads share), both in seconds. Latencies of reads that are under way at once overlap, and
-transfers add up."""
+"""Predicts the cost of reading each list of entries, from the places of their contents: the latency
+(until the first bytes arrive) and the transfer (how long the read keeps the bandwidth that all
+reads share), both in seconds. Latencies of concurrent reads overlap, and transfers add up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
     """Watch `markers`, then push the contents of `entries` into the page cache, in this order.
 
-    Either may be empty. `chunk` is the chunk that has all entries, -1 where they are of several.
-    An urgent one is none of those that `PrefetchPlanner.upcoming` has foreseen.
+    Either may be empty. `chunk` is the chunk of all entries, -1 if they are of several.
+    `PrefetchPlanner.upcoming` does not foresee urgent pushes.
     """
 
     chunk: int
@@ -44,8 +43,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these entries are still resident. None of them is watched, since the worker
-    opens them, and that would look like an open by a reader."""
+    """Look whether these entries are still resident. None is watched: the worker opens them, which
+    would look like a reader's open."""
 
     entries: Entries
 
@@ -61,11 +60,10 @@ Decision: TypeAlias = Push | Drop | Sample | Idle
 
 
 class PrefetchCounters(TypedDict):
-    """What was done since the start of the mount, over all versions of the dataset.
+    """Counters since the start of the mount, over all versions of the dataset.
 
-    `absent_entries`: pushes that the kernel refused, since it did not know the files.
-    `lost_entries`: files whose pages the kernel has freed. `kept_entries`: files of orders that
-    were resident already when their turn came.
+    `absent_entries`: pushed files that the kernel did not know. `lost_entries`: pushed files that
+    the kernel has freed. `kept_entries`: files of orders that were resident when their turn came.
     """
 
     pushes: int
@@ -79,14 +77,14 @@ class PrefetchCounters(TypedDict):
 
 
 class StreamStats(TypedDict):
-    """Where the reader of one stream is (`stream_tracker.py` explains the positions).
+    """The positions of one stream, which `stream_tracker.py` explains.
 
-    Positions are counted in the current epoch; `high` and `frontier` exceed its `length` where they
-    are in the next epoch.
+    They are counted in the current epoch; `high` and `frontier` exceed its `length` if they are in
+    the next epoch.
     """
 
     name: str
-    epoch: int  # -1 where all announced epochs have been read
+    epoch: int  # -1 if all announced epochs have been read
     length: int
     position: int
     low: int
@@ -98,8 +96,8 @@ class StreamStats(TypedDict):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamReading:
-    """What a stream is about to read, as far as it is announced: the epoch of the next push, the
-    epoch after it, and a position in the first before which all has been read."""
+    """The epoch of a stream's next push, the one after it, and a position in the first before which
+    all has been read."""
 
     name: str
     current: Epoch | None
@@ -113,8 +111,8 @@ class PrefetchStats(PrefetchCounters):
     `resident_bytes` of `dataset_bytes` are in the page cache, in whole pages, as far as is known.
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
     policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
-    `has_room`: whether a miss may lead to a push. `waits_for_room`: whether a stream's next unit
-    does not fit beside what others have claimed, or what its own reader has not read yet.
+    `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does not fit
+    beside the claimed files.
     """
 
     resident_entries: int

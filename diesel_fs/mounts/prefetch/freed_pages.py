@@ -1,11 +1,9 @@
-"""Finds pushed files whose pages the kernel has freed, and has them pushed again.
+"""Finds pushed files that the kernel has freed, and has them pushed again.
 
 The kernel does not report that it frees pages of the page cache. There are two ways to notice: a
 READ of a pushed file reaches the mount, or a *sample* shows that a file is not resident any more. A
 sample looks at a few files that a reader will come to next. Files near a freed one are assumed to
-be gone as well, because the kernel frees pages in about the order in which they were used.
-
-Pure: the time is an argument (`now_s`). Used by one thread.
+be gone as well, because the kernel frees pages in about the order of their use.
 """
 
 from collections import deque
@@ -15,16 +13,17 @@ import numpy as np
 
 from ...orders.plan import Entries
 from .decisions import PrefetchCounters, Sample
+from .markers import MARKER_STRIDE
 from .miss_fill import ChunkEntries
 from .resident_set import Clock, ResidentSet
-from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .stream_tracker import StreamTracker
 from .stream_views import SAMPLE_S, STILL_S, StreamViews
 from .units import Columns
 from .watches import Watches
 
 LATE_READ_S = 1.0
-"""A miss that is reported later than this after its file was pushed means that the kernel has freed
-the pages. An earlier one may be of a READ that began before the push."""
+"""A miss that comes later than this after the push of its file means that the kernel has freed the
+pages. An earlier one may be of a READ that began before the push."""
 SAMPLE_ENTRIES = 32
 """How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
@@ -32,8 +31,6 @@ SAMPLE_AHEAD_ENTRIES = 8_192
 
 @dataclass(slots=True)
 class FreedPages:
-    """The freed files of one planner (see the module)."""
-
     columns: Columns
     resident_set: ResidentSet
     chunk_entries: ChunkEntries
@@ -43,7 +40,6 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
 
     def push_again(self, entries: Entries) -> None:
-        """Have entries pushed again, whose pages were freed or whose push has failed."""
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
@@ -70,14 +66,14 @@ class FreedPages:
         position: int,
         counters: PrefetchCounters,
     ) -> None:
-        """Pages that were pushed are gone: assume that those around are gone as well, and push them
-        again."""
+        """Note that an entry's pages are gone: those around are assumed to be gone as well, and all
+        are pushed again."""
         neighbours = np.array([entry], np.uint32)
         chunk = int(self.columns.chunk[entry])
         if self.chunk_entries.may_push(chunk, self.clock.now_s):
             neighbours = self.chunk_entries.of(chunk)
             if tracker is not None:
-                following = tracker.claimed_entries(position, MARKER_STRIDE)
+                following = tracker.claims.entries(position, MARKER_STRIDE)
                 neighbours = np.concatenate([neighbours, following])
             since_start_s = self.clock.since_start_s(self.clock.now_s)
             pushed_ago_s = since_start_s - self.resident_set.pushed_s[neighbours]
@@ -90,10 +86,11 @@ class FreedPages:
     def sample(self, now_s: float) -> Sample | None:
         """A few entries that the reader of a stream will read next; the streams take turns."""
         for tracker in self.views.trackers.values():
-            if now_s < tracker.sampled_s + SAMPLE_S or now_s - tracker.last_sign_s >= STILL_S:
+            is_still = now_s - tracker.reader.last_sign_s >= STILL_S
+            if is_still or now_s < tracker.sampled_s + SAMPLE_S:
                 continue
             tracker.sampled_s = now_s
-            ahead = tracker.claimed_entries(tracker.high, SAMPLE_AHEAD_ENTRIES)
+            ahead = tracker.claims.entries(tracker.reader.high, SAMPLE_AHEAD_ENTRIES)
             ahead = ahead[:: max(1, len(ahead) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
             ahead = np.unique(ahead[self.resident_set.resident[ahead]])
             unwatched = [not self.watches.is_watched(entry) for entry in ahead.tolist()]

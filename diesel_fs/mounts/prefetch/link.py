@@ -1,12 +1,27 @@
 """Connects the server of a mount with its prefetch worker: messages over a pair of sockets.
 
-A message is a map in msgpack; file descriptors may come with it. A message with an `id` asks for an
-answer with the same `id`. `WorkerLink` is the server's end (trio), `MountServerLink` the worker's
-(blocking).
+The supervisor makes the pair. `WorkerLink` is the server's end (trio), `MountServerLink` the
+worker's (blocking calls). A message is a map in msgpack; file descriptors may come with it. A
+message with an `id` is a request: its answer has the same `id`.
 
-The server never waits for the worker, which may itself wait for the lock of a page. So a task of
-its own sends the messages, and misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only say
-what to push first.
+The first messages have a fixed order. The worker sends its process number. The server sends
+descriptors with one byte, then the message that begins the work; no descriptor means that the
+session does not push.
+
+Rules of concurrency:
+
+- The server never waits for the worker, which may itself wait for a READ that the server must
+  answer. Its calls put messages into lists, and the task `WorkerLink.run` sends them. The lists
+  have bounds: misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only affect which files
+  are pushed first, and other messages beyond `MESSAGES_PENDING_MAX` are lost.
+- Messages arrive in the order of the calls, except for misses and forgotten entries: these are
+  collected, and sent together behind the messages that wait. A switch is sent after all that were
+  reported before it, because entry numbers mean other files from then on.
+- Several tasks may wait for answers at once. A request has a deadline; a switch has none, and its
+  caller waits until the worker answers or ends.
+- The worker sends from its one thread, and waits if the server is slow. The server's task
+  `_receive` always reads, so that this wait ends.
+- If one end closes its socket or dies, the other end's next call raises EOFError or returns None.
 """
 
 import itertools
@@ -49,7 +64,7 @@ class MessageDecoder:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MESSAGE_BYTES_MAX)
 
     def add(self, received: bytes) -> list[Message]:
-        """The messages that these bytes complete. Raises ValueError for bytes that are none."""
+        """The messages that these bytes complete. Raises ValueError for other bytes."""
         self._unpacker.feed(received)
         return list(self._unpacker)
 
@@ -73,7 +88,7 @@ class WorkerLink:
     async def receive_hello(self, deadline_s: float) -> None:
         """Receive the worker's first message, its process number, before `start_worker`.
 
-        Where the worker is dead or late, its statistics stay empty until it sends some.
+        If the worker is dead or late, its statistics stay empty until it sends some.
         """
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
@@ -86,20 +101,19 @@ class WorkerLink:
         self.send(message)
 
     def report_miss(self, entry: int) -> None:
-        """Tell the worker of a READ for an entry, soon."""
+        """Report a READ of an entry, soon."""
         if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
 
     def report_forgotten(self, entries: Sequence[int]) -> None:
-        """Tell the worker that the kernel has forgotten entries, and freed their pages."""
+        """Report, soon, that the kernel has forgotten entries and freed their pages."""
         if len(self._forgotten) < ENTRIES_PENDING_MAX:
             self._forgotten += entries
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """Send a message without an answer. It is lost where the worker has ended or does not
-        read."""
+        """Send a message without an answer. It is lost if the worker has ended or does not read."""
         if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
             self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
@@ -108,7 +122,7 @@ class WorkerLink:
         """Send the switch to another version, from which on entry numbers mean other files.
 
         It is sent after all misses and forgotten entries that were reported before. Waits for the
-        answer without a limit; None where the worker has ended.
+        answer without a limit; returns None if the worker has ended.
         """
         if not self.alive:
             return None
@@ -119,7 +133,7 @@ class WorkerLink:
         return await self._answer(number, math.inf)
 
     async def request(self, message: Message, deadline_s: float) -> Message | None:
-        """Send a request. The worker's answer, or None where none comes in time."""
+        """Send a request. Returns the worker's answer, or None if none comes in time."""
         if not self.alive:
             return None
         number = next(self._ids)
@@ -177,7 +191,7 @@ class WorkerLink:
             event.set()
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        """Receive until the worker ends. The supervisor logs it where that is a failure."""
+        """Receive until the worker ends. The supervisor logs it if that is a failure."""
         decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
             for message in decoder.add(received):
@@ -203,14 +217,14 @@ class MountServerLink:
         self._received: list[int] = []  # descriptors that came with messages
 
     def receive_descriptors(self) -> list[int]:
-        """The descriptors that came with the first byte; none where the server has ended."""
+        """The descriptors that came with the first byte; none if the server has ended."""
         try:
             return self._set_cloexec(socket.recv_fds(self._socket, 1, DESCRIPTORS_MAX)[1])
         except ConnectionError:  # the server ended without reading all that was sent
             return []
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that came with the last message. Raises ValueError where there are not
+        """The descriptors that came with the last message. Raises ValueError unless there are
         `count`."""
         found, self._received = self._received, []
         if len(found) != count:
@@ -232,8 +246,8 @@ class MountServerLink:
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """The messages that have come, waiting for at most this time. Raises EOFError where the
-        server has ended."""
+        """The messages that have come, waiting for at most this time. Raises EOFError if the server
+        has ended."""
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self.ready = frozenset(descriptor for descriptor, _ in ready)
         if self._socket.fileno() not in self.ready:
@@ -252,7 +266,7 @@ class MountServerLink:
         return self._decoder.add(received)
 
     def send(self, message: Message) -> None:
-        """Send a message; waits where the server is slow. Raises EOFError where it has ended."""
+        """Send a message; waits if the server is slow. Raises EOFError if it has ended."""
         try:
             self._socket.sendall(msgpack.packb(message))
         except OSError:

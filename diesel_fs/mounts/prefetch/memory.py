@@ -3,8 +3,6 @@
 The kernel's memory for the names of files counts for a part of the budget; the rest is for
 contents. Streams with epochs left to read get equal shares of the contents' part, or of a part of
 it if important entries are kept (`memory_split.py`).
-
-Pure; used by one thread.
 """
 
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Memory:
     _share_bytes: int = 0  # of each stream; 0: to be computed
 
     def set_known_entries(self, count: int) -> None:
-        """Report how many names the worker has made known to the kernel."""
+        """Report how many names the worker has made known to the kernel, in all."""
         self.known_entries = count
         self._share_bytes = 0
 
@@ -52,7 +50,6 @@ class Memory:
         self._share_bytes = 0
 
     def shares_changed(self) -> None:
-        """Have the shares of streams computed again when they are needed."""
         self._share_bytes = 0
 
     def contents_bytes(self) -> int:
@@ -65,17 +62,16 @@ class Memory:
         return self.contents_bytes() - self.resident_set.bytes
 
     def active_count(self) -> int:
-        """How many streams have epochs left to read."""
-        return sum(1 for tracker in self.trackers.values() if tracker.epoch_states)
+        return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:
-        """Each stream's share of the budget. Streams learn of a new share here."""
+        """Each stream's share of the budget. If it has changed, the streams get the new one."""
         if not self._share_bytes:
             shared_bytes = int(self.contents_bytes() * self.ahead_part)
             if self.ahead_part < 1:
                 ahead = ahead_bytes(shared_bytes)
                 low_bytes = shared_bytes - ahead
-                self.resident_set.low_bytes_max = low_bytes if self.has_substitutes else 0
+                self.resident_set.eviction.low_bytes_max = low_bytes if self.has_substitutes else 0
                 shared_bytes = ahead
             self._share_bytes = max(shared_bytes // max(self.active_count(), 1), 1)
             for tracker in self.trackers.values():

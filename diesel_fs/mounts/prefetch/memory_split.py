@@ -1,11 +1,11 @@
 """Divides the memory between entries of high and of low importance, as iCache does (HPCA 2023).
 
 Programs may report how important each entry is: how likely it is that the next epoch reads it
-again. Of the entries that no stream claims, the least important one is dropped first
-(`ImportanceHeap`). With `keeps_important` (`--evict importance`), streams do not claim the whole
-memory ahead of their readers, because that would drop the important entries of the next epoch. The
-memory then has two parts. Their sizes are proportional to how often readers access entries of high
-and of low importance (section III-A, the sizes of H-cache and L-cache):
+again. The least important unclaimed entries are dropped first (`eviction.py`). With
+`keeps_important` (`--evict importance`), streams do not claim the whole memory ahead of their
+readers, because that would drop the important entries of the next epoch. The memory then has two
+parts. Their sizes are proportional to how often readers access entries of high and of low
+importance (section III-A, the sizes of H-cache and L-cache):
 
 - The first part keeps the most important entries that were read.
 - Streams share a sixteenth of the second part ahead of their readers. The rest keeps the entries of
@@ -13,8 +13,6 @@ and of low importance (section III-A, the sizes of H-cache and L-cache):
   would have to be loaded. Otherwise the rest belongs to the first part.
 
 iCache's packages of entries of low importance are chunks here (`orders/importance.py`).
-
-Pure; used by one thread.
 """
 
 from dataclasses import dataclass
@@ -43,7 +41,6 @@ class AccessCounts:
     low: float = float(ACCESSES_MIN)
 
     def add(self, high: int, low: int) -> None:
-        """Count accesses that have just been made."""
         self.high += high
         self.low += low
         if self.high + self.low > ACCESSES_MAX:
@@ -51,12 +48,11 @@ class AccessCounts:
             self.low /= 2
 
     def low_part(self) -> float:
-        """The part of the memory that is not for entries of high importance."""
         return max(self.low / (self.high + self.low), AHEAD_PART_MIN)
 
 
 class Importances:
-    """What programs report about the importance of entries, and the division that follows."""
+    """The importance of entries, and the division that follows."""
 
     def __init__(self, columns: Columns, memory: Memory, *, divides: bool) -> None:
         """`divides`: the memory has two parts (`keeps_important`)."""
@@ -84,7 +80,7 @@ class Importances:
         of low importance in place of others. Raises UsageError for numbers outside the dataset, and
         for NaN, infinite and negative values.
         """
-        jobs = self._memory.resident_set.set_importances(
+        jobs = self._memory.resident_set.eviction.set_importances(
             self._columns.checked(entries), values, more=more, job=job, benefit=benefit
         )
         self._memory.has_substitutes = substitutes
@@ -94,9 +90,9 @@ class Importances:
         return jobs
 
     def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
-        """By chunk: how many of its entries an epoch is likely to read, without those that this
-        mount keeps. None if no importance has changed since the last call."""
-        heap = self._memory.resident_set.heap
+        """How many entries of each chunk an epoch is likely to read, without those that this mount
+        keeps. None if no importance has changed since the last call."""
+        heap = self._memory.resident_set.eviction.heap
         if heap is None or heap.changes == self._valued:
             return None
         self._valued = heap.changes
@@ -111,7 +107,7 @@ class Importances:
 
     def note_accesses(self, passed: Entries) -> None:
         """Readers have read these entries: divide the memory anew."""
-        heap = self._memory.resident_set.heap
+        heap = self._memory.resident_set.eviction.heap
         if not self._divides or heap is None or not len(passed):
             return
         high = int(np.count_nonzero(heap.is_high(passed)))

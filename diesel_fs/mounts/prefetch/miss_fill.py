@@ -1,10 +1,8 @@
 """Chooses what to push without a plan: chunks of files that were missed, or all chunks in turn.
 
-A *miss* is a READ that reached the mount, since the kernel did not have the content. `MissFill`
-queues the chunks that were missed; with the policy `oneshot` it then offers all chunks of the
-dataset, in the order of their numbers. The planner tells it how much memory is free (`room_bytes`)
-and asks for the next push. `ChunkEntries` knows the entries of each chunk, and limits how often the
-misses of one chunk lead to a push. Used by one thread.
+`MissFill` queues the chunks of missed files; with the policy `oneshot` it then offers all chunks of
+the dataset, in the order of their numbers. `ChunkEntries` knows the entries of each chunk, and
+limits how often the misses of one chunk lead to a push.
 """
 
 import math
@@ -18,13 +16,12 @@ from .resident_set import ResidentSet
 from .units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
-"""A chunk whose pages the kernel has freed is pushed again after 1 s at the soonest, then after 2,
-4 and so on: a machine without memory for them would otherwise push in a loop."""
+"""If the kernel frees the pages of a chunk, it is pushed again after 1 s at the soonest, then after
+2, 4 and so on: a machine without memory for them would otherwise push in a loop."""
 
 
 class ChunkEntries:
-    """The entries with content of each chunk, sorted by their offsets (where given, else by
-    index)."""
+    """The entries with content of each chunk, sorted by their offsets; without these by index."""
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.uint32] | None) -> None:
         self._chunk, self._offset = columns.chunk, offset
@@ -36,7 +33,7 @@ class ChunkEntries:
         self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: the delay after a push
 
     def _place(self, entries: Entries) -> npt.NDArray[np.int64]:
-        """A number for each entry by which entries are in the order of their contents."""
+        """A number for each entry, in the order of their contents."""
         offset = entries if self._offset is None else self._offset[entries]
         place = self._chunk[entries].astype(np.int64)
         place <<= 32
@@ -44,16 +41,15 @@ class ChunkEntries:
         return place
 
     def of(self, chunk: int) -> Entries:
-        """The entries of a chunk, in the order of their contents."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:
-        """These entries sorted by chunk and offset, as they can be fetched in few reads."""
+        """These entries sorted by chunk and offset, so that few reads fetch them."""
         return entries[np.argsort(self._place(entries))]
 
     def may_push(self, chunk: int, now_s: float) -> bool:
-        """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel; a
-        True counts as such a push."""
+        """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel.
+        True counts as a push."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False
@@ -91,7 +87,7 @@ class MissFill:
             self._missed[chunk] = None
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The entries of one chunk to push next; None where none is left, or no chunk fits."""
+        """The entries of one chunk to push next; None if none is left, or the next does not fit."""
         while self._missed:
             chunk = next(iter(self._missed))
             del self._missed[chunk]
@@ -109,11 +105,10 @@ class MissFill:
 
     @property
     def done_count(self) -> int:
-        """How many of `in_turn_count` have had their turn."""
         return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:
-        """Whether the next miss may lead to a push. It may not where the last miss had no room."""
+        """Whether the next miss may lead to a push: the last one had room, or would have it now."""
         return self._too_large_bytes is None or room_bytes >= self._too_large_bytes
 
     def upcoming(self, count: int) -> list[Entries]:

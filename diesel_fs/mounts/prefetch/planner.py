@@ -4,13 +4,11 @@ A *push* stores the contents of files in the page cache, so that a reader finds 
 files are then *resident*. A *sample* looks whether they still are. A *miss* is a READ that reached
 the mount because its file was not resident. The *budget* is the memory for resident files.
 
-The prefetch worker (`mounts/daemon/prefetch_worker.py`) tells the planner what has happened:
-misses, opens of marker files (`watches.py`), changes of the plan (`streams.py`), files that the
-kernel has forgotten. It asks for the next decision (`next`), carries it out, and reports the result
-(`pushed`, `dropped`, `sampled`) before it asks again. So at most one decision is outstanding. Other
-reports, and changes of the plan, may come while one is.
+The prefetch worker reports events: misses, opens of marker files, changes of the plan, files that
+the kernel has forgotten. It calls `next` for a decision, carries it out, and reports the result
+(`pushed`, `dropped`, `sampled`) before the next call. Events may come in between.
 
-Without a plan, a miss pushes the rest of its chunk while that fits the free part of the budget; the
+Without a plan, a miss pushes the rest of its chunk if that fits the free part of the budget; the
 policy `oneshot` does that for all chunks from the start (`miss_fill.py`). Nothing is dropped for
 such pushes. So a dataset that fits becomes resident as a whole. Of a larger one, the files that
 came first stay, and READs bring the rest file by file; random misses never make the planner push
@@ -18,17 +16,8 @@ and drop in turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
 is cut into units (`units.py`). A stream *claims* the entries of a unit from the decision to push it
-until its reader has passed them (`stream_tracker.py`), and claimed entries are not dropped. The
-planner holds the parts together; each policy has a module:
-
-- `turns.py`: which stream's unit is next, and which are urgent;
-- `balance.py`: streams whose contents lie at different distances (Lobster);
-- `room.py`: what is dropped, and who gives claims up;
-- `memory.py` and `memory_split.py`: each stream's share, and important entries (iCache);
-- `freed_pages.py`: what the kernel has freed, and is pushed again;
-- `signs.py`: to which stream a READ or an open belongs.
-
-Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
+until its reader has passed them, and claimed entries are not dropped. The package's page names the
+module of each policy.
 """
 
 import math
@@ -50,17 +39,19 @@ from .decisions import (
     Sample,
     UnitCosts,
 )
+from .eviction import Mask
 from .freed_pages import FreedPages
 from .memory import KNOWN_ENTRY_BYTES, Memory
 from .memory_split import Importances
 from .miss_fill import ChunkEntries, MissFill
-from .resident_set import Clock, Mask, ResidentSet
+from .resident_set import Clock, ResidentSet
 from .room import Room
-from .stream_tracker import NextUnit, StreamTracker
+from .stream_tracker import StreamTracker
 from .stream_views import StreamViews, is_still
 from .streams import Streams
 from .turns import UrgentTurns, soonest_stream
 from .units import PAGE_BYTES, Columns
+from .units_ahead import NextUnit
 from .watches import Watches
 
 STILL_DIVISOR = 4
@@ -70,7 +61,7 @@ PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
 """After a failed push, the first and the longest pause before the next one."""
 
 UNWATCH_MIN = 256
-"""Watches that are not needed any more are removed so many at once, or when idle."""
+"""The fewest unneeded watches that are removed together, unless the worker is idle."""
 
 PAGES_MAX = (1 << 32) - 1
 """A file of 16 TiB counts as this many pages: it never fits."""
@@ -80,8 +71,6 @@ UNITS_SKIPPED_MAX = 64
 
 
 class PrefetchPlanner:
-    """The decisions for one version of the dataset of a mount (see the module)."""
-
     def __init__(
         self,
         chunk: npt.NDArray[np.int64],
@@ -149,14 +138,13 @@ class PrefetchPlanner:
 
     @property
     def wants_misses(self) -> bool:
-        """Whether the worker should report every miss. Without a plan and without free room, a few
-        misses are enough: they only show that the kernel has freed pages.
-        """
+        """Whether the worker should report every miss. Without a plan and free room a few are
+        enough: they only show that the kernel has freed pages."""
         return self.views.has_streams or self._miss_fill.has_room(self.memory.room_bytes())
 
     def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
-        """Continue where the planner of another version ended. `was` gives the index that each
-        entry had there (-1: none). Plans are not taken over."""
+        """Take over from the planner of another version, without its plans. `was` gives the index
+        that each entry had there (-1: none)."""
         self.resident_set.inherit(old.resident_set, was)
         self._counters = old._counters
         self._clock.inherit(old._clock)
@@ -172,20 +160,18 @@ class PrefetchPlanner:
         self.resident_set.pushed_s[entries] = self._clock.since_start_s(now_s)
         return True
 
-    # What has happened
+    # Reports
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
-        """Report whether reads of the store take long."""
         self._urgent.store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
-        """Report that a watched entry was opened."""
         self._clock.tick(now_s)
         signs.note_open(self.streams, self.watches, entry, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
-        """Report a miss: a READ of an entry's content reached the server; surely because a reader
-        wanted it, or perhaps because the kernel reads ahead of another file."""
+        """Report a miss. `is_sure`: a reader wanted the entry; otherwise the kernel may have read
+        ahead of another file."""
         self._clock.tick(now_s)
         pages = self._columns.pages
         if not 0 <= entry < len(pages) or not pages[entry]:
@@ -202,7 +188,7 @@ class PrefetchPlanner:
             self._miss_fill.missed(chunk, need, self.memory.room_bytes(), now_s)
 
     def forgotten(self, entries: EntryOrder) -> None:
-        """Report that the kernel has forgotten these entries, and freed their pages."""
+        """Report that the kernel has forgotten entries, and freed their pages."""
         self.resident_set.remove(np.unique(self._columns.checked(entries)))
 
     def pushed(
@@ -239,7 +225,6 @@ class PrefetchPlanner:
             self._freed.push_again(push.entries[~np.isin(push.entries, reported)])
 
     def dropped(self, drop: Drop) -> None:
-        """Report that a drop was carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self.resident_set.victims_dropped(drop.entries)
@@ -256,7 +241,7 @@ class PrefetchPlanner:
                 tracker, position = signs.nearest_stream(self.streams, entry)
                 self._freed.note_freed(entry, tracker, position, self._counters)
 
-    # What is known
+    # Questions
 
     def resident(self, entries: EntryOrder) -> Mask:
         """Which of these entries a read would find in the page cache, as far as is known. Raises
@@ -266,8 +251,8 @@ class PrefetchPlanner:
         return found
 
     def unconfirmed(self, entries: EntryOrder) -> Entries:
-        """Those of these entries that have been pushed, and that the worker may open to see whether
-        the kernel still has their pages: a watched one would look like opened by a reader. Raises
+        """The pushed ones of these entries that the worker may open to see whether the kernel still
+        has their pages. Watched ones are left out: the open would look like a reader's. Raises
         UsageError."""
         checked = np.unique(self._columns.checked(entries))
         checked = checked[self.resident_set.resident[checked]]
@@ -275,7 +260,6 @@ class PrefetchPlanner:
         return checked[is_free]
 
     def stats(self) -> PrefetchStats:
-        """Counters, the state now, and where every stream is."""
         return PrefetchStats(
             **self._counters,
             resident_entries=int(np.count_nonzero(self.resident_set.resident)),
@@ -293,11 +277,10 @@ class PrefetchPlanner:
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """What to do now. The result of every decision but Idle is reported before the next
-        call."""
+        """The decision for now. The result of any but Idle is reported before the next call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
-        heap = self.resident_set.heap
+        heap = self.resident_set.eviction.heap
         is_building = heap is not None and heap.build_some()
         self.streams.release_passed(now_s)
         decision = (
@@ -317,11 +300,11 @@ class PrefetchPlanner:
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes, as far as they can be foreseen, in the order in
-        which the worker shall fetch their contents ahead. Each stream has its next unit among them
-        if there are at most half as many streams."""
+        which to fetch their contents ahead. They include each stream's next unit if there are at
+        most `count / 2` streams."""
         trackers = self.views.trackers
         if len(trackers) == 1:
-            planned = next(iter(trackers.values())).units_ahead(count)
+            planned = next(iter(trackers.values())).units.entries(count)
         else:
             planned = self._balance.upcoming(count)
         soonest = [*planned, *self._miss_fill.upcoming(count)][:count]
@@ -340,15 +323,15 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        """The unit that a reader needs soonest, over all streams; or a drop that makes room for
-        it. None if streams have nothing to push."""
+        """The unit that a reader needs soonest, or a drop that makes room for it; None if no stream
+        has anything to push."""
         if not self.views.has_streams:
             return None
         without_room: set[str] = set()  # streams that get nothing in this decision
         markers: list[int] = []  # of units with nothing to push
-        last_sign_s = max(each.last_sign_s for each in self.views.trackers.values())
+        last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         is_balanced = self._balance.is_active
-        may_wait = is_balanced  # streams whose contents have not arrived let others go first
+        may_wait = is_balanced  # a stream lets others go first until its contents have arrived
         for _ in range(UNITS_SKIPPED_MAX):
             soonest = soonest_stream(
                 self.memory, self._room, self._balance, without_room, may_wait=may_wait
@@ -356,16 +339,16 @@ class PrefetchPlanner:
             if soonest is None:
                 break
             tracker, ahead_s = soonest
-            unit = self._urgent.unit(tracker) or tracker.peek_unit()
+            unit = self._urgent.unit(tracker) or tracker.units.peek()
             self._is_urgent = unit.is_urgent
             entries, need_bytes = _to_push(unit, self.memory, self._columns)
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
                 has_enough = self.memory.ahead_part < 1 and not unit.is_urgent
-                has_enough = has_enough and not tracker.has_share_left()
-                if tracker.tentative or still or has_enough:
-                    without_room.add(tracker.stream.name)
+                has_enough = has_enough and not tracker.units.has_share_left()
+                if tracker.reader.tentative or still or has_enough:
+                    without_room.add(tracker.name)
                     continue
                 if markers:
                     break
@@ -378,7 +361,7 @@ class PrefetchPlanner:
                 self._waits_for_room = drop is None
                 return drop
             if is_balanced and len(entries) and not unit.is_urgent:
-                self._balance.note_planned(tracker, tracker.claimed_end())
+                self._balance.note_planned(tracker, tracker.order.claimed_end())
             markers += self._claim(tracker, unit)
             if len(entries):
                 return self._push(entries, markers)
@@ -387,12 +370,12 @@ class PrefetchPlanner:
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
-        """Claim a unit for its stream. Returns the markers that the worker has to watch."""
-        tracker.claim(unit)
+        """Claim a unit. Returns the markers that the worker has to watch."""
+        tracker.units.claim(unit)
         kept = self.resident_set.resident[unit.entries]
         self._counters["kept_entries"] += int(np.count_nonzero(kept))
         self.resident_set.claim(unit.entries)
-        name = tracker.stream.name
+        name = tracker.name
         return [entry for at, entry in unit.markers if self.watches.add(entry, name, at)]
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
@@ -411,8 +394,7 @@ class PrefetchPlanner:
 
 
 def _to_push(unit: NextUnit, memory: Memory, columns: Columns) -> tuple[Entries, int]:
-    """The entries of a unit that have to be pushed, and their bytes; none if the unit will
-    never fit."""
+    """The entries of a unit to push, and their bytes; none if the unit will never fit."""
     contents_bytes = memory.contents_bytes()
     entries = memory.resident_set.missing(unit.entries)
     if not unit.once:

@@ -2,22 +2,21 @@
 
 Room is made in this order:
 
-1. entries that readers have passed;
-2. other entries that no stream claims, first those of least importance, then those read last;
-3. the farthest claims of a stream whose reader has stood still while others went on, or that is
-   more than twice as far ahead of its reader as the stream that needs room.
+1. entries that no stream claims (`eviction.py`);
+2. all claims of a stream that has stood still while others went on;
+3. the farther half of the claims of the stream that is farthest ahead of its reader, if that is
+   more than twice as far as the stream that needs room.
 
 Files that were only read, and not pushed, do not count: the kernel frees their pages first.
-
-Pure: the time is an argument (`now_s`). Used by one thread.
 """
 
 from dataclasses import dataclass
 
 from ...orders.plan import NO_ENTRIES
 from .decisions import Drop
+from .markers import MARKER_STRIDE
 from .memory import Memory
-from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .stream_tracker import StreamTracker
 from .stream_views import StreamViews, is_still
 from .streams import Streams
 from .watches import Watches
@@ -25,8 +24,6 @@ from .watches import Watches
 
 @dataclass(slots=True)
 class Room:
-    """Makes room in the memory of one planner (see the module)."""
-
     streams: Streams
     views: StreamViews
     memory: Memory
@@ -44,7 +41,7 @@ class Room:
         return None
 
     def unwatch(self, least: int) -> Drop | None:
-        """Stop watching entries that no stream needs watched, if there are at least so many."""
+        """Stop watching the entries that no stream needs watched, if they are at least `least`."""
         enough = len(self.watches.unneeded) >= least
         return Drop(NO_ENTRIES, self.watches.take_unneeded()) if enough else None
 
@@ -65,7 +62,7 @@ class Room:
             still = is_still(each, last_sign_s, now_s)
             if (
                 still
-                and self.streams.take_back(each, each.floor)
+                and self.streams.take_back(each, each.claims.floor)
                 and (drop := self._drop(need_bytes))
             ):
                 return drop
@@ -73,27 +70,27 @@ class Room:
         if farthest is None:
             return None
         # Positions of readers are known to about a marker, so two more are allowed for.
-        allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.rate or 1)
+        allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.reader.rate or 1)
         if self.ahead_s(farthest) > allowed_s and self._retreat(farthest):
             return self._drop(need_bytes)
         return None
 
     def ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
         """In how many seconds the reader will reach the frontier, by its rate."""
-        distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.high
+        distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.reader.high
         return distance / (self.views.rate(tracker) or 1.0)
 
     def _frontier(self, tracker: StreamTracker) -> int:
-        frontier = tracker.frontier(self.memory.share_bytes())
-        return tracker.end if frontier is None else frontier
+        frontier = tracker.units.frontier(self.memory.share_bytes())
+        return tracker.order.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
-        """End the claims on the farther half of what a stream has claimed ahead of its reader."""
-        middle = tracker.high + max(self._frontier(tracker) - tracker.high, 0) // 2
+        """End the farther half of the claims ahead of a reader, or all. Whether any ended."""
+        high = tracker.reader.high
+        middle = high + max(self._frontier(tracker) - high, 0) // 2
         take_back = self.streams.take_back
-        return take_back(tracker, middle) or take_back(tracker, tracker.floor)
+        return take_back(tracker, middle) or take_back(tracker, tracker.claims.floor)
 
     def _drop(self, need_bytes: int) -> Drop | None:
-        """Drop unclaimed entries of at least `need_bytes`, or all if there are fewer."""
         victims = self.memory.resident_set.victims(need_bytes, self.views.next_use)
         return Drop(victims, self.watches.take_unneeded()) if len(victims) else None

@@ -1,42 +1,46 @@
 """Finds the stream to which an open or a READ of a file belongs.
 
 Neither names its reader, and a file may be in several orders. The reader that is nearest to the
-file, in its order, has probably asked for it. Functions over the streams, without a state of their
-own.
+file, in its order, has probably asked for it. Functions without a state of their own.
 """
 
 import math
 
-from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .markers import MARKER_STRIDE
+from .stream_tracker import StreamTracker
 from .streams import Streams
 from .watches import Watches
 
 
 def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> None:
-    """A watched entry was opened: tell the streams whose readers may have opened it."""
+    """A watched entry was opened: note a sign in the streams that are near it."""
     users = tuple(watches.users.get(entry, ()))
     if not users:
         return
-    # The file may be in several orders: the reader that is nearest to it has opened it.
-    least = min(tracker.nearest_position(entry)[1] for tracker in streams.trackers.values())
+    least = min(_nearest(each, entry)[1] for each in streams.trackers.values())
     for name in {name for name, _ in users}:
         tracker = streams.trackers[name]
-        high, positions = tracker.high, [position for user, position in users if user == name]
+        high = tracker.reader.high
+        positions = [position for user, position in users if user == name]
         nearest = min(positions, key=lambda position: abs(position - high))
         if abs(nearest - high) <= least + MARKER_STRIDE:
             # The order may have the file before the marker, too, as the end of an epoch has one
             # of the first files of the next: the reader comes there first.
-            first, _ = tracker.nearest_position(entry)
-            tracker.note_open(first if high <= first < nearest else nearest, now_s)
+            first, _ = _nearest(tracker, entry)
+            tracker.reader.note_open(first if high <= first < nearest else nearest, now_s)
+
+
+def _nearest(tracker: StreamTracker, entry: int) -> tuple[int, int]:
+    return tracker.order.nearest_position(entry, tracker.reader.high)
 
 
 def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, int]:
-    """The stream whose reader is nearest to an entry, and the position; None and -1 if no stream
+    """The stream with the reader nearest to an entry, and the position; None and -1 if no stream
     has the entry."""
     nearest: tuple[StreamTracker | None, int] = None, -1
     least = math.inf
     for tracker in streams.trackers.values():
-        position, distance = tracker.nearest_position(entry)
+        position, distance = _nearest(tracker, entry)
         if position >= 0 and distance < least:
             nearest, least = (tracker, position), distance
     return nearest
@@ -46,14 +50,14 @@ def stream_of_read(
     streams: Streams, entry: int, now_s: float, *, is_sure: bool
 ) -> tuple[StreamTracker | None, int]:
     """The stream to which a READ probably belongs, and the position; None and -1 if there is none.
-    The stream learns where its reader is."""
+    The READ counts as a sign of the stream's reader."""
     tracker, position = nearest_stream(streams, entry)
     if tracker is None:
         return None, -1
-    if position < tracker.floor:  # given up too early, or another program's READ
+    if position < tracker.claims.floor:  # given up too early, or another program's READ
         streams.release(tracker, tracker.note_late_read(position, now_s), behind=True)
-    if position < tracker.low and tracker.is_far(position):
+    if position < tracker.reader.low and tracker.reader.is_far(position):
         return None, -1
-    if not tracker.note_read(position, now_s, is_sure=is_sure):
+    if not tracker.reader.note_read(position, now_s, is_sure=is_sure):
         return None, -1
     return tracker, position

@@ -1,7 +1,7 @@
 """Answers questions about all streams of a planner, and changes none of them.
 
-The policies (`balance.py`, `room.py`, `turns.py`), the worker and the commands for plans ask here.
-`streams.py` makes the changes. Pure; used by one thread.
+The policies (`balance.py`, `room.py`, `turns.py`), the worker and the commands for plans use it.
+`streams.py` makes the changes.
 """
 
 from collections.abc import Iterable
@@ -15,97 +15,93 @@ from .decisions import StreamReading, StreamStats
 from .stream_tracker import StreamTracker
 
 STILL_S = 60.0
-"""A stream without a sign of its reader for so long, while others go on, is *still*: it gives its
-memory up. A validation set waits longer than that in many runs, and comes back with one miss."""
+"""A stream without a sign of its reader for this time, while others go on, is *still*: it gives its
+memory up. A validation set waits longer in many runs, and comes back with one miss."""
 TENTATIVE_S = 600.0
 """A tentative stream (a program has read its list of files, but none of the files) is withdrawn
-after so long."""
+after this time."""
 SAMPLE_S = 2.0
 """Time between samples: the kernel has been seen to free idle pages after some 5 s."""
 
 
 def is_still(tracker: StreamTracker, last_sign_s: float, now_s: float) -> bool:
-    """Whether a reader has stood still while others went on; `last_sign_s` is the time of the
-    last sign of any reader."""
-    return now_s - tracker.last_sign_s >= STILL_S and last_sign_s > tracker.last_sign_s
+    """Whether a stream is still; `last_sign_s` is the time of the last sign of any reader."""
+    own_s = tracker.reader.last_sign_s
+    return now_s - own_s >= STILL_S and last_sign_s > own_s
 
 
 def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
-    """How many files a second the reader of a stream reads. Until that is measured, the mean of the
-    other streams; 0 if none is measured."""
-    if tracker.rate:
-        return tracker.rate
-    rates = [each.rate for each in trackers if each.rate]
+    """The files per second of a stream's reader. Until that is measured, the mean of the other
+    streams; 0 if none is measured."""
+    if tracker.reader.rate:
+        return tracker.reader.rate
+    rates = [each.reader.rate for each in trackers if each.reader.rate]
     return sum(rates) / len(rates) if rates else 0.0
 
 
 @dataclass(slots=True)
 class StreamViews:
-    """The questions (see the module)."""
-
-    trackers: dict[str, StreamTracker]  # of each stream, by its name
+    trackers: dict[str, StreamTracker]  # by name
 
     @property
     def plan(self) -> dict[str, Stream]:
-        """The plan: the streams that are announced, by name, without the epochs that were read."""
-        return {name: tracker.stream for name, tracker in self.trackers.items()}
+        """The announced streams, by name, without the epochs that were read."""
+        return {name: tracker.order.stream for name, tracker in self.trackers.items()}
 
     @property
     def has_streams(self) -> bool:
-        """Whether a plan is announced."""
         return bool(self.trackers)
 
     def reading(self) -> list[StreamReading]:
-        """Of each stream: the epoch of its next push, the one after it, and how far the first has
-        been read."""
         return [tracker.reading() for tracker in self.trackers.values()]
 
     def pushed_early(self, name: str) -> Entries:
-        """The entries of the epoch of a stream's next push that were chosen for pushes before."""
-        return self.trackers[name].pushed_early()
+        """The claimed entries of the epoch of a stream's next push."""
+        return self.trackers[name].claims.at_frontier()
 
     def running(self, now_s: float) -> list[str]:
-        """The names of streams that are probably being read."""
-        return [name for name, tracker in self.trackers.items() if tracker.is_running(now_s)]
+        return [name for name, tracker in self.trackers.items() if tracker.reader.is_running(now_s)]
 
     def planned(self, count: int) -> list[Entries]:
-        """The entries of the next `count` pushes of each stream, whose READs the server holds."""
-        return [unit for each in self.trackers.values() for unit in each.units_ahead(count)]
+        """The entries of the next `count` pushes of each stream."""
+        return [unit for each in self.trackers.values() for unit in each.units.entries(count)]
 
     def stats(self) -> list[StreamStats]:
-        """Where every stream is."""
         return [tracker.stats() for tracker in self.trackers.values()]
 
     def stream_stats(self, name: str) -> StreamStats | None:
-        """Where one stream is; None if there is no stream of that name."""
         tracker = self.trackers.get(name)
         return None if tracker is None else tracker.stats()
 
     def progress_of_streams(self) -> dict[str, tuple[tuple[Epoch, ...], int, int]]:
-        """Of each stream that is being read: its epochs, without those that were read; and up to
-        where it is claimed or read, as the number of an epoch and a position in it. What is before
-        that need not be fetched for the stream any more."""
+        """By name, for streams that are being read: the epochs left, and up to where they are
+        claimed or read, as the number of an epoch and a position in it. Entries before that need
+        not be fetched for the stream any more."""
         return {
-            name: (tracker.stream.epochs, *tracker.fetched_up_to())
+            name: (
+                tracker.order.stream.epochs,
+                *tracker.order.fetched_up_to(tracker.reader.high),
+            )
             for name, tracker in self.trackers.items()
-            if not tracker.tentative
+            if not tracker.reader.tentative
         }
 
     def rate(self, tracker: StreamTracker) -> float:
-        """See the function `rate`."""
-        return tracker.rate or rate(tracker, self.trackers.values())
+        return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
-        """How far ahead of the nearest reader these entries come next; infinite for others."""
-        uses = [tracker.next_use(entries) for tracker in self.trackers.values()]
+        """How far ahead of the nearest reader these entries come; infinite for others."""
+        trackers = self.trackers.values()
+        uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def next_change_s(self, now_s: float) -> list[float]:
-        """When streams become still, or are withdrawn or sampled, if nothing is reported."""
+        """When streams will be still, withdrawn or sampled, if nothing is reported."""
         times = []
         for tracker in self.trackers.values():
-            if tracker.tentative:
-                times.append(tracker.last_sign_s + TENTATIVE_S)
-            if now_s - tracker.last_sign_s < STILL_S:
-                times += [tracker.last_sign_s + STILL_S, tracker.sampled_s + SAMPLE_S]
+            last_sign_s = tracker.reader.last_sign_s
+            if tracker.reader.tentative:
+                times.append(last_sign_s + TENTATIVE_S)
+            if now_s - last_sign_s < STILL_S:
+                times += [last_sign_s + STILL_S, tracker.sampled_s + SAMPLE_S]
         return times

@@ -1,29 +1,26 @@
 """Holds the announced streams, and carries out changes of the plan.
 
-A *stream* is a reader with a known order. Programs announce, extend, replace and withdraw streams,
-and may report their progress; the planner ends claims on entries that readers have passed. Each
-stream has a `StreamTracker`. A stream that gives claims up also gives up the watches that belong to
-them (`watches.py`).
-
-Pure: the time is an argument (`now_s`). Used by one thread.
+Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
+their progress; the planner ends claims on entries that readers have passed. Each stream has a
+`StreamTracker`. With the claims end the watches of their markers (`watches.py`).
 """
 
 from collections.abc import Callable, Sequence
 
 from ...errors import UsageError
 from ...orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
+from .eviction import Mask
 from .memory import Memory
 from .memory_split import Importances
-from .resident_set import Clock, Mask
-from .stream_tracker import StreamTracker, never_logged
+from .resident_set import Clock
+from .stream_tracker import StreamTracker
 from .stream_views import TENTATIVE_S
 from .units import Columns
+from .units_ahead import never_logged
 from .watches import Watches
 
 
 class Streams:
-    """The streams of one planner (see the module)."""
-
     def __init__(
         self,
         columns: Columns,
@@ -33,8 +30,8 @@ class Streams:
         watches: Watches,
         clock: Clock,
     ) -> None:
-        """`memory.trackers` is the registry of streams: only this class changes it."""
-        self.trackers = memory.trackers  # of each stream, by its name
+        """Only this class changes `memory.trackers`, the registry of streams."""
+        self.trackers = memory.trackers  # by name
         self._columns = columns
         self._is_file = is_file
         self._memory = memory
@@ -51,8 +48,8 @@ class Streams:
         """Announce a stream; one of the same name is replaced. Raises UsageError, as the next three
         methods do, and then nothing has changed.
 
-        If there are as many streams as allowed, the first that was read to its end makes room,
-        so programs that use a new name for each epoch need not withdraw any.
+        If there are as many streams as allowed, the first that was read to its end is removed, so
+        programs that use a new name for each epoch need not withdraw any.
         """
         self._clock.tick(now_s)
         is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
@@ -60,22 +57,22 @@ class Streams:
             self.withdraw(next(iter(self._finished)))
         self._check(stream, stream.epochs)
         self._remove(stream.name)
-        self.trackers[stream.name] = tracker = StreamTracker(self._columns, stream, now_s)
-        tracker.is_logged = self._is_logged
-        tracker.skipped = [] if self._keeps_skipped else None
+        self.trackers[stream.name] = tracker = StreamTracker.of(self._columns, stream, now_s)
+        tracker.units.is_logged = self._is_logged
+        tracker.claims.skipped = [] if self._keeps_skipped else None
         self._memory.shares_changed()
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
         """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
         tracker = self._tracker(name)
-        tracker.extended(self._check(tracker.stream.extended(epochs), epochs))
+        tracker.order.extend(self._check(tracker.order.stream.extended(epochs), epochs))
         self._memory.shares_changed()
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
-        """Replace an epoch of a stream, whole or from a position on."""
+        """Replace the entries of an epoch from a position on."""
         tracker = self._tracker(name)
-        stream = self._check(tracker.stream.replaced(epoch, position), [epoch])
-        self.release(tracker, tracker.replaced(stream, epoch.number, position), behind=False)
+        stream = self._check(tracker.order.stream.replaced(epoch, position), [epoch])
+        self.release(tracker, tracker.replace(stream, epoch.number, position), behind=False)
         self._memory.shares_changed()
 
     def withdraw(self, name: str) -> None:
@@ -85,68 +82,66 @@ class Streams:
         self._finished.pop(name, None)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
-        """The reader of a stream reports which position it reads next, in the current epoch unless
-        another is named. This overrides what opens of marker files show. Raises UsageError.
-        """
+        """The reader reports the position that it reads next, in the current epoch unless another
+        is named. This overrides its signs. Raises UsageError."""
         self._clock.tick(now_s)
         tracker = self._tracker(name)
-        state = tracker.current_epoch() if epoch is None else tracker.epoch_numbered(epoch)
+        order = tracker.order
+        state = order.epoch_at(tracker.reader.high) if epoch is None else order.numbered(epoch)
         if state is None or not 0 <= position <= len(state.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
         position += state.base
-        if not tracker.has_workers_ahead(position) and tracker.has_gaps(position):
+        has_workers_ahead = tracker.has_workers_ahead(position)
+        if not has_workers_ahead and tracker.claims.has_gaps(position, tracker.reader.high):
             self.take_back(tracker, 0)  # something there was given up: claim all again
         tracker.progress(position, now_s)
 
     # Order logs
 
     def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
-        """Order logs are in use: `is_logged` reports whether one has an order, which then is not
+        """Order logs are in use. `is_logged` returns whether one has an order, which then is not
         cut by chunks."""
         self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self.trackers.values():
-            tracker.is_logged, tracker.skipped = is_logged, []
+            tracker.units.is_logged, tracker.claims.skipped = is_logged, []
 
     def take_skipped(self) -> list[Entries]:
-        """The entries that readers have passed before their pushes, since the last call, some of
-        them twice: so READs have brought them, perhaps those of other files. Only after
-        `set_logged`."""
+        """The entries that readers have passed without a push since the last call, some of them
+        twice. READs have brought them, perhaps READs of other files. Empty before `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
-            if tracker.skipped:
-                skipped += tracker.skipped
-                tracker.skipped = []
+            skipped += tracker.claims.take_skipped()
         return skipped
 
     # Ending claims
 
     def release_passed(self, now_s: float) -> None:
-        """End the claims on what readers have passed, and tentative streams that nobody follows."""
+        """End the claims that readers have passed, and tentative streams that nobody follows."""
         for name, tracker in tuple(self.trackers.items()):
-            if tracker.tentative and now_s - tracker.last_sign_s >= TENTATIVE_S:
+            if tracker.reader.tentative and now_s - tracker.reader.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
                 continue
-            epochs_before = tracker.stream.epochs
+            epochs_before = tracker.order.stream.epochs
             passed = tracker.pass_floor()
             self._importances.note_accesses(passed)
             self.release(tracker, passed, behind=True)
-            if tracker.stream.epochs != epochs_before:
+            if tracker.order.stream.epochs != epochs_before:
                 self._memory.shares_changed()
-                if not tracker.stream.epochs:
+                if not tracker.order.epochs:
                     self._finished[name] = None
 
     def take_back(self, tracker: StreamTracker, position: int) -> bool:
-        """End a stream's claims from a position on; the farthest entries are dropped first.
-        Returns whether there were any."""
-        released = tracker.retreat(position)
+        """End a stream's claims from a position on; the farthest entries are dropped first. Returns
+        whether there were any."""
+        released = tracker.claims.retreat(position)
         self.release(tracker, released[::-1], behind=True)
         return len(released) > 0
 
     def release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
-        """Take note of claims that a stream has given up, and of watches that it needs no more.
-        `behind`: these entries are the first to be dropped."""
+        """Note claims of a stream that have ended, and the watches that it needs no more.
+        `behind`: these entries are dropped first."""
         self._memory.resident_set.unclaim(entries, passed=behind)
-        self._watches.remove(tracker.stream.name, tracker.take_unwatched())
+        self._watches.remove(tracker.name, tracker.take_unwatched())
 
     def _tracker(self, name: str) -> StreamTracker:
         if name not in self.trackers:
@@ -154,8 +149,8 @@ class Streams:
         return self.trackers[name]
 
     def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
-        """A new or changed stream, if the plan with it keeps the limits. Raises UsageError."""
-        plan = {name: tracker.stream for name, tracker in self.trackers.items()}
+        """Check that the plan with a new or changed stream keeps the limits. Raises UsageError."""
+        plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
         check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
         if stream.epochs:
             self._finished.pop(stream.name, None)
@@ -164,6 +159,6 @@ class Streams:
     def _remove(self, name: str) -> None:
         tracker = self.trackers.get(name)
         if tracker is not None:
-            self.release(tracker, tracker.retreat(0), behind=False)
+            self.release(tracker, tracker.claims.retreat(0), behind=False)
             del self.trackers[name]
             self._memory.shares_changed()

@@ -1,10 +1,8 @@
-"""Chooses the stream whose next unit is pushed, and whether an urgent unit goes before it.
+"""Chooses the stream that gets the next push, and whether an urgent unit goes first.
 
 The unit that a reader needs soonest, over all streams, is pushed first, unless its contents have
 not arrived yet (`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as
 the reader comes within a second to large files that are not pushed yet.
-
-Pure; used by one thread.
 """
 
 from collections.abc import Collection
@@ -12,18 +10,19 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from .balance import Balance
+from .markers import MARKER_STRIDE
 from .memory import Memory
 from .room import Room
-from .stream_tracker import MARKER_STRIDE, NextUnit, StreamTracker
+from .stream_tracker import StreamTracker
+from .units_ahead import NextUnit
 from .watches import MARKERS_MAX
 
 URGENT_S = 1.0
-"""The files that a reader comes to within so many seconds are pushed first from a slow store
-(`units.py`)."""
+"""The files that a reader comes to within this time are pushed first from a slow store."""
 URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
-"""Urgent pushes take at most so many times as long as others do together, and at first so long.
-So a store that gives single files far more slowly than chunks, as a disk that has to seek, still
-gives chunks for a third of the time."""
+"""Urgent pushes together take at most `URGENT_START_S` and `URGENT_WEIGHT` times as long as others.
+So a store that gives single files far more slowly than chunks, such as a disk that has to seek,
+still gives chunks for a third of the time."""
 
 
 @dataclass(slots=True)
@@ -35,17 +34,15 @@ class UrgentTurns:
     _others_s: float = 0.0
 
     def note_pushed(self, took_s: float, *, was_urgent: bool) -> None:
-        """A push has ended."""
         if was_urgent:
             self._urgent_s += took_s
         else:
             self._others_s += took_s
 
     def unit(self, tracker: StreamTracker) -> NextUnit | None:
-        """The urgent unit of a stream, if it is its turn."""
         if not self.store_is_slow:
             return None
-        unit = tracker.urgent_unit(URGENT_S)
+        unit = tracker.units.urgent(URGENT_S)
         if unit is None:
             self._urgent_s = self._others_s = 0.0
         elif self._urgent_s > URGENT_START_S + URGENT_WEIGHT * self._others_s:
@@ -61,11 +58,11 @@ def soonest_stream(
     *,
     may_wait: bool,
 ) -> tuple[StreamTracker, float] | None:
-    """The stream whose reader needs its next unit soonest, and in how many seconds; None if each
-    is claimed to its end, or as far as watches allow.
+    """The stream that needs its next unit soonest, and in how many seconds; None if all are claimed
+    to their ends, or as far as watches allow.
 
-    `without_room`: these streams get nothing. `may_wait`: streams whose contents have not arrived
-    let others go first.
+    `without_room`: streams that get nothing. `may_wait`: a stream lets others go first until its
+    contents have arrived.
     """
     share_bytes = memory.share_bytes()
     ahead_max = max(MARKERS_MAX // max(memory.active_count(), 1), 16) * MARKER_STRIDE
@@ -73,14 +70,14 @@ def soonest_stream(
     for name, tracker in memory.trackers.items():
         if name in without_room:
             continue
-        frontier = tracker.frontier(share_bytes)
-        if frontier is not None and frontier - tracker.low < ahead_max:
+        frontier = tracker.units.frontier(share_bytes)
+        if frontier is not None and frontier - tracker.reader.low < ahead_max:
             found.append((room.ahead_s(tracker, frontier), tracker, frontier))
     if not found:
         return None
     ahead_s, soonest, frontier = min(found, key=itemgetter(0))
     if may_wait and len(found) > 1 and balance.wait_s(soonest, frontier):
         # A stream that has its share of the memory gets no more while others wait for theirs.
-        found = [each for each in found if each[1] is soonest or each[1].has_share_left()]
+        found = [each for each in found if each[1] is soonest or each[1].units.has_share_left()]
         ahead_s, soonest, _ = min(found, key=lambda each: balance.push_s(each[1], each[2]))
     return soonest, ahead_s

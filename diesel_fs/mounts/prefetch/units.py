@@ -1,14 +1,15 @@
 """Cuts an order into *units*: the entries that are pushed at once.
 
-A unit is a whole chunk where the order has the chunk's entries near each other, as chunk-wise
-shuffles do; else a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule, for
-one epoch of one stream (`stream_tracker.py`). Pure values.
+A unit is a whole chunk if the order has the chunk's entries near each other, as chunk-wise shuffles
+do; otherwise a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule to one
+epoch of one stream. Pure values.
 
 In a full shuffle nearly every chunk has one of the first files, so by whole chunks nearly the whole
-dataset is read before the reader comes to its next batches. Where that takes long, the planner also
-makes *urgent* units: large files in the reader's order, out of chunks whose turn comes later.
+dataset is read before the reader comes to its next batches. If that takes long, the planner also
+makes *urgent* units: large files in the reader's order, out of later units.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +24,11 @@ Positions = npt.NDArray[np.int32]
 PAGE_BYTES = 4_096
 
 MIXED_ENTRIES = 256
-"""Entries of a mixed unit: enough to spread the cost of a decision, and few enough that a reader
-does not wait long for them to be fetched."""
+"""Entries of a mixed unit: enough to spread the cost of a decision, and few enough that they are
+fetched soon."""
 
 LOGGED_ENTRIES = 2_048
-"""The same where an order log has the epoch: it gives 8 MiB at once, which are so many files of
-4 KiB."""
+"""The same if an order log has the epoch: it gives 8 MiB at once, that is 2,048 files of 4 KiB."""
 
 URGENT_BYTES_MIN = 64 << 10
 """Files of this size are worth a request each to a slow store: 16 at once, of 5 ms, bring 200
@@ -41,11 +41,10 @@ decisions and fetches as a large one."""
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the planner needs to know of the n entries of a dataset.
+    """The planner's view of a dataset, with a value for each entry.
 
-    `chunk`: the number of the entry's chunk, -1 where it has none. `pages`: how many pages its
-    content takes in the page cache, 0 for entries without content. Both have 4 bytes an entry: of
-    14 million entries they take 112 MB.
+    `chunk`: the number of the entry's chunk, -1 if it has none. `pages`: how many pages its content
+    takes in the page cache. Both have 4 bytes an entry: 112 MB for 14 million entries.
     """
 
     chunk: npt.NDArray[np.int32]
@@ -57,7 +56,6 @@ class Columns:
         return self.pages[entries].astype(np.int64) * PAGE_BYTES
 
     def bytes_of(self, entries: Entries) -> int:
-        """The bytes that these entries take together."""
         return int(self.pages[entries].sum(dtype=np.int64)) * PAGE_BYTES
 
     def checked(self, entries: EntryOrder) -> Entries:
@@ -84,8 +82,30 @@ class Units:
         return len(self.first)
 
     def positions(self, unit: int) -> Positions:
-        """The positions of a unit, ascending."""
         return self.order[self.starts[unit] : self.starts[unit + 1]]
+
+
+@dataclass(slots=True)
+class UnitQueue:
+    """Units of one epoch, which its stream claims one after the other."""
+
+    units: Units
+    share_bytes: int  # the memory that they were cut for
+    next: int = 0  # the first that is not claimed
+    costs: npt.NDArray[np.float64] | None = None  # of each unit (`balance.py`); NaN: unknown
+    costs_s: float = -math.inf  # when the first of `costs` was predicted
+
+    def fits(self, share_bytes: int) -> bool:
+        """Whether the units need not be cut anew for this share of the memory."""
+        return 2 * self.share_bytes <= 3 * share_bytes <= 4.5 * self.share_bytes
+
+    def first(self) -> int | None:
+        """The first position of the next unit; None if all are claimed."""
+        return int(self.units.first[self.next]) if self.next < len(self.units) else None
+
+    def following(self, count: int) -> list[Positions]:
+        units = range(self.next, min(self.next + count, len(self.units)))
+        return [self.units.positions(unit) for unit in units]
 
 
 def cut(
@@ -99,11 +119,11 @@ def cut(
     """The units of these positions (ascending) of an epoch, for a stream with `share_bytes` of
     memory.
 
-    A chunk is one unit where its entries are near each other in the epoch: where the bytes from its
-    first to its last position are at most three quarters of the share. So in a chunk-wise order
-    each chunk is fetched once, where two groups fit the share. All other positions go into mixed
-    units of up to 256 entries; of large files fewer, so that a unit takes at most about an eighth
-    of the share. Without `by_chunk` all units are mixed, and larger: for an epoch that an order log
+    A chunk is one unit if its entries are near each other in the epoch: if the bytes from its first
+    to its last position are at most three quarters of the share. So in a chunk-wise order each
+    chunk is fetched once if two groups fit the share. All other positions go into mixed units of up
+    to 256 entries; fewer if the files are large, so that a unit takes at most about an eighth of
+    the share. Without `by_chunk` all units are mixed, and larger: for an epoch that an order log
     has.
     """
     count = len(positions)
@@ -114,10 +134,10 @@ def cut(
     cost = columns.cost(wanted)
     chunk = columns.chunk[wanted]
     chunk[chunk < 0] = columns.chunk_count
-    # From here to the end a "row" is an index in `positions`, and all arrays but those by chunk
-    # have a value for each row.
+    # From here on a "row" is an index in `positions`. All arrays but those of chunks have a value
+    # for each row.
     rows = np.arange(count, dtype=np.int32)
-    # By chunk: its first and last row. Of repeated indices numpy keeps the last assignment, so
+    # The first and last row of each chunk. For repeated indices numpy keeps the last assignment, so
     # backwards the first row stays.
     first = np.zeros(columns.chunk_count + 1, np.int32)
     last = np.zeros(columns.chunk_count + 1, np.int32)
@@ -152,8 +172,7 @@ def cut(
 
 
 def mixed_entries(total_bytes: int, count: int, share_bytes: int, most: int = MIXED_ENTRIES) -> int:
-    """How many entries a mixed unit has, at most `most`, where `count` of them take
-    `total_bytes`."""
+    """How many entries a mixed unit has, at most `most`, if `count` of them take `total_bytes`."""
     if not total_bytes:
         return most
     return max(1, min(most, share_bytes // 8 * count // total_bytes))

@@ -1,8 +1,7 @@
 """Records which files the worker watches for opens (inotify), and for which streams.
 
-The file at every 256th position of an order is a *marker*. When a reader opens one, the planner
-learns where the reader is. Several streams may need the watch of one file. Pure; used by one
-thread.
+When a reader opens a marker file (`markers.py`), the planner learns its position. Several streams
+may need the watch of one file.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ class Watches:
     """The watched entries, by the streams that need each watch."""
 
     users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """By entry: the streams that need its watch, each with its position of the entry."""
+    """The streams that need the watch of each entry, with their positions of it."""
     unneeded: dict[int, None] = field(default_factory=dict)
     """Entries that are still watched although no stream needs it; an ordered set."""
 
@@ -44,11 +43,10 @@ class Watches:
                     self.unneeded[entry] = None
 
     def is_watched(self, entry: int) -> bool:
-        """Whether the worker watches an entry."""
         return entry in self.users or entry in self.unneeded
 
     def take_unneeded(self) -> Entries:
-        """The entries that need not be watched; the caller has the worker stop watching them."""
+        """Take the entries that the worker shall stop watching."""
         entries = np.fromiter(self.unneeded, np.uint32)
         self.unneeded.clear()
         return entries

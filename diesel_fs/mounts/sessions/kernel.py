@@ -1,15 +1,14 @@
 """The kernel session: it speaks the FUSE protocol on /dev/fuse itself.
 
 It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a request
-and keeps their pages, and names that were looked up are valid for ever. So a file whose pages are
-in the kernel's cache is opened, read and closed without any request; another one costs one READ.
-
+and keeps their pages, and names that were looked up are valid for ever. So a file with pages in the
+kernel's cache is opened, read and closed without any request; another one costs one READ.
 `protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
 
-Concurrency: trio. One task reads the device and answers at once every request that need not wait;
-a request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
-touches its own mount, and never does what can wait for a page lock: another process pushes and
-drops pages (`daemon/prefetch_worker.py`).
+Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
+request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
+touches its own mount, and never makes a call that can wait for a page lock: another process pushes
+and drops pages (`daemon/prefetch_worker.py`).
 """
 
 import errno
@@ -40,12 +39,12 @@ log = logging.getLogger("diesel.mount")
 INIT_DEADLINE_S = 5.0
 
 KILLED_LOOK_S = 0.05
-"""How often a request whose thread got a signal looks whether the thread is killed."""
+"""How often a task checks whether the interrupted thread of a request has been killed."""
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 Content = Bytes | Sequence[Bytes]
-"""Content of a reply, perhaps in pieces."""
+"""Perhaps in pieces."""
 Answer = Content | None
 """None: no reply now, or never."""
 Handler = Callable[[RequestHeader, memoryview], Answer]
@@ -56,15 +55,15 @@ _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""Errors of reading the device after which the session goes on. Most often the request has been
-withdrawn, because its process was killed."""
+"""Errors of reading the device after which the session goes on. Mostly the request was withdrawn,
+because its process was killed."""
 
 
 def _ignore(_: object) -> None: ...
 
 
 def _refuse(number: int) -> Handler:
-    """A handler whose reply is this errno."""
+    """A handler that replies with this errno."""
 
     def refuse(_: RequestHeader, __: memoryview) -> NoReturn:
         raise FuseErrno(number)
@@ -77,20 +76,16 @@ def _pieces(content: Content) -> Sequence[Bytes]:
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
-"""The name and the handler of requests that the session does not know."""
+"""For unknown requests."""
 
 
 class _Waiting(NamedTuple):
-    """A request that waits: the thread that made it, what ends it, and what it waits for."""
-
     thread: int
     scope: trio.CancelScope
     wait: Wait
 
 
 class KernelSession:
-    """The session over /dev/fuse (see the module)."""
-
     name: ClassVar[str] = "kernel"
 
     def __init__(
@@ -116,7 +111,6 @@ class KernelSession:
         self.negotiated = ""
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """The name and the handler of each request."""
         return {
             op.value: (op.name.lower(), handler)
             for op, handler in {
@@ -128,7 +122,7 @@ class KernelSession:
                 Op.STATFS: self._statfs,
                 Op.READDIRPLUS: self._readdirplus,
                 Op.READDIR: _refuse(errno.ENOSYS),  # the session has negotiated READDIRPLUS
-                Op.IOCTL: _refuse(errno.ENOTTY),  # Python's `open` asks whether it is a terminal
+                Op.IOCTL: _refuse(errno.ENOTTY),  # Python's `open` checks for a terminal
                 **dict.fromkeys((Op.RELEASE, Op.RELEASEDIR, Op.DESTROY), lambda *_: b""),
                 Op.INTERRUPT: self._interrupt,
                 **dict.fromkeys(_REFUSED_ONCE, _refuse(errno.ENOSYS)),
@@ -138,11 +132,8 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Mounts, and negotiates with the kernel what both can do.
-
-        Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
-        kernel lacks something.
-        """
+        """Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
+        kernel lacks something."""
         self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
             self._negotiate()
@@ -152,7 +143,7 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Answers INIT. Raises SessionUnsupported, also if INIT does not come."""
+        """Answers INIT. Raises SessionUnsupported."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
@@ -179,7 +170,6 @@ class KernelSession:
         self.negotiated = f"FUSE {offer.major}.{minor}: {flags.name}"
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """See `Session`."""
         started()
         buffer = memoryview(bytearray(protocol.REQUEST_BYTES))
         wait, device = RequestWait(lambda: not self._waiting), self._device
@@ -199,7 +189,7 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Reads one request into `buffer` and answers it. False where the mount has ended."""
+        """Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
@@ -212,13 +202,11 @@ class KernelSession:
         return True
 
     def close(self) -> None:
-        """See `Session`."""
         if self._device >= 0:
             os.close(self._device)
             self._device = -1
 
     def clone(self) -> int:
-        """See `Session`."""
         return syscalls.clone(self._device)
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
@@ -230,22 +218,20 @@ class KernelSession:
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """Connects the prefetch worker. From now on the session calls `on_miss` with entries whose
-        content the kernel did not have, and `on_forget` with entries that it has forgotten. It
-        holds READs of entries that `push_status` says are pushed soon.
-        """
+        """Connects the prefetch worker. From now on the session calls `on_miss` with entries that
+        the kernel had no content of, and `on_forget` with entries that it has forgotten. It holds
+        READs of entries that are pushed soon, by `push_status`."""
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()
 
     def detach_worker(self) -> None:
-        """Disconnects the worker, which has ended: nothing is reported or held any more."""
+        """The worker has ended: nothing is reported or held any more."""
         self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
 
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview) -> None:
-        """Answers one request, or starts the task that will answer it."""
         self._begun_s = time.monotonic()
         try:
             read = protocol.parse_if_read(message)
@@ -271,7 +257,7 @@ class KernelSession:
                 self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """Writes a reply. That the request was withdrawn meanwhile is no error."""
+        """The kernel may have withdrawn the request meanwhile; that is no error."""
         header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
@@ -282,7 +268,7 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ at once from memory, else in a task, so that it delays no other."""
+        """Answers at once from memory, or in a task, so that it delays no other."""
         unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
@@ -303,7 +289,6 @@ class KernelSession:
             self._on_miss(node - 1)
 
     def _fail_read(self, read: ReadRequest, fault: BaseException) -> None:
-        """Answers a READ by an error, at once."""
         self._note_failed_read()
         self._send(read.unique, (), self._vfs.errno_of(fault, "read", read.node))
         self._waits.answered(read.thread, WaitCause.MOUNT, self._begun_s)
@@ -328,9 +313,8 @@ class KernelSession:
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
     ) -> None:
-        """Starts the task that answers, at the latest when `serve` begins. INTERRUPT can end it
-        from now on, also before it runs.
-        """
+        """Starts the task that answers, at the latest when `serve` begins. From now on INTERRUPT
+        can end it, even before it runs."""
         unique, node = request.unique, request.node
         cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
         wait = self._waits.begin(request.thread, cause, self._begun_s)
@@ -368,12 +352,12 @@ class KernelSession:
         self._waits.end(waiting.wait)
 
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Ends a request whose thread was killed, with EINTR. INTERRUPT itself gets no reply.
+        """Ends a request with EINTR if its thread was killed. INTERRUPT itself gets no reply.
 
         The kernel sends it after any signal, also one that the thread handles, or that stops it for
-        a while. Then the request goes on, since EINTR would fail the read of a sound file (with EIO
-        in a native mount). The kernel tells of the first signal alone, so a task looks whether the
-        thread is killed later.
+        a while. Then the request goes on, since EINTR would fail the read of an intact file (with
+        EIO in a native mount). The kernel reports only the first signal, so a task checks whether
+        the thread is killed later.
         """
         unique = protocol.parse_interrupt(message)
         if unique in self._waiting and self._nursery is not None:
@@ -381,7 +365,7 @@ class KernelSession:
         return None
 
     async def _end_if_killed(self, unique: int) -> None:
-        """Ends a request when its thread is killed. Returns when the request was answered."""
+        """Returns when the request was answered, or its thread killed."""
         while (waiting := self._waiting.get(unique)) is not None:
             if was_killed(waiting.thread):
                 waiting.scope.cancel()

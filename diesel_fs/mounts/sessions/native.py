@@ -2,17 +2,16 @@
 
 Users see a *tree* that the kernel's own EROFS serves from an image of the snapshot
 (`native_tree.py`), so names, attributes, listings, opens and ioctls never reach a process of ours.
-Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`). It lies on
-a FUSE mount that this session serves as the kernel session does. The root of that FUSE mount is
-what users see as `.diesel`; the content file is not listed there, and closed to all but root.
+Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`), on a FUSE
+mount that this session serves as the kernel session does. Users see the root of that FUSE mount as
+`.diesel`; the content file is not listed there, and only root can open it.
 
 The tree holds the content file open. When the kernel closes it (RELEASE), the tree has been
 unmounted and none of its files is open any more; after the last one the session ends.
 
-A mount that follows its dataset gets another tree in the place of the one before (`switch_tree`):
-the kernel puts it beneath that one, which is then detached. So all look-ups meet the new tree from
-one moment on. What was looked up before stays in the old tree, and needs it: open files, and
-working folders.
+If a mount follows its dataset, another tree replaces the current one (`switch_tree`): the kernel
+puts it beneath that one, which is then detached. So all look-ups meet the new tree from one moment
+on. Open files and working folders keep the old tree alive.
 
 Concurrency: as the kernel session. Mounting a tree opens the content file, so a thread does it
 while the session goes on answering.
@@ -58,21 +57,20 @@ from .session import SessionUnsupported, SwitchUnsupported
 log = logging.getLogger("diesel.mount")
 
 PRIVATE_NODE = HIDDEN_ROOT - 1
-"""The node of the first content file. Those of later ones, and of images (`_mount_image`), are
-below it; none is given twice."""
+"""The node of the first content file. Later content files and images (`_mount_image`) have lower
+ones; none is used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
-"""How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far it then reads ahead in the content file. Where neighbours have been pushed, the kernel
-reads ahead also for a reader in random order, so this is one READ, not several."""
+"""How far the kernel then reads ahead in the content file. Next to pushed files it does so even for
+a reader in random order, so this is one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""So many reading threads are remembered; then all are forgotten."""
+"""Reading threads that are remembered; then all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -80,11 +78,12 @@ _T = TypeVar("_T")
 def _ignore() -> None: ...
 
 
-def _let_go_of_devices() -> None:
-    """Give the calling thread descriptors of its own, without those of FUSE connections.
+def _drop_fuse_descriptors() -> None:
+    """Gives the calling thread descriptors of its own, without those of FUSE connections. Raises
+    OSError.
 
-    It waits for answers of this process. If that is killed meanwhile, the thread ends only when the
-    connection does, and that ends only when nobody has its device open. Raises OSError.
+    The thread waits for answers of this process. If the process is killed meanwhile, the thread
+    ends only when the connection does, and that ends only when its device is open nowhere.
     """
     syscalls.own_descriptors()
     for name in os.listdir("/proc/thread-self/fd"):
@@ -95,25 +94,22 @@ def _let_go_of_devices() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeVersion:
-    """A version of the dataset, as a tree shows it."""
-
     image: Image
     file: int
     """A descriptor of the image's file. It stays open until `on_end`."""
     vfs: Vfs
-    """Reads its contents."""
     on_end: Callable[[], None] = _ignore
-    """Is called when no file of the tree is open any more, or the tree could not be mounted."""
+    """Called when no file of the tree is open any more, or the tree could not be mounted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """A tree that is being mounted, is mounted, or was: a file of it is still open."""
+    """A tree that is being mounted, is mounted, or was mounted and still has an open file."""
 
     version: TreeVersion
     content_node: int
     content: ContentVersion
-    image_node: int = 0  # of the image, where the session can serve it
+    image_node: int = 0  # of the image, if the session can serve it
     mount_id: int = 0  # in mountinfo
     device: str = ""  # the number of its file system
     is_being_mounted: bool = True
@@ -121,7 +117,8 @@ class _Tree:
 
 
 class _OwnThread(Generic[_T]):
-    """A thread for one piece of work, which may change what is the thread's own."""
+    """A thread for one piece of work, which may change the thread's own working folder and
+    descriptors."""
 
     def __init__(self, work: Callable[[], _T], on_end: Callable[[], object] = _ignore) -> None:
         self._work = work
@@ -140,7 +137,7 @@ class _OwnThread(Generic[_T]):
             self._on_end()
 
     def result(self) -> _T:
-        """Waits for the end of the work; its result, or raises what it has raised."""
+        """Waits for the end of the work. Returns its result, or raises its error."""
         self._thread.join()
         if self._failure:
             raise self._failure[0]
@@ -148,8 +145,6 @@ class _OwnThread(Generic[_T]):
 
 
 class NativeSession(KernelSession):
-    """The session over an EROFS tree (see the module)."""
-
     name: ClassVar[str] = "native"
 
     def __init__(
@@ -161,8 +156,8 @@ class NativeSession(KernelSession):
         *,
         on_connection: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`version` is what the tree shows first. `mount` calls `on_connection` with the device of
-        the connection before it uses it."""
+        """`version` is the first one that the tree shows. `on_connection` gets the device of the
+        connection before `mount` uses it."""
         super().__init__(vfs, mountpoint, options)
         self._on_connection = on_connection
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
@@ -174,17 +169,16 @@ class NativeSession(KernelSession):
         self._openers: dict[int, _Tree] = {}  # by handle
         self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
         self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
-        self._current = self._missed = self._add_tree(version)  # `_missed`: whose READs are misses
+        self._current = self._missed = self._add_tree(version)  # `_missed`: its READs are misses
         self.private_mount = -1
-        """A descriptor of the FUSE mount at no path, in which the content file can be opened."""
+        """A descriptor of the FUSE mount at no path; the content file can be opened in it."""
         self.note = ""
         """Why the tree is not mounted in the best way, if it is not."""
 
     @staticmethod
     def check_usable(*, must_switch: bool = False) -> None:
-        """Raises SessionUnsupported where this process or this kernel cannot have native mounts, or
-        none that can switch to another version, if it must.
-        """
+        """Raises SessionUnsupported if native mounts cannot be made here, or, with `must_switch`,
+        cannot switch to another version."""
         if os.geteuid() or not syscalls.may_administrate():
             raise SessionUnsupported("it needs root with CAP_SYS_ADMIN")
         if must_switch and not syscalls.can_mount_beneath():
@@ -192,12 +186,11 @@ class NativeSession(KernelSession):
 
     @property
     def content_node(self) -> int:
-        """The node of the current tree's content file."""
         return self._current.content_node
 
     @property
     def mount_id(self) -> int:
-        """The number of the current tree's mount, in mountinfo."""
+        """Of the current tree, in mountinfo."""
         return self._current.mount_id
 
     @property
@@ -206,7 +199,6 @@ class NativeSession(KernelSession):
         return bool(self._trees)
 
     def mount(self) -> None:
-        """See `Session`."""
         try:
             self._device, self.private_mount = syscalls.new_fuse(self._options)
         except OSError as error:
@@ -225,12 +217,11 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Shows another version from now on, in the place of the current one; all look-ups meet it
-        from one moment on.
+        """Shows another version in the place of the current one; all look-ups meet it from one
+        moment on.
 
-        Raises DieselError where something that others have mounted is in the way,
-        SwitchUnsupported where the kernel cannot do it, SessionUnsupported, and OSError. Nothing
-        has changed then.
+        Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
+        kernel cannot do it, SessionUnsupported, and OSError. Then nothing has changed.
         """
         tree = self._add_tree(version)
         try:
@@ -244,8 +235,8 @@ class NativeSession(KernelSession):
         self._end_if_unused(tree)
 
     def retired_trees(self) -> dict[int, str]:
-        """The devices of the trees before the current one of which something is open, by the number
-        that the mount of each had."""
+        """The devices of earlier trees that are still in use, by the ID that the mount of each
+        had."""
         return {
             each.mount_id: each.device
             for each in self._trees
@@ -253,9 +244,8 @@ class NativeSession(KernelSession):
         }
 
     def check_place(self) -> None:
-        """Raises DieselError where something that others have mounted is in the way of a switch, or
-        the tree is not at the mount point any more.
-        """
+        """Raises DieselError if a mount of somebody else is in the way of a switch, or the tree is
+        not at the mount point any more."""
         here, mount_id = self._mountpoint, self._current.mount_id
         entries = list(mounts())
         top = topmost_at(here, entries)
@@ -283,7 +273,6 @@ class NativeSession(KernelSession):
         return added
 
     def _end_if_unused(self, tree: _Tree) -> None:
-        """Frees what a tree needed, once no file of it is open, or if it could not be mounted."""
         if tree.opens or tree.is_being_mounted:
             return
         self._trees.remove(tree)
@@ -304,13 +293,13 @@ class NativeSession(KernelSession):
         _OwnThread(lambda: self._mount_tree(new, beneath=True)).result()
         ours = self._current.mount_id, new.mount_id
         top = topmost_at(self._mountpoint, mounts())
-        # Where somebody has just unmounted the old tree, the new one goes, too.
+        # If somebody has just unmounted the old tree, the new one goes, too.
         if top is not None and top.mount_id in ours:
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _drop_zeros(self, new: _Tree) -> None:
-        """Makes the kernel drop the pages that it has where contents lie from now on: it reads
-        ahead, also behind the contents that there were, and got zeros.
+        """Makes the kernel drop its pages at the places of new contents: it also reads ahead past
+        the end of contents, and got zeros there.
 
         Waits for READs of these pages that were begun before. Raises OSError.
         """
@@ -323,12 +312,11 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """Mounts a tree with `.diesel` in it; it is attached when it is complete. For a thread that
-        ends then: it gets a working folder and descriptors of its own. Raises OSError,
-        SwitchUnsupported, SessionUnsupported.
-        """
+        """Mounts a tree with `.diesel` in it. The calling thread gets a working folder and
+        descriptors of its own, and must end afterwards. Raises OSError, SwitchUnsupported,
+        SessionUnsupported."""
         syscalls.own_working_folder()
-        _let_go_of_devices()
+        _drop_fuse_descriptors()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
         self._mounter = threading.get_native_id()
         try:
@@ -346,9 +334,8 @@ class NativeSession(KernelSession):
             mounted.close()
 
     def _mount_image(self, tree: _Tree) -> Tree:
-        """Mounts an image by its file. EROFS cannot use files of some file systems (tmpfs,
-        overlayfs); then the kernel reads the image through the FUSE mount, too.
-        """
+        """EROFS cannot use files of some file systems (tmpfs, overlayfs); then the kernel reads the
+        image through the FUSE mount, too."""
         private = f"/proc/thread-self/fd/{self.private_mount}"
         files = [f"/proc/thread-self/fd/{tree.version.file}"]
         if tree.image_node:
@@ -357,7 +344,6 @@ class NativeSession(KernelSession):
         return mount_tree(tree.version.image, files, self._source, content)
 
     def _attach(self, tree: Tree, beneath: bool) -> None:
-        """Puts `.diesel` into the tree, and the tree in its place."""
         hidden = self._copy_private_mount(is_attached=beneath)
         try:
             try:
@@ -387,9 +373,8 @@ class NativeSession(KernelSession):
             ) from error
 
     def _copy_private_mount(self, *, is_attached: bool) -> int:
-        """A second mount of the FUSE file system: the tree holds a file of the first one open,
-        which would keep the mount on `.diesel` busy. `is_attached`: there is one on `.diesel`.
-        """
+        """A second mount of the FUSE file system. The tree holds a file of the first one open,
+        which would keep the mount on `.diesel` busy. `is_attached`: there is one on `.diesel`."""
         try:
             return syscalls.copy_mount(self.private_mount)
         except OSError as error:
@@ -405,7 +390,7 @@ class NativeSession(KernelSession):
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread, and answers requests until it has ended: before `serve`."""
+        """Runs `work` in a thread, and answers requests until it has ended."""
         done = os.eventfd(0, os.EFD_CLOEXEC)
         working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()
@@ -420,7 +405,6 @@ class NativeSession(KernelSession):
             os.close(done)
 
     def close(self) -> None:
-        """See `Session`."""
         super().close()
         if self.private_mount >= 0:
             os.close(self.private_mount)
@@ -432,14 +416,14 @@ class NativeSession(KernelSession):
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """See `KernelSession`. The entries are those of the tree that is current now."""
+        """See `KernelSession`. The entries are those of the current tree."""
         super().attach_worker(on_miss, on_forget, push_status)
         self._missed = self._current
 
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """The kernel session's, in which the root is `.diesel`."""
+        """With `.diesel` as the root."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release
@@ -474,7 +458,7 @@ class NativeSession(KernelSession):
         return Attributes(node, 0o100400, size, 0, FOREVER_S)
 
     def _open(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Every open gets an answer: a refusal would be the last open that the kernel tells of."""
+        """Every open gets an answer: after a refusal the kernel would report no other open."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
         if request.node not in self._contents or request.thread != self._mounter:
@@ -492,7 +476,6 @@ class NativeSession(KernelSession):
         return b""
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ of the content file at once from memory, else in a task."""
         unique, node, offset, size, thread = read
         image = self._served_images.get(node)
         if image is not None:
@@ -525,8 +508,8 @@ class NativeSession(KernelSession):
             self._later(read, "read", content.read(offset, size))
 
     def _is_ahead(self, thread: int, offset: int) -> bool:
-        """Whether a READ was probably read ahead, which says nothing about readers: it lies a
-        little further on than the last READ of the thread that was not."""
+        """Whether a READ was probably read ahead, and so shows nothing about readers: it lies a
+        little after the thread's last READ that was not."""
         if 0 < offset - self._read_offsets.get(thread, offset) <= CONTENT_READ_AHEAD_KIB << 10:
             return True
         if len(self._read_offsets) >= THREADS_MAX:
@@ -537,7 +520,6 @@ class NativeSession(KernelSession):
     async def _content_held(
         self, push_status: PushStatusMap, entry: int, content: ContentFile, offset: int, size: int
     ) -> Sequence[Bytes]:
-        """As `_read_held`, of the content file."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):
@@ -548,7 +530,6 @@ class NativeSession(KernelSession):
 
 
 def reason_of(error: OSError) -> str:
-    """Why the kernel has not mounted the tree."""
     if error.errno == errno.ENODEV:
         return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"
     if error.errno == errno.EPERM:
@@ -558,8 +539,7 @@ def reason_of(error: OSError) -> str:
 
 def _can_serve_images() -> bool:
     """Whether the kernel can mount an image that it reads from a FUSE file system. The first
-    versions of Linux 6.12 crash at that.
-    """
+    versions of Linux 6.12 crash then."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return found is not None and (int(found[1]), int(found[2])) >= (6, 13)
 

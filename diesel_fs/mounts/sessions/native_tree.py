@@ -1,18 +1,16 @@
 """The tree of a native mount: an EROFS file system that the kernel serves from an image.
 
-EROFS is a read-only file system of the Linux kernel. `mount_tree` makes one from an image
-(`format/image.py`). Its contents lie on a second device, the *content file* of the mount's FUSE
-file system. The blocks of its root folder lie on a third one, a file in memory.
+`mount_tree` makes it from an image (`format/image.py`). Its contents lie on a second device, the
+*content file* of the mount's FUSE file system; the blocks of its root folder lie on a third one, a
+file in memory. The kernel reads the devices from the files themselves (from Linux 6.12 on, if it
+was built so), or through loop devices.
 
 `.diesel` is found by name and listed nowhere. Its entry is in the root folder at first. The FUSE
 file system is mounted on it, so the kernel keeps the name; then the root folder is replaced by one
 without the entry (`Tree.hide`).
 
-The kernel reads the devices from the files themselves (from Linux 6.12 on, if it was built so) or,
-where it cannot do that, through loop devices.
-
-All of this is for a thread that may wait: mounting opens the content file, which the mount's server
-must answer.
+Concurrency: everything here may wait, so a thread calls it: mounting opens the content file, which
+the mount's server must answer.
 """
 
 import errno
@@ -27,8 +25,7 @@ from ...system.loop_devices import open_loop_device
 from .session import SessionUnsupported
 
 _OPTIONS = (("ro", ""), ("noacl", ""))
-"""No entry has access control lists, and where the file system says so, `ls -l` does not ask for
-those of each entry."""
+"""No entry has access control lists. If the file system says so, `ls -l` requests none."""
 
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME
@@ -37,7 +34,7 @@ _ATTRIBUTES = (
 
 class Tree:
     """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount, and
-    `note` says why it is not the best kind, if it is not."""
+    `note` the reason if it is not of the best kind."""
 
     def __init__(self, mount: int, image: Image, root: int) -> None:
         self.mount = mount
@@ -46,7 +43,7 @@ class Tree:
         self._root = root
 
     def hide(self) -> None:
-        """Takes `.diesel` out of listings: something is mounted on it now. Raises OSError."""
+        """Removes `.diesel` from listings, after something is mounted on it. Raises OSError."""
         os.pwrite(self._root, self._image.root_folder(hidden=True), 0)
         folder = self._open_root()
         try:
@@ -55,7 +52,6 @@ class Tree:
             os.close(folder)
 
     def set_read_ahead(self, kib: int) -> None:
-        """Sets how far the kernel reads ahead in a file of the tree, where it lets us."""
         folder = self._open_root()
         try:
             syscalls.set_read_ahead(folder, kib)
@@ -63,13 +59,13 @@ class Tree:
             os.close(folder)
 
     def fails_reads_cut_short(self) -> bool:
-        """Whether a read fails of which the kernel gets only a part; it must. Writes the root
+        """Whether a read fails, as it must, if the kernel gets only a part of it. Writes the root
         folder, which is empty.
 
-        Where it does not fail, the kernel fills up with zeros and keeps them: a reader that is
-        killed while it waits would leave zeros to all others. So the file of the root folder ends
-        too early at first, before the end of the last name, and the kernel is asked for a name that
-        it looks up in the last block.
+        Otherwise the kernel fills up with zeros and keeps them: a reader that is killed while it
+        waits would leave zeros to all others. To find out, the file of the root folder first ends
+        before the end of the last name, and a name is looked up that the kernel searches in the
+        last block.
         """
         content = self._image.root_folder(hidden=False)
         os.pwrite(self._root, content[: os.fstat(self.mount).st_size - 1], 0)
@@ -92,12 +88,11 @@ class Tree:
 
 
 def mount_tree(image: Image, files: Sequence[str], source: str, content: str) -> Tree:
-    """Mounts an image, whose file has the paths `files`: the first that this kernel can mount is
-    used. `content` is the path of the content file.
+    """Mounts an image. `files` are paths of its file; the first that this kernel can mount is used.
+    `content` is the path of the content file, `source` the text for the mount table.
 
-    `source` is what the mount table shows. Raises OSError, and SessionUnsupported where this kernel
-    cannot have the tree. It changes the working folder of the calling thread, and of the process
-    unless the thread has one of its own.
+    Raises OSError, and SessionUnsupported if this kernel cannot have the tree. Changes the working
+    folder of the calling thread, or of the process unless the thread has one of its own.
     """
     try:
         for file in files:
@@ -118,11 +113,11 @@ def mount_tree(image: Image, files: Sequence[str], source: str, content: str) ->
 
 
 class _NotMountableError(Exception):
-    """This kernel cannot mount this file: none at all, or none of its file system."""
+    """This kernel can mount no file, or no file of this file system."""
 
 
 class _UnsafeFilesError(Exception):
-    """This kernel shows zeros where a read of a file was cut short."""
+    """This kernel shows zeros after a read that was cut short."""
 
 
 def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tree:
@@ -146,14 +141,14 @@ def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tre
 
 
 def _mount_from_loops(image: Image, file: str, source: str, content: str) -> Tree:
-    """A tree with a loop device for each file, which ends with the tree. Raises OSError."""
+    """Each loop device ends with the tree. Raises OSError."""
     with ExitStack() as stack:
         root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
         stack.callback(os.close, root)
         os.pwrite(root, image.root_folder(hidden=False), 0)
         devices = []
-        # Also the image has a device for this tree alone: if it was mounted already, the kernel
-        # would give the tree that is there.
+        # The image, too, gets a device for this tree alone: if it was mounted already, the kernel
+        # would return the existing tree.
         for path in (file, content, _path_of(root)):
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -170,12 +165,12 @@ def _path_of(descriptor: int) -> str:
 
 
 def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree:
-    """A tree of these devices: the image, the content file, the root folder. `root` is the file of
-    the root folder; the caller closes it. Raises OSError."""
+    """`devices` are the image, the content file and the root folder; `root` is the file of the
+    last. The caller closes it. Raises OSError."""
     first, content, root_folder = devices
     with ExitStack() as stack:
-        # The kernel shows as the source what it opens, so that is a relative link of this name. It
-        # lies in a file system of its own, of which nothing stays behind.
+        # The kernel shows the opened path as the source, so that is a relative link of this name.
+        # It lies in a file system of its own, which vanishes afterwards.
         links = syscalls.new_mount("tmpfs", (), _ATTRIBUTES & ~syscalls.MOUNT_READ_ONLY)
         stack.callback(os.close, links)
         os.symlink(first, source, dir_fd=links)

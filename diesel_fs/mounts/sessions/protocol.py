@@ -1,9 +1,9 @@
 """The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31,
-which is Linux 5.4, and later). A notification is a message to the kernel that answers no request:
-it changes what the kernel keeps. Pure: bytes in, values out. A message that contradicts its own
-header raises `Malformed`; the session drops that message and goes on.
+It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31
+of Linux 5.4, and later). A notification is a message to the kernel that answers no request: it
+changes the kernel's caches. Pure: bytes in, values out. A message that contradicts its own header
+raises `Malformed`; the session drops it and goes on.
 """
 
 import struct
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 KERNEL_MAJOR = 7
 KERNEL_MINOR = 41
-"""The version of the protocol that is spoken here; with an older kernel, that kernel's own."""
+"""Spoken here; with an older kernel, that kernel's own."""
 
 KERNEL_MINOR_MIN = 31
 """Linux 5.4, the first that stops sending OPENDIR once it is refused (FUSE_NO_OPENDIR_SUPPORT)."""
 
 
 class Op(IntEnum):
-    """The requests of the kernel that are answered; others get ENOSYS."""
+    """Other requests get ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -44,7 +44,7 @@ class Op(IntEnum):
 
 
 class Flag(IntFlag):
-    """Abilities that both sides of a connection must have; INIT negotiates them."""
+    """INIT negotiates these abilities."""
 
     ASYNC_READ = 1 << 0
     DO_READDIRPLUS = 1 << 13
@@ -56,7 +56,8 @@ class Flag(IntFlag):
 
 
 NEEDED = Flag.NO_OPEN_SUPPORT | Flag.NO_OPENDIR_SUPPORT | Flag.DO_READDIRPLUS
-"""Without these the kernel asks at each open, and the kernel session is no better than pyfuse3."""
+"""Without these the kernel sends a request at each open, and the kernel session is no better than
+pyfuse3."""
 
 WANTED = NEEDED | Flag.ASYNC_READ | Flag.PARALLEL_DIROPS | Flag.MAX_PAGES | Flag.CACHE_SYMLINKS
 
@@ -105,24 +106,20 @@ class Malformed(Exception):
 
 
 class RequestHeader(NamedTuple):
-    """The fields of a request's header that are used; the body follows it."""
-
     op: int
     unique: int  # the number of the request, which its reply repeats
     node: int
-    thread: int  # whose system call made the request; 0 where we cannot see it
+    thread: int  # the thread that made the request; 0 if it is invisible to us
 
 
 class Offer(NamedTuple):
-    """What the kernel offers in its INIT."""
-
     major: int
     minor: int
     flags: Flag
 
 
 def parse_header(message: memoryview) -> RequestHeader:
-    """The header of a message. Raises Malformed."""
+    """Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
@@ -132,20 +129,16 @@ def parse_header(message: memoryview) -> RequestHeader:
 
 
 class ReadRequest(NamedTuple):
-    """The fields of a READ that are used."""
-
     unique: int
     node: int
     offset: int
     size: int
-    thread: int  # that reads; 0 where we cannot see it
+    thread: int  # the thread that reads; 0 if it is invisible to us
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """A READ, parsed in one step since it is the most frequent request; None for any other.
-
-    Raises Malformed.
-    """
+    """None if it is another request. Parsed in one step, since READs are the most frequent. Raises
+    Malformed."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
     length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
@@ -163,7 +156,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
-    """The name that a LOOKUP asks for. Raises Malformed."""
+    """Raises Malformed."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
@@ -178,9 +171,7 @@ def parse_read(message: memoryview) -> tuple[int, int]:
 
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
-    """The nodes of a FORGET or BATCH_FORGET, and how many references the kernel drops of each.
-    Raises Malformed.
-    """
+    """Nodes, and how many references the kernel drops of each. Raises Malformed."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
@@ -191,12 +182,12 @@ def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int
 
 
 def parse_interrupt(message: memoryview) -> int:
-    """The number of the request that an INTERRUPT ends. Raises Malformed."""
+    """The request that ends. Raises Malformed."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
 
 
 def open_answer(handle: int) -> bytes:
-    """The reply to an OPEN; the kernel keeps the pages that it has of the file.
+    """The kernel keeps its pages of the file.
 
     It makes no request when a descriptor is closed. If the server itself has the file open and is
     killed, that request would wait for ever, since the exiting process still holds the connection.
@@ -205,18 +196,18 @@ def open_answer(handle: int) -> bytes:
 
 
 def parse_release(message: memoryview) -> int:
-    """The handle of the open that a RELEASE ends. Raises Malformed."""
+    """The handle of the open that ends. Raises Malformed."""
     return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
-    """What the kernel offers in an INIT. Raises Malformed."""
+    """Raises Malformed."""
     major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, Flag(flags))
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
-    """The reply to INIT: the flags that are used; `background` READs ahead may wait at once."""
+    """`background` READs ahead may wait at once."""
     congested = background * 3 // 4
     return _INIT_OUT.pack(
         KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
@@ -225,8 +216,6 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
 
 
 class CommonAttributes(NamedTuple):
-    """The attributes that all nodes of a mount have in common."""
-
     uid: int
     gid: int
     block_bytes: int
@@ -253,9 +242,8 @@ def entry_answer(
     valid_s: int,
     common: CommonAttributes,
 ) -> bytes:
-    """The reply to a LOOKUP; node 0 says that the name does not exist. The kernel may keep the name
-    for `name_valid_s`, the attributes for `valid_s`.
-    """
+    """Node 0 says that the name does not exist. The kernel may keep the name for `name_valid_s`,
+    the attributes for `valid_s`."""
     attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
@@ -263,41 +251,37 @@ def entry_answer(
 def attributes_answer(
     node: int, mode: int, size: int, mtime_ns: int, valid_s: int, common: CommonAttributes
 ) -> bytes:
-    """The reply to a GETATTR."""
     return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, common))
 
 
 def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
-    """A name in a folder; `following` is the offset of the entry after it."""
+    """`following` is the offset of the entry after it."""
     return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
 
 
 def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
-    """The reply to a STATFS; nothing is free."""
+    """Nothing is free."""
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
 def reply_header(unique: int, size: int, number: int = 0) -> bytes:
-    """The header of a reply with `size` bytes of content, or with an errno and no content."""
+    """For `size` bytes of content, or an errno and no content."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, -number, unique)
 
 
 def invalidate_node(node: int) -> bytes:
-    """A notification: the kernel drops the pages and attributes of a node, or the listing of a
-    folder.
-
-    The names in a folder stay.
-    """
+    """The kernel drops the pages and attributes of a node, or the listing of a folder; its names
+    stay."""
     return invalidate_pages(node, 0, 0)
 
 
 def invalidate_pages(node: int, offset: int, size: int) -> bytes:
-    """A notification: the kernel drops pages of a node, from an offset on; size 0 means all."""
+    """The kernel drops pages of a node, from an offset on; size 0 means all."""
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, offset, size)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:
-    """A notification: the kernel drops a name, also one that it remembers as missing."""
+    """The kernel drops a name, also one that it remembers as missing."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (
         _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"

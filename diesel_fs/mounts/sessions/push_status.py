@@ -1,21 +1,19 @@
 """Memory that a mount's server and its prefetch worker share: which files are pushed next.
 
-The worker *pushes* files into the kernel's page cache before they are read. A reader that is faster
-than the worker overtakes it; if the server answered its READs at once, each next file would cost a
-READ, too. So the server *holds* the READ of a file that the worker pushes soon: it waits a few
-milliseconds before it answers, in which the worker gets ahead by hundreds of files. The worker
-leaves out files whose READs are held, since it would wait for the page that the READ has locked.
-The READ of a file that the worker stores just now is answered at once. So that one of the two sees
-the other, each writes its mark before it reads the other's.
+The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
+overtakes it, each next file would cost a READ. So the server *holds* the READ of a file that is
+pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. The worker
+leaves out files with held READs, since it would wait for the page that the READ has locked. The
+READ of a file that the worker is storing is answered at once. Each of the two writes its mark
+before it reads the other's, so at least one of them sees the other.
 
-Where no memory is left and nothing is planned, the server's reports of misses (READs that came)
-change nothing. The worker then asks for few of them, which leaves the processors to the readers.
+If no memory is left and nothing is planned, reports of misses (READs that arrived) change nothing.
+The worker then requests few of them, which leaves the processors to the readers.
 
-The memory has a count of the worker's progress, a byte that says whether it wants few misses, one
-by which the server says that a READ has failed, and two bytes for each entry (a file by its index
-in the snapshot): the worker writes the first, the server the second. A torn or late value costs a
-moment, nothing else. Behind these come the addresses of entries in order logs
-(`cache/order_logs/addresses.py`), which take memory only where there are logs.
+Layout: `_COUNT_BYTES` of counts and flags; two bytes for each entry (a file by its index in the
+snapshot), the first written by the worker, the second by the server; then the addresses of entries
+in order logs (`cache/order_logs/addresses.py`), which take memory only if there are logs. A torn or
+late value costs a moment, nothing else.
 """
 
 import math
@@ -36,24 +34,24 @@ HOLD_STEP_S = 0.001
 """How often a held READ checks the memory; trio's clock has no shorter step."""
 
 STILL_STEPS = 2
-"""For so many steps the worker may make no progress: with many readers it does not always run."""
+"""For this many steps the worker may make no progress: with many readers it does not always run."""
 
 HOLD_STEPS = 5
-"""A READ is held for so many steps at most, in which some thousand small files are pushed."""
+"""The greatest number of steps of a hold, in which some thousand small files are pushed."""
 
 MISS_INTERVAL_S = 0.01
-"""The time between two misses that are reported where the worker wants few."""
+"""The time between two reported misses if the worker wants few."""
 
-_SOON, _NOW = 1, 2  # what the worker writes for an entry; 0: not pushed soon
+_SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted; at 9 one that is not
-0 if a READ has failed; at 16 the number of entries, in 8 bytes."""
+"""8 bytes of the worker's progress; byte 8 is not 0 if it wants few misses, byte 9 if a READ has
+failed; at 16 the number of entries, in 8 bytes."""
 _FEW_AT, _FAILED_AT, _ENTRIES_AT = 8, 9, 16
 
 
 def push_status_file(entry_count: int) -> int:
-    """New shared memory for so many entries. Returns a descriptor. Raises OSError."""
+    """Returns a descriptor of new shared memory. Raises OSError."""
     descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
     os.truncate(descriptor, _addresses_at(entry_count) + address_bytes(entry_count))
     os.pwrite(descriptor, entry_count.to_bytes(8, sys.byteorder), _ENTRIES_AT)
@@ -83,7 +81,7 @@ class PushStatusMap:
     # for the worker
 
     def mark_soon(self, entries: Entries) -> None:
-        """Marks the entries that are pushed next, and no others."""
+        """No other entries stay marked."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
         self._marked = entries
@@ -94,15 +92,14 @@ class PushStatusMap:
             self.mark_soon(NO_ENTRIES)
 
     def set_wants_all_misses(self, *, each_miss: bool) -> None:
-        """Says whether the worker wants to hear of each miss, or of few."""
         self._few[0] = not each_miss
 
     def count_progress(self) -> None:
-        """Counts a step of progress, which READs that are held see."""
+        """Held READs see this."""
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Marks entries as stored now. Returns which have a held READ and must be left out."""
+        """Entries are stored now. Returns which have a held READ and must be left out."""
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
@@ -114,11 +111,9 @@ class PushStatusMap:
     # for the server
 
     def note_failed_read(self) -> None:
-        """A READ has failed."""
         self._failed[0] = 1
 
     def takes_miss(self) -> bool:
-        """Whether the server reports this miss to the worker."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()
@@ -129,8 +124,7 @@ class PushStatusMap:
 
     def try_hold(self, entry: int) -> bool:
         """Whether the READ of an entry must wait in `hold`; it counts as held from then on. False
-        for a number that is no entry.
-        """
+        for a number that is no entry."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
             return False
         self._being_read[entry] = 1
@@ -140,11 +134,9 @@ class PushStatusMap:
         return True
 
     def end_hold(self, entry: int) -> None:
-        """A held READ was answered, or withdrawn."""
         self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
-        """Whether an entry is pushed soon, or now."""
         return self._soon_seen[entry] != 0
 
     async def hold(self, entry: int) -> None:
@@ -160,8 +152,7 @@ class PushStatusMap:
 
 
 def share_logs(reader: object, descriptor: int) -> None:
-    """Have the server's reader read from order logs whose addresses are in this memory, if it is
-    one that can."""
+    """The server's reader uses the order logs with addresses in this memory, if it can."""
     if isinstance(reader, LogEntryReader):
         reader.share(PushStatusMap(descriptor).log_addresses)
 
@@ -170,18 +161,15 @@ class NodePushStatusMap(PushStatusMap):
     """The server's side in a mount that follows its dataset: `entry` is a node - 1."""
 
     def __init__(self, descriptor: int, entry_of: Callable[[int], int]) -> None:
-        """`entry_of` gives the entry of a node in the version of this memory, or -1."""
+        """`entry_of` returns the entry of a node in the version of this memory, or -1."""
         super().__init__(descriptor)
         self._entry_of = entry_of
 
     def try_hold(self, entry: int) -> bool:
-        """See `PushStatusMap`."""
         return super().try_hold(self._entry_of(entry + 1))
 
     def end_hold(self, entry: int) -> None:
-        """See `PushStatusMap`."""
         super().end_hold(self._entry_of(entry + 1))
 
     def is_soon(self, entry: int) -> bool:
-        """See `PushStatusMap`."""
         return super().is_soon(self._entry_of(entry + 1))

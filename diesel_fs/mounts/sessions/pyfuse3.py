@@ -1,19 +1,18 @@
 """The portable session: pyfuse3, and so libfuse. It is the fallback, and the reference in tests.
 
-pyfuse3 does not hand the inode number to `read`, so files are opened by OPEN: to open, read and
+pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: to open, read and
 close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
-which the kernel does not ask for them again. The pages and names that the kernel keeps are valid
-for ever.
+which the kernel does not request them again.
 
-pyfuse3 takes what it needs of trio from its own attribute `trio`, so that its asyncio mode can put
-another module there. Its lock and its wait for the kernel, needed for each request, cost more than
-most replies. So `installed` puts a `TrioStandIn` there, in which a task that comes back for the
-lock gets it without waiting for its turn, and `RequestWait` waits for the kernel.
+pyfuse3 takes its parts of trio from its own attribute `trio`. Its lock and its wait for the kernel,
+needed for each request, cost more than most replies. So `installed` puts a `TrioStandIn` there: a
+task that comes back for the lock gets it without waiting for its turn, and `RequestWait` waits for
+the kernel.
 
 Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
 Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
-handing it over. So the objects that replies are written into are reused: pyfuse3 copies them before
-another task runs. A process has one session, because pyfuse3 keeps its state in globals.
+returning it. So the reply objects are reused: pyfuse3 copies them before another task runs. A
+process has one session, because pyfuse3 keeps its state in globals.
 """
 
 import errno
@@ -43,18 +42,18 @@ TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
 
 PART_ENTRIES = 1024
-"""Children of a folder that are made ready together; one READDIR reply holds 24 to some 6,000."""
+"""Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
-"""Parts that are kept, so that many readers can list large folders at once."""
 
 NUDGE_S = 0.25
-"""While READs wait, a signal comes this often. A request can vanish (its process was killed)
-between the kernel's "readable" and read(2), which then blocks the loop until the next request
-comes; the signal ends it with EINTR, which pyfuse3 expects."""
+"""The interval of signals while READs wait. A request can vanish (its process was killed) between
+the kernel's "readable" and read(2), which then blocks the loop until the next request; the signal
+ends it with EINTR, which pyfuse3 expects."""
 
 _UNSEEN = 0
-"""The thread of all requests, for the count of who waits: pyfuse3 does not say who reads."""
+"""The thread of all requests, for the count of waiting readers: pyfuse3 does not name the
+thread."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -83,7 +82,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
 
 
 class _Operations(pyfuse3.Operations):
-    """The requests of pyfuse3, each a call of the `Vfs`. pyfuse3 refuses all others with ENOSYS."""
+    """pyfuse3 refuses all other requests with ENOSYS."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -103,10 +102,7 @@ class _Operations(pyfuse3.Operations):
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """The exception to raise in the place of any that a handler raised.
-
-        pyfuse3 lets only FUSEError through: any other exception would end the mount.
-        """
+        """pyfuse3 lets only FUSEError through: any other exception would end the mount."""
         return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
 
     def _blank(self) -> pyfuse3.EntryAttributes:
@@ -141,7 +137,6 @@ class _Operations(pyfuse3.Operations):
         return self._entry_attributes(found)
 
     async def _waited(self, request: str, node: int, result: Awaitable[_T]) -> _T:
-        """The result of a handler that waits; its errors become errnos."""
         self.vfs.requests[request] += 1
         try:
             with _nudged(self.vfs), self._waiting(WaitCause.METADATA, time.monotonic()):
@@ -190,7 +185,6 @@ class _Operations(pyfuse3.Operations):
 
     @contextmanager
     def _waiting(self, cause: WaitCause, begun_s: float) -> Iterator[None]:
-        """Counts a request that waits meanwhile, and lets it be told for what."""
         wait = self.vfs.waits.begin(_UNSEEN, cause, begun_s)
         try:
             with observer_set(wait):
@@ -267,7 +261,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """The part of a folder of the dataset that has child `position`; None: there is none."""
+        """None if there is no child `position`."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -307,7 +301,7 @@ class _Operations(pyfuse3.Operations):
 
 
 def _listing(position: int, found: ChildColumns) -> Listing:
-    """The columns as Python values, of which pyfuse3 makes a reply."""
+    """The columns as Python values, for pyfuse3."""
     bounds = (found.name_start - found.name_start[0]).tolist()
     letters = found.names[found.name_start[0] : found.name_start[-1]].tobytes()
     return Listing(
@@ -323,7 +317,7 @@ def _listing(position: int, found: ChildColumns) -> Listing:
 
 @contextmanager
 def _stderr_kept(lines: list[str]) -> Iterator[None]:
-    """Adds the lines that are written to stderr meanwhile: libfuse says there why it failed."""
+    """Collects the lines written to stderr meanwhile: libfuse explains its failures there."""
     before = os.dup(2)
     with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b") as kept:
         os.dup2(kept.fileno(), 2)
@@ -370,7 +364,7 @@ class _Lock:
 
 
 class TrioStandIn:
-    """What pyfuse3 uses of trio, made cheaper (see the module)."""
+    """The parts of trio that pyfuse3 uses, made cheaper."""
 
     Lock = _Lock
     ClosedResourceError = trio.ClosedResourceError
@@ -395,8 +389,6 @@ def installed(loop: TrioStandIn) -> Iterator[None]:
 
 
 class Pyfuse3Session:
-    """The session over libfuse (see the module)."""
-
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
@@ -406,7 +398,7 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Mounts. Raises PermissionDenied."""
+        """Raises PermissionDenied."""
         reason: list[str] = []
         try:
             # libfuse starts fusermount3 with the environment of this process.
@@ -416,7 +408,6 @@ class Pyfuse3Session:
             raise syscalls.mount_error(self._mountpoint, "; ".join(reason) or str(error)) from error
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """See `Session`."""
         self._operations.started = started
         vfs = self._operations.vfs
         before = signal.signal(signal.SIGALRM, lambda *_: None)
@@ -431,17 +422,14 @@ class Pyfuse3Session:
             signal.signal(signal.SIGALRM, before)
 
     def clone(self) -> int:
-        """See `Session`."""
-        for name in os.listdir("/proc/self/fd"):  # libfuse does not say which is its own
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not name its descriptor
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                     return syscalls.clone(int(name))
         raise OSError(errno.EBADF, "no descriptor of /dev/fuse is open")
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """See `Session`."""
         self._operations.on_open = opened
 
     def close(self) -> None:
-        """Closes the connection."""
         pyfuse3.close(unmount=False)

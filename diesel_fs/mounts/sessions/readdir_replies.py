@@ -2,8 +2,8 @@
 
 The bytes are made for many children at once from the snapshot's columns, without a Python object
 for each entry. Such a part is kept while readers list the folder, and a reply is a slice of it. The
-kernel asks for what follows an offset; the offset after child k is k + 3, since `.` and `..` come
-first. So a reply can begin anywhere. One thread.
+kernel requests the entries after an offset; the offset after child k is k + 3, since `.` and `..`
+come first. So a reply can begin anywhere. One thread.
 """
 
 from bisect import bisect_right
@@ -23,7 +23,7 @@ PART_ENTRIES = 4096
 """Children of one part: 0.8 MB, made in 2 ms. A first reply waits for one part only."""
 
 PARTS_KEPT = 16
-"""Parts that are kept (13 MB), so that many readers can list large folders at once."""
+"""13 MB, so that many readers can list large folders at once."""
 
 _ENTRY = np.dtype(
     [
@@ -40,7 +40,6 @@ _ENTRY = np.dtype(
 assert _ENTRY.itemsize == protocol.ENTRY_OUT.size + protocol.DIRENT.size
 
 DOTS = 2
-"""The entries `.` and `..`, which come before the children."""
 
 
 class _Part(NamedTuple):
@@ -51,8 +50,6 @@ class _Part(NamedTuple):
 
 
 class ReaddirReplies:
-    """The READDIRPLUS replies for one `Vfs`."""
-
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
@@ -76,8 +73,8 @@ class ReaddirReplies:
         return dots, part.content[start : part.bounds[end]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        # The version is in the key since the children of an unchanged folder may have other modes
-        # and times in it.
+        # The key has the version, since children of an unchanged folder may have other modes and
+        # times in another version.
         key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)
@@ -136,7 +133,6 @@ class ReaddirReplies:
 def _joined(
     fixed: npt.NDArray[np.void], found: ChildColumns, lengths: npt.NDArray[np.int64]
 ) -> _Part:
-    """The part: each entry's fixed fields and its name, padded to 8 bytes."""
     padded = (lengths + 7) & ~7
     bounds = np.zeros(len(fixed) + 1, np.int64)
     np.cumsum(padded + fixed.itemsize, out=bounds[1:])

@@ -1,11 +1,11 @@
-"""What the FUSE sessions share: their interface, their mount options, their wait for requests.
+"""The interface of the FUSE sessions, their mount options, and their wait for requests.
 
 A session connects one `Vfs` to the kernel at one mount point: it turns the kernel's FUSE requests
-into calls of the `Vfs`, and what those return into replies. It knows no snapshots, readers or
+into calls of the `Vfs`, and their results into replies. It knows no snapshots, readers or
 repositories; the `Vfs` knows no FUSE. A session does not unmount: the server process does, and
 `serve` returns once the kernel has closed the connection.
 
-Concurrency: `mount` is called before trio runs, `serve` inside it, `close` after it.
+Concurrency: `mount` is called before a task runs, `serve` in trio, `close` after it.
 """
 
 import os
@@ -24,10 +24,10 @@ SLICE_S = 0.002
 """How long requests are answered without a turn of trio's loop, which costs as much as a reply."""
 
 SPIN_S = 0.000_05
-"""How long a session looks for the next request after a reply without sleeping. To be woken on
+"""How long a session looks for the next request after a reply without sleeping. Waking up on
 another processor takes about as long: small files were read 1.7 times as fast on two virtual ones,
-for no more processor time, because sleeping and waking cost it too. The requests for one file come
-right after each other, so a program that works between files costs this time once or twice a file.
+for no more processor time, because sleeping and waking cost it too. A program that works between
+files costs this time once or twice a file.
 """
 
 POLL_S = 0.001
@@ -38,12 +38,12 @@ so this is the shortest."""
 def mount_options(
     dataset: str, version: int, *, allow_other: bool = False, follows: bool = False
 ) -> Sequence[str]:
-    """The options for mount(2) or fusermount3. `follows`: the version will change, so the name of
-    the mount's source does not contain it.
+    """The options for mount(2) or fusermount3. With `follows` the version will change, so the name
+    of the mount's source does not contain it.
 
     The list is fixed. The only text of a user's in it is the dataset's name, which has neither
     comma nor backslash and so cannot become an option. The mount is `ro` and `noatime`, because the
-    kernel would otherwise ask for attributes again after each read. Raises UsageError.
+    kernel would otherwise request attributes again after each read. Raises UsageError.
     """
     name = check_dataset_name(dataset)
     source = name if follows else f"{name}@{version}"
@@ -52,26 +52,26 @@ def mount_options(
 
 
 class SessionUnsupported(Exception):
-    """This session cannot run here; another one may."""
+    """Another session may run here."""
 
 
 class SwitchUnsupported(Exception):
-    """The mount cannot switch to another version, now or later."""
+    """The mount can never switch to another version."""
 
 
 class Session(Protocol):
-    """One connection to the kernel. The same tests run over every implementation."""
+    """The same tests run over every implementation."""
 
     name: ClassVar[str]
     negotiated: str
-    """What the session and the kernel have agreed upon, for the log."""
+    """The version and abilities that session and kernel agreed upon, for the log."""
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None: ...
 
     def mount(self) -> None:
         """Mounts the file system. Requests wait until `serve`.
 
-        Raises DieselError; SessionUnsupported, with nothing mounted, where another session may do.
+        Raises DieselError; SessionUnsupported, with nothing mounted, if another session may work.
         """
         ...
 
@@ -84,9 +84,8 @@ class Session(Protocol):
         ...
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Calls `opened` with each entry that is opened from now on. A session whose kernel opens
-        files without asking never calls it.
-        """
+        """Calls `opened` with each entry that is opened from now on; never, if the kernel opens
+        files without a request."""
         ...
 
     def clone(self) -> int:
@@ -99,18 +98,19 @@ class Session(Protocol):
 
 
 class RequestWait:
-    """Waits for the kernel's next request: seldom by a turn of trio's loop, and seldom asleep.
+    """Waits for the kernel's next request, mostly without a turn of trio's loop and without
+    sleeping.
 
     While requests keep coming, a short poll(2) in trio's own thread waits for them, for `slice_s`
-    between two turns of trio. Other tasks (READs whose bytes have come, signals, deadlines) run at
-    the latest `slice_s` + `SPIN_S` + `poll_s` after they can. While one of them waits (`idle` is
-    false), poll(2) does not wait.
+    between two turns of trio. Other tasks (READs, signals, deadlines) run at the latest `slice_s` +
+    `SPIN_S` + `poll_s` after they can. While a request waits (`idle` returns False), poll(2) does
+    not wait.
     """
 
     def __init__(
         self, idle: Callable[[], bool], *, slice_s: float = SLICE_S, poll_s: float = POLL_S
     ) -> None:
-        """`idle` says whether the session waits for nothing but the next request."""
+        """`idle` returns whether the session waits for nothing but the next request."""
         self._idle = idle
         self._slice_s = slice_s
         self._poll_ms = poll_s * 1000

@@ -1,8 +1,8 @@
-"""The port at which Prometheus gets the metrics of a mount.
+"""Serves the metrics of a mount to Prometheus.
 
-The supervisor of the mount has it, in a thread of its own: the process that answers readers does
-not speak HTTP. It only gives its statistics as text when the supervisor asks for them, over a pair
-of sockets, and that is at most once in `MAX_AGE_S`, however often others ask.
+The supervisor of the mount listens on the port, in a thread of its own, so that the process that
+answers readers does not speak HTTP. The supervisor requests the statistics as text from that
+process over a pair of sockets, at most once in `MAX_AGE_S` however many clients there are.
 """
 
 import logging
@@ -22,25 +22,23 @@ from ...urls import HostPort
 log = logging.getLogger("diesel.mount")
 
 MAX_AGE_S = 1.0
-"""How old the metrics may be that Prometheus gets."""
+"""The greatest age of the metrics that a client gets."""
 
 ANSWER_DEADLINE_S = 4.0
-"""How long the server of the mount may take; a client is answered within 5 s."""
+"""How long the mount's server may take; a client gets its answer within 5 s."""
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
 
 
 class MetricsSource:
-    """The server's end of the pair: it gives the metrics."""
+    """The server's end of the pair of sockets."""
 
     def __init__(self, url: str, end: socket.socket) -> None:
         self.url = url
-        """Where the metrics are served."""
         self._end = end
 
     async def serve(self, text: Callable[[], str]) -> None:
-        """Answer the supervisor, until it has ended."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._end))
         try:
             while await stream.receive_some(1):
@@ -58,7 +56,7 @@ class MetricsPort:
     """The port, and the supervisor's end of the pair. Made before the processes are forked."""
 
     def __init__(self, place: HostPort) -> None:
-        """Raises ConflictError where another program listens there, ConfigError."""
+        """Raises ConflictError if another program listens there, ConfigError."""
         self._sockets = listen(place)
         port = self._sockets[0].getsockname()[1]
         self._end, server_end = socket.socketpair()
@@ -66,21 +64,21 @@ class MetricsPort:
         self.source = MetricsSource(f"http://{HostPort(place.host, port)}/metrics", server_end)
         self._text: str | None = None
         self._made_s = -math.inf
-        self._is_asked = False
-        self._answer = b""  # what has come of it
+        self._has_requested = False
+        self._answer = b""  # the part that has arrived
 
     @property
     def own_descriptors(self) -> Sequence[int]:
-        """What the forked processes must close."""
+        """The forked processes must close these."""
         return [self._end.fileno(), *(each.fileno() for each in self._sockets)]
 
     @property
     def server_descriptor(self) -> int:
-        """What only the server keeps."""
+        """Only the server keeps it."""
         return self._server_end.fileno()
 
     def start(self) -> None:
-        """Serve from now on, in another thread. Called after the fork."""
+        """Call it after the fork."""
         self._server_end.close()
         self._end.settimeout(ANSWER_DEADLINE_S)
         threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -93,32 +91,32 @@ class MetricsPort:
             log.exception("the metrics are not served any more (a bug)")
 
     def _newest_text(self) -> str | None:
-        """The metrics; None where the server does not give them. It may wait: this thread does
+        """The metrics; None if the server does not deliver them. This may wait, as the thread does
         nothing else."""
         if time.monotonic() >= self._made_s + MAX_AGE_S:
             try:
-                self._text = self._ask() or None
+                self._text = self._request_text() or None
             except OSError:  # it has ended, or is late
                 self._text = None
             self._made_s = time.monotonic()
         return self._text
 
-    def _ask(self) -> str:
-        """The metrics; after a late answer, that one comes first. Raises OSError."""
-        if not self._is_asked:
+    def _request_text(self) -> str:
+        """The metrics. If an earlier answer was late, it comes first. Raises OSError."""
+        if not self._has_requested:
             self._end.sendall(_ASK)
-            self._is_asked = True
+            self._has_requested = True
         while (length := self._length()) is None or len(self._answer) < length:
             received = self._end.recv(1 << 16)
             if not received:
                 raise ConnectionError
             self._answer += received
         text = self._answer[_LENGTH.size : length].decode()
-        self._is_asked, self._answer = False, b""
+        self._has_requested, self._answer = False, b""
         return text
 
     def _length(self) -> int | None:
-        """The length of the answer that has begun to come, with that of its head."""
+        """The length of the arriving answer with its head; None if the head has not arrived yet."""
         if len(self._answer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._answer)

@@ -1,7 +1,7 @@
-"""The metrics of a mount for Prometheus, made from its statistics (METRICS.md lists them).
+"""Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus.
 
-The statistics are those of `.diesel/stats`. Figures that a mount does not have (of a task, of the
-page cache with pyfuse3) have no line. Pure functions.
+METRICS.md lists them. Figures that a mount does not have (of a task; of the page cache with
+pyfuse3) give no line. Pure functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,8 +16,6 @@ TASK_TIERS = ("mapped", "local", "peer", "store")
 
 @dataclass(frozen=True, slots=True)
 class MountMetric:
-    """One metric, and where its samples come from."""
-
     name: str
     kind: str  # "counter" or "gauge"
     help: str
@@ -25,7 +23,6 @@ class MountMetric:
 
 
 def metrics_text(stats: Stats) -> str:
-    """The metrics in Prometheus's text format."""
     lines: list[str] = []
     for metric in TABLE:
         samples = list(metric.samples(stats))
@@ -35,7 +32,7 @@ def metrics_text(stats: Stats) -> str:
 
 
 def _at(stats: Stats, path: str) -> object:
-    """The value at a path of names, with dots between; None where there is none."""
+    """The value at a path of names with dots between them."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

@@ -1,15 +1,15 @@
-"""Finds out which readers belong together: to which rank of a training a thread belongs, or else to
-which program with its workers.
+"""Groups the processes that read a mount: by rank of a training job, or by program with its
+workers.
 
-The kernel names the thread whose system call made a request. /proc says the rest: a rank is in the
-environment with which the process was started (a worker that was forked has its parent's), and the
-workers of a script run the same program as the script, in the same session. A process of another
-user, or in another PID namespace, may not be seen.
+The kernel names the thread that made a request. /proc gives the rest: the rank is in the
+environment with which the process was started (a forked worker has its parent's), and the workers
+of a script run the same program as the script, in the same session. A process of another user, or
+in another PID namespace, may be invisible.
 
-Concurrency: the server's thread calls `group_of`, and answers the kernel itself. So that call reads
-only what the kernel gives without a lock of the process: the environment is read under the lock of
-its memory, which may be held by a thread that waits for a page of the mount. A thread of its own
-reads that, and tells who asked. `reader_group` may wait, and is for any thread.
+Concurrency: `group_of` runs in the server's thread, so it reads only files of /proc that the kernel
+serves without a lock of the process. The environment is read under the lock of the process's
+memory, which a thread that waits for a page of the mount may hold; a thread of its own reads that,
+and calls `on_found`. `reader_group` may wait; any thread may call it.
 """
 
 import os
@@ -23,42 +23,42 @@ from typing import NamedTuple
 from .waits import UNSEEN, ReaderGroup
 
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
-"""What launchers tell each rank in its environment; the first one that is there counts."""
+"""The variables in which launchers pass the rank to a process; the first one that is set counts."""
 
 MOUNT_GENERATIONS = 3
-"""Below the supervisor of a mount are its server and its worker, and below that its helper."""
+"""The supervisor of a mount has two children, its server and its worker, and these have helpers."""
 
 _RANK_DIGITS_MAX = 7
 _ANCESTORS_MAX = 64
-_KNOWN_MAX = 4096  # processes that are remembered; then all are forgotten
+_KNOWN_MAX = 4096  # processes that are remembered; when it is reached, all are forgotten
 
 
 class _Process(NamedTuple):
     pid: int
     parent: int
     session: int
-    started: int  # when, in clock ticks; tells it from another process that had its number
+    started: int  # the time in clock ticks; an earlier process with this ID had another one
     program: str  # the file that it runs; empty for a thread of the kernel
     command: str
 
 
 class ReaderProcesses:
-    """The processes that read a mount (see the module)."""
-
     def __init__(self, mount_pid: int) -> None:
         """`mount_pid` is the mount's supervisor."""
         self._mount_pid = mount_pid
         self.on_found: Callable[[ReaderGroup, ReaderGroup], None] = lambda _, __: None
-        """Is called, in another thread, with a group that `group_of` has returned and the one that
-        it belongs to."""
+        """Called in another thread, with a group that `group_of` returned and the group that it
+        turned out to belong to."""
         self._known: dict[_Process, ReaderGroup] = {}
         self._asked: SimpleQueue[_Process] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def group_of(self, thread: int) -> ReaderGroup | None:
-        """The group of the process that a thread belongs to, or that process alone as long as its
-        group is not known; UNSEEN for one that cannot be seen. None for a process of the mount
-        itself: they look up what they push, and nobody waits for that. Takes some 0.1 ms.
+        """The group of the process that a thread belongs to. Takes some 0.1 ms.
+
+        While the group is not known yet, this returns a group of that process alone. Returns UNSEEN
+        if the process is invisible, and None for the mount's own processes: they look up the files
+        that they push, and no reader waits for that.
         """
         process = _process_of(thread)
         if process is None or not process.program:
@@ -90,7 +90,6 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
-    """The group of a process; UNSEEN for one that cannot be seen."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 
@@ -110,7 +109,7 @@ def _group_of(process: _Process) -> ReaderGroup:
 
 
 def _descends_from(process: _Process, ancestor: int) -> bool:
-    """Whether a process is one of a mount, whose supervisor is `ancestor`."""
+    """Whether a process belongs to the mount with the supervisor `ancestor`."""
     for _ in range(MOUNT_GENERATIONS):
         if ancestor in (process.pid, process.parent):
             return True
@@ -122,7 +121,7 @@ def _descends_from(process: _Process, ancestor: int) -> bool:
 
 
 def _process_of(thread: int) -> _Process | None:
-    """The process of a thread; None where it cannot be seen."""
+    """The process of a thread; None if it is invisible."""
     with suppress(OSError, ValueError, IndexError):
         pid = _process_number(thread)
         before, _, after = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
@@ -136,7 +135,7 @@ def _process_of(thread: int) -> _Process | None:
 
 
 def _process_number(thread: int) -> int:
-    """The number of the process that has a thread. Raises OSError, ValueError."""
+    """The process of this thread. Raises OSError, ValueError."""
     for line in Path(f"/proc/{thread}/status").read_bytes().splitlines():
         if line.startswith(b"Tgid:"):
             return int(line[5:])
@@ -144,7 +143,7 @@ def _process_number(thread: int) -> int:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank that the environment of a process names; None where it names none. May wait."""
+    """May wait."""
     with suppress(OSError):
         variables = dict(
             each.split(b"=", 1)

@@ -1,16 +1,16 @@
 """Counts how long the readers of a mount have waited, and for what (SEMANTICS.md, "Waiting").
 
-A request waits from the moment when the server has read it until it has been answered. Most are
-answered at once, and counted afterwards by one call (`Waits.answered`). The others are a `Wait`
-from `begin` to `end`; meanwhile threads mark what the wait is for (`cache/waiting.py`).
+Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Each of
+the others is a `Wait`, from `begin` to `end`; meanwhile threads mark the cause of the wait
+(`cache/waiting.py`).
 
-Of n requests that wait at one moment each has the n-th part of that moment. A `WaitClock` therefore
-has a virtual time that runs n times slower than the real one, and stands still where nothing waits:
-what a request adds to a cause is the virtual time that passed meanwhile. (It is the virtual time of
-processor sharing: Parekh and Gallager, "A generalized processor sharing approach to flow control",
-1993, section III.) So an event costs the same however many requests wait.
+If n requests wait at one moment, each of them accounts for 1/n of it. So a `WaitClock` has a
+virtual time that runs n times slower than real time; a request adds to its cause the virtual time
+that passed. (It is the virtual time of processor sharing: Parekh and Gallager, "A generalized
+processor sharing approach to flow control", 1993, section III.) An event then costs the same
+however many requests wait.
 
-Concurrency: the server's trio thread calls everything but `Wait.enter`, `Wait.leave` and
+Concurrency: the server's trio thread makes all calls except `Wait.enter`, `Wait.leave` and
 `Waits.regroup`, which any thread may call. One lock guards the clocks while anything waits.
 """
 
@@ -27,14 +27,14 @@ from ...cache.waiting import WaitCause
 log = logging.getLogger("diesel.mount")
 
 READERS_MAX = 64
-"""So many groups of processes are kept; the one that was seen longest ago makes room, and ranks
-only where there is no other."""
+"""Groups of processes. The one that was seen longest ago makes room; ranks only if nothing else
+can."""
 
 THREADS_MAX = 4096
-"""So many threads are remembered; then all are forgotten, and looked at again."""
+"""Threads that are remembered; then all are forgotten and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
-"""So long a thread is remembered: its number may belong to another process later."""
+"""How long a thread is remembered; the kernel may give its number to another process later."""
 
 _CAUSES = tuple(WaitCause)
 
@@ -43,8 +43,8 @@ CAUSE_NAMES = ("metadata", "mount", "prefetch", "decompression", "peer", "store"
 
 
 class ReaderGroup(NamedTuple):
-    """The processes that count as one reader: a rank of a training, or a program and its workers.
-    Process 0 stands for those that cannot be seen."""
+    """The processes that count as one reader: a rank of a training job, or a program and its
+    workers. Process 0 stands for all invisible ones."""
 
     rank: int | None
     pid: int
@@ -52,7 +52,6 @@ class ReaderGroup(NamedTuple):
 
     @property
     def key(self) -> tuple[int | None, int]:
-        """The same for all processes of the group."""
         return (self.rank, 0 if self.rank is not None else self.pid)
 
 
@@ -60,21 +59,20 @@ UNSEEN = ReaderGroup(None, 0, "")
 
 
 class WaitClock:
-    """How long some requests have waited: the time in which any of them did, divided among their
-    causes, and the time of each of them, added up. Times are in seconds."""
+    """How long some requests have waited, in seconds: the time in which at least one of them
+    waited, divided among their causes, and the sum of their waiting times."""
 
     __slots__ = ("at_s", "causes_s", "requests_s", "virtual_s", "waited_s", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0  # requests
-        self.at_s = 0.0  # up to when all is counted, while anything waits
+        self.at_s = 0.0  # while anything waits: all time before this is counted
         self.virtual_s = 0.0
         self.waited_s = 0.0
         self.causes_s = [0.0] * len(_CAUSES)
         self.requests_s = [0.0] * len(_CAUSES)
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to now."""
         if self.waiting and now_s > self.at_s:
             passed_s = now_s - self.at_s
             self.waited_s += passed_s
@@ -84,7 +82,7 @@ class WaitClock:
             self.at_s = now_s
 
     def add(self, cause: WaitCause, begun_s: float, now_s: float) -> None:
-        """Count a request that was answered at once; nothing has begun or ended meanwhile."""
+        """Counts a request that was answered at once, while no other one began or ended."""
         self.requests_s[cause] += now_s - begun_s
         if not self.waiting:
             self.waited_s += now_s - begun_s
@@ -98,8 +96,8 @@ class WaitClock:
         self.causes_s[cause] += self.virtual_s - before_s
 
     def figures(self, alone_s: Sequence[float]) -> dict[str, object]:
-        """What was counted, for `.diesel/stats`; with the time by cause of requests that waited
-        alone and are not in this clock."""
+        """`alone_s` is the time by cause of requests that waited alone, which this clock has not
+        counted."""
         return {
             "waited_s": round(self.waited_s + sum(alone_s), 6),
             "causes_s": _by_name(self.causes_s, alone_s),
@@ -109,23 +107,20 @@ class WaitClock:
 
 
 class _Reader:
-    """What is counted of one group of processes."""
-
     __slots__ = ("alone_s", "clock", "clocks", "group", "requests", "seen_s")
 
     def __init__(self, group: ReaderGroup, mount: WaitClock | None) -> None:
-        """`mount` is the clock of all readers; None for what counts as no reader."""
+        """`mount` is the clock of all readers; None for processes that do not count as readers."""
         self.group = group
         self.requests = 0
-        # By cause: requests that were answered at once while no other one of the mount waited. The
-        # clocks do not have them, as adding them here alone takes half the time
+        # By cause: requests that were answered at once while no other request of the mount waited.
+        # They are not added to the clocks, since this takes half the time.
         self.alone_s = [0.0] * len(_CAUSES)
         self.seen_s = 0.0  # when its last request came
         self.clock = WaitClock()
         self.clocks = () if mount is None else (mount, self.clock)
 
     def merge(self, other: "_Reader") -> None:
-        """Add what was counted of another one, for which nothing waits now."""
         self.requests += other.requests
         self.seen_s = max(self.seen_s, other.seen_s)
         self.clock.waited_s += other.clock.waited_s
@@ -136,8 +131,6 @@ class _Reader:
 
 
 class Wait:
-    """A request that waits; as a `WaitObserver` it is told for what."""
-
     __slots__ = ("_base", "_before_s", "_cause", "_clocks", "_marks", "_owner", "_since_s")
 
     def __init__(
@@ -145,20 +138,19 @@ class Wait:
     ) -> None:
         self._owner = owner
         self._clocks = clocks
-        self._base = self._cause = cause  # where nothing else is marked
+        self._base = self._cause = cause  # the cause while nothing else is marked
         self._marks = [0] * len(_CAUSES)
         self._since_s = now_s
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """See `WaitObserver`. After the request's end it does nothing."""
+        """Does nothing after the end of the request."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
                 self._change(cause)
 
     def leave(self, cause: WaitCause) -> None:
-        """See `WaitObserver`."""
         with self._owner.lock:
             self._marks[cause] -= 1
             if cause == self._cause and not self._marks[cause]:
@@ -170,7 +162,7 @@ class Wait:
         self._cause = cause
 
     def settle(self, now_s: float) -> None:
-        """Count the time up to now. Called with the lock."""
+        """Counts the time up to now. The caller holds the lock."""
         if not self._owner.is_waiting(self):
             return
         now_s = max(now_s, self._since_s)
@@ -183,7 +175,7 @@ class Wait:
 
 
 class _DecodingInline:
-    """Observes requests that are answered at once: of these, only decompression is told apart."""
+    """Observes requests that are answered at once: only decompression is measured for them."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -191,12 +183,10 @@ class _DecodingInline:
         self.decoded_s = 0.0
 
     def enter(self, cause: WaitCause) -> None:
-        """See `WaitObserver`."""
         if cause == WaitCause.DECOMPRESSION:
             self._since_s = self._now()
 
     def leave(self, cause: WaitCause) -> None:
-        """See `WaitObserver`."""
         if cause == WaitCause.DECOMPRESSION:
             self.decoded_s += self._now() - self._since_s
 
@@ -210,25 +200,25 @@ class Waits:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`identify` says to which group of processes a thread belongs (None: its requests do not
-        count); `now` is a clock that never goes back."""
+        """`identify` returns the group of a thread, or None if its requests do not count. `now` is
+        a clock that never goes back."""
         self.now = now
         self.lock = threading.Lock()
         self.inline = _DecodingInline(now)
-        """Observes what the server's thread does itself while it answers a request."""
+        """Observes the work that the server's thread does while it answers a request."""
         self._identify = identify
         self._clock = WaitClock()
         self._waiting: set[Wait] = set()
         self._nobody = _Reader(UNSEEN, None)
         self._readers: dict[tuple[int | None, int], _Reader] = {}
-        self._dropped_alone_s = [0.0] * len(_CAUSES)  # of readers that are forgotten
+        self._dropped_alone_s = [0.0] * len(_CAUSES)  # of readers that were forgotten
         self._by_thread: dict[int, _Reader] = {}
         self._started_s = now()
         self._forget_at_s = self._started_s + THREADS_MAX_AGE_S
         self._regrouped: deque[tuple[ReaderGroup, ReaderGroup]] = deque()
 
     def answered(self, thread: int, cause: WaitCause, begun_s: float) -> None:
-        """Count a request of a thread (0: unknown) that was answered at once."""
+        """Counts a request of a thread (0: unknown) that was answered at once."""
         now_s = self.now()
         reader = self._by_thread.get(thread)
         if reader is None or now_s > self._forget_at_s:
@@ -247,8 +237,8 @@ class Waits:
                 clock.add(cause, decoded_at_s, now_s)
 
     def begin(self, thread: int, cause: WaitCause, begun_s: float) -> Wait:
-        """A request that came at `begun_s` is not answered at once. `cause` is what it waits for
-        while nothing else is marked."""
+        """Begins a request that arrived at `begun_s` and is not answered at once. `cause` counts
+        while no other cause is marked."""
         reader = self._by_thread.get(thread)
         if reader is None or begun_s > self._forget_at_s:
             reader = self._find_reader(thread, begun_s)
@@ -265,7 +255,6 @@ class Waits:
         return wait
 
     def end(self, wait: Wait) -> None:
-        """The request has been answered."""
         with self.lock:
             wait.settle(self.now())
             self._waiting.discard(wait)
@@ -273,11 +262,10 @@ class Waits:
                 clock.waiting -= 1
 
     def is_waiting(self, wait: Wait) -> bool:
-        """Whether a request has not been answered yet. Called with the lock."""
+        """The caller holds the lock."""
         return wait in self._waiting
 
     def figures(self) -> dict[str, object]:
-        """`waits` of `.diesel/stats`: all that was counted up to now."""
         self._merge_regrouped()
         with self.lock:
             now_s = self.now()
@@ -304,12 +292,11 @@ class Waits:
             }
 
     def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
-        """Say that what was counted for one group belongs to another. Any thread."""
+        """Moves the counts of one group to another. Any thread."""
         self._regrouped.append((before, group))
         self._forget_at_s = -math.inf  # so that the next request looks at it
 
     def _find_reader(self, thread: int, now_s: float) -> _Reader:
-        """The group of a thread, which is remembered from now on."""
         if now_s > self._forget_at_s or len(self._by_thread) >= THREADS_MAX:
             self._by_thread.clear()
             self._forget_at_s = now_s + THREADS_MAX_AGE_S
@@ -331,7 +318,6 @@ class Waits:
         return reader
 
     def _merge_regrouped(self) -> None:
-        """Add what was counted for groups that belong to others to those."""
         for _ in range(len(self._regrouped)):
             before, group = self._regrouped.popleft()
             old = self._readers.get(before.key)
@@ -345,7 +331,7 @@ class Waits:
             self._by_thread.clear()
 
     def _make_room(self) -> None:
-        """Forget the group that was seen longest ago, of those without a request that waits."""
+        """Forgets the group that was seen longest ago and has no waiting request."""
         idle = [each for each in self._readers.values() if not each.clock.waiting]
         if idle:
             dropped = min(idle, key=lambda each: (each.group.rank is not None, each.seen_s))
@@ -357,7 +343,6 @@ class Waits:
 
 
 def _by_name(first_s: Sequence[float], second_s: Sequence[float]) -> Mapping[str, float]:
-    """The sums of both, by the names of the causes."""
     return {
         name: round(first_s[cause] + second_s[cause], 6)
         for name, cause in ((name, WaitCause[name.upper()]) for name in CAUSE_NAMES)

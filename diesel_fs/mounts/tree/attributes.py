@@ -1,8 +1,8 @@
 """Plain values that the parts of a mount exchange: attributes, listings, errnos, node numbers.
 
-A node is FUSE's name for an inode: a number by which the kernel asks for a file or folder. The file
-system (`vfs.py`) and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the
-sessions turn them into FUSE replies.
+A node is FUSE's name for an inode: the number in the kernel's requests. The file system (`vfs.py`)
+and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the sessions turn them into
+FUSE replies.
 """
 
 import errno
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`. Nodes from this one on are made by the mount, not by the dataset."""
+"""The node of `.diesel`. The mount makes the nodes from this one on; those below it belong to the
+dataset."""
 
 HIDDEN_NAME = b".diesel"
 
@@ -30,7 +31,7 @@ class FuseErrno(Exception):
 
 
 class Attributes(NamedTuple):
-    """The attributes of a node. Node 0 means that the name does not exist."""
+    """Node 0 means that the name does not exist."""
 
     node: int
     mode: int  # with the type bits
@@ -57,8 +58,6 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user and group that own all entries, and the permission bits to leave out."""
-
     uid: int
     gid: int
     umask: int = 0

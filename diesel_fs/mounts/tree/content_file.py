@@ -1,19 +1,32 @@
 """The content file of a native mount: all contents of a dataset as one virtual file.
 
 The tree of a native mount is an EROFS image in the kernel (`format/image.py`), in which each file
-has an address: a place in this virtual file. The kernel reads the content of a file there, through
-a FUSE mount that only the kernel and the prefetch worker use. Between two files lie zeros up to the
-next block of 4 KiB.
+has an address: a place in this virtual file. The kernel reads contents there, through a FUSE mount
+that only the kernel and the prefetch worker use. Zeros fill the gap from a file's end to the next
+block of 4 KiB.
 
 A mount that follows its dataset serves several versions at once. Images of one *chain* share a
-content file: in a chain an address has one content for ever, so each READ can be answered from
-whichever version has a file there. An image of another chain gets a content file of its own.
+content file: in a chain an address keeps its content for ever, so any version that has a file there
+can answer a READ. An image of another chain gets a content file of its own.
 
-The kernel reads ahead in this file, and so over the ends of files: one READ may ask for many of
-them. Where one of these fails, the READ fails, and the kernel asks for the pages one by one as they
-are needed. So the files beside it stay readable.
+The kernel reads ahead in this file, and so past the ends of files: one READ may cover many. If one
+of them fails, the READ fails, and the kernel requests single pages as they are needed. So the files
+beside it stay readable.
 
-Concurrency: one trio task at a time, as in `vfs.py`. Only `read` waits.
+Concurrency: everything here runs in the trio thread of the mount's server. The native session calls
+`read_nowait` for each READ, and if that returns None, `read` in a task of that READ. It adds a
+version before it mounts the version's tree, and removes it after the kernel has closed the tree's
+files.
+
+- Only the two methods `read` wait. Everything else, and every stretch between two waits, is atomic.
+  Bytes come from threads of `Vfs.read`, which touch nothing here.
+- A READ is cut into pieces when it begins; later changes of the versions do not matter to it.
+- Up to `_FILES_AT_ONCE` tasks read the pieces; each writes only the places that it takes. The first
+  failure, or `PATIENCE_S`, cancels the others; a thread under way goes on, and its result is
+  dropped.
+- READs of one extent form a group (`waiting`). A READ looks for a recent failure and joins the
+  group without a wait between; a failure marks the extent and cancels the group in one step. So no
+  READ slips in between, and readers do not wait for one failure after the other.
 """
 
 import errno
@@ -36,16 +49,16 @@ CONTENT_BYTES = 1 << 44
 """The size of the content file: all addresses that an image can have."""
 
 PATIENCE_S = 0.5
-"""So long does a READ of several files wait for all of them. Then it fails, since one that hangs
+"""How long a READ of several files waits for all of them. Then it fails, since one file that hangs
 must not delay readers of the others for longer."""
 
 REFUSED_S_MAX = 1.0
 """After an extent could not be read, READs of it fail at once for as long as the attempt took, but
 no longer than this. The kernel sends two for each page that it wanted to read ahead, and each would
-wait for a store that hangs. A store that answers at once is asked again at once."""
+wait for a store that hangs."""
 
 _FAILED_MAX = 4096
-"""So many extents that could not be read are remembered; then all are forgotten."""
+"""Failed extents that are remembered; then all are forgotten."""
 
 _FILES_AT_ONCE = 16
 """Files of one READ that are read at once."""
@@ -59,34 +72,29 @@ def private_name(node: int) -> str:
 
 
 class _Attempt(NamedTuple):
-    """A READ of an extent that waits."""
-
     begun_s: float  # trio's clock
     scope: trio.CancelScope
 
 
 @dataclass(slots=True, eq=False)
 class ContentVersion:
-    """One version of the dataset in the content file."""
-
     vfs: Vfs
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entries that have them
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
     """Until when (trio's clock) READs of an extent fail at once, by entry and offset."""
     waiting: dict[tuple[int, int], set[_Attempt]] = field(default_factory=dict)
-    """READs of extents that wait. Those that began together fail together, or a reader would wait
-    for one after the other."""
+    """The group of READs that wait for an extent. Those that began together fail together."""
 
     def read_nowait(self, entry: int, offset: int, size: int) -> Bytes | None:
-        """As that of `vfs`. Raises FuseErrno alone."""
+        """As `Vfs.read_nowait`. Raises only FuseErrno."""
         try:
             return self.vfs.read_nowait(entry + 1, offset, size)
         except BaseException as fault:
             raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
 
     async def read(self, entry: int, offset: int, size: int) -> list[Bytes]:
-        """The bytes, in pieces. Raises FuseErrno alone."""
+        """The bytes, in pieces. Raises only FuseErrno."""
         found: list[Bytes] = []
         for extent in self.vfs.snapshot.extents(entry, offset, offset + size):
             start, end = max(extent.start, offset), min(extent.start + extent.size, offset + size)
@@ -114,8 +122,8 @@ class ContentVersion:
         return found
 
     def _fail(self, key: tuple[int, int], failed: _Attempt) -> None:
-        """Fail the READs of an extent that wait since about the same time as one that has failed.
-        A later one may get what the store has by now."""
+        """Fails the READs of an extent that began at about the same time as a failed one. A later
+        one may still succeed."""
         now_s = trio.current_time()
         took_s = now_s - failed.begun_s
         if len(self.failed) >= _FAILED_MAX:
@@ -126,17 +134,14 @@ class ContentVersion:
                 each.scope.cancel()
 
     def entry_at(self, offset: int) -> int:
-        """The entry whose content is at `offset`, or lies next before it; -1 for none."""
+        """The entry that has its content at `offset`, or next before it; -1 for none."""
         rank = bisect_right(self.starts, offset // BLOCK_BYTES) - 1
         return int(self.order[rank]) if rank >= 0 else -1
 
 
 def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
-    """The ranges, as offset and size, in which contents of `after` lie that `before` does not have.
-
-    Both images are of one chain. Before `after` was added to the content file, a READ of such a
-    range gave zeros.
-    """
+    """The ranges (offset, size) of contents that are in `after` but not in `before`. Both images
+    belong to one chain."""
     is_new = ~np.isin(after.start_blocks, before.start_blocks)
     edges = np.flatnonzero(np.diff(is_new, prepend=False, append=False))
     firsts, lasts = edges[::2], edges[1::2] - 1
@@ -155,30 +160,27 @@ class Piece(NamedTuple):
 
 
 class ContentFile:
-    """A content file (see the module)."""
-
     def __init__(self, chain: UUID) -> None:
         self.chain = chain
         self._versions: list[ContentVersion] = []  # the newest first
 
     @property
     def is_used(self) -> bool:
-        """Whether it has any version."""
         return bool(self._versions)
 
     def add(self, vfs: Vfs, image: Image) -> ContentVersion:
-        """Adds a version, whose contents `vfs` reads. Its image has the chain of all others."""
+        """Adds a version; `vfs` reads its contents. Its image has the chain of all others."""
         assert image.chain == self.chain
         added = ContentVersion(vfs, image.start_blocks.data, image.order.data)
         self._versions.insert(0, added)
         return added
 
     def remove(self, version: ContentVersion) -> None:
-        """Removes a version of which no file is open any more."""
+        """No file of the version is open any more."""
         self._versions.remove(version)
 
     def read_nowait(self, offset: int, size: int) -> Sequence[Bytes] | None:
-        """The bytes, in pieces, if all are in memory; else None. Raises FuseErrno."""
+        """The bytes, in pieces, if all are in memory; otherwise None. Raises FuseErrno."""
         found: list[Bytes] = []
         for version, entry, start, length in self._pieces(offset, size):
             if version is None:
@@ -191,9 +193,8 @@ class ContentFile:
         return found
 
     async def read(self, offset: int, size: int) -> Sequence[Bytes]:
-        """The bytes, in pieces. Raises FuseErrno(EIO) where one file cannot be read, or where one
-        of several does not come in time.
-        """
+        """The bytes, in pieces. Raises FuseErrno(EIO) if a file cannot be read, or if one of
+        several takes too long."""
         pieces = self._pieces(offset, size)
         found: list[Sequence[Bytes]] = [()] * len(pieces)
         waiting = iter(range(len(pieces)))
@@ -227,7 +228,7 @@ class ContentFile:
 
 
 def _pieces(versions: Sequence[ContentVersion], start: int, end: int) -> Iterator[Piece]:
-    """The parts of a range of the content file: where one version has no file, the next one may."""
+    """If one version has no file at a place, the next one may have one."""
     if not versions:
         if end > start:
             yield Piece(None, -1, 0, end - start)

@@ -1,18 +1,18 @@
 """`.diesel`: the folder in a mount that has statistics, lists of paths and the control socket.
 
 Programs reach it by name, but the root does not list it, so that it is no part of the dataset. A
-file in it gets a new node when, and only when, its content changes: the kernel keeps the pages of a
-node, and would go on serving the old ones. There are two kinds of files:
+file in it gets a new node if and only if its content changes, because the kernel keeps the pages of
+a node. There are two kinds of files:
 
 - A **generated file** (`stats`, `snapshot`; class `HiddenFile`) is made whole when it is looked up.
   Each content is a `_FileVersion` with a node of its own.
 - A **list** (`filelist`, `shuffle/...`) is an order of the dataset's files as text. Its node is a
   hash of its name and version, and its size can be computed. The content is made at the first READ,
-  in a thread, one list at a time. Contents that no read waits for are dropped where all together
-  would take too much memory, and made again when needed.
+  in a thread, one list at a time. If memory is short, contents that no read waits for are dropped,
+  and made again when needed.
 
-When a mount that follows switches to another version of its dataset (`switch_version`), names lead
-to new nodes; the nodes that the kernel knows keep their content.
+After a switch to another version (`switch_version`), names lead to new nodes; the nodes that the
+kernel knows keep their content.
 
 Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; all other methods answer at
 once. Threads use the snapshot alone.
@@ -55,18 +55,18 @@ SHUFFLE, SHUFFLE_NUL, CONTROL = b"shuffle", b"shuffle0", b"control"
 FILELIST, FILELIST_NUL = b"filelist", b"filelist0"
 
 _SHUFFLE_NODE, _SHUFFLE_NUL_NODE, _CONTROL_NODE = range(HIDDEN_ROOT + 1, HIDDEN_ROOT + 4)
-_FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, counted up
+_FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, ascending
 _LISTS_FROM = HIDDEN_ROOT + (1 << 61)  # nodes of lists, by hash
 _LIST_BITS = (1 << 60) - 1
 _NODES_SWEPT = 4096
-"""With so many nodes, those that the kernel does not know are removed: an interrupted lookup leaves
-a node that no FORGET will free."""
+"""When there are this many nodes, those that the kernel does not know are removed: an interrupted
+lookup leaves a node that no FORGET will free."""
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """A generated file: `content` makes it at a lookup, and then it stays for `max_age_s`."""
+    """`content` makes it at a lookup, and then it stays for `max_age_s`."""
 
     content: Callable[[], Bytes]
     max_age_s: float = math.inf
@@ -83,10 +83,10 @@ class ListRef:
 
 
 class ListObserver:
-    """Is told which lists programs read, and so which files they will read next.
+    """Learns which lists programs read, and so which files they will read next.
 
-    This one ignores it, and `filelist` is always the same list; `plans/list_plans.py` has the one
-    that makes plans.
+    This class ignores it, and `filelist` is always the same list. The subclass in
+    `plans/list_plans.py` makes plans.
     """
 
     async def current_list(self) -> ListName:
@@ -94,29 +94,26 @@ class ListObserver:
         return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list that has been read is looked up again; it may be read a second time."""
+        """A list that was read before is looked up again; it may be read a second time."""
 
     def on_read(self, ref: ListRef) -> None:
         """A program begins to read a list."""
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """A list's content has been made; its last entries are `tail`."""
+        """`tail` are the last entries of the new content."""
 
     def stats(self) -> dict[str, object]:
-        """Figures for `.diesel/stats`."""
         return {}
 
 
 @dataclass(slots=True)
 class _FileVersion:
-    """One content of a generated file, and its node."""
-
     node: int
     name: bytes
     content: memoryview
     made_s: float
     mtime_ns: int
-    lookup_count: int = 0  # how often the kernel was given the node, less what it has dropped
+    lookup_count: int = 0  # how often the kernel got the node, minus how often it dropped it
 
     @property
     def size(self) -> int:
@@ -125,8 +122,6 @@ class _FileVersion:
 
 @dataclass(slots=True)
 class _ListNode:
-    """A list, and its node."""
-
     node: int
     ref: ListRef
     paths: PathLists  # of its version
@@ -140,8 +135,6 @@ class _ListNode:
 
 
 class HiddenFolder:
-    """`.diesel` of one mount (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -153,9 +146,8 @@ class HiddenFolder:
         clock: Callable[[], float] = time.monotonic,
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
-        """`files` are the generated files by name. `control_path` gives the target of the link
-        `control`; empty: there is none.
-        """
+        """`files` are the generated files by name. `control_path` returns the target of the link
+        `control`; empty if there is none."""
         self._files = files
         self._owner = owner
         self._observer = list_observer or ListObserver()
@@ -165,7 +157,7 @@ class HiddenFolder:
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         self._mtime_ns = snapshot.stat(0).mtime_ns
-        self._current: dict[bytes, _FileVersion] = {}  # that names of generated files lead to
+        self._current: dict[bytes, _FileVersion] = {}  # of generated files, by name
         self._nodes: dict[int, _FileVersion | _ListNode] = {}
         self._next_node = _FILES_FROM
         self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
@@ -173,7 +165,7 @@ class HiddenFolder:
         self._generator_limiter = trio.CapacityLimiter(1)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Makes names lead to contents of this version from now on."""
+        """From now on, names lead to contents of this version."""
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         for each in tuple(self._current.values()):
@@ -184,7 +176,7 @@ class HiddenFolder:
     # names ----------------------------------------------------------------------------------------
 
     async def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of a name in `.diesel` or a folder below it; `ABSENT_NOW`: none."""
+        """`ABSENT_NOW` if there is no such name."""
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
@@ -203,7 +195,7 @@ class HiddenFolder:
         return ABSENT_NOW
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
             return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
@@ -215,18 +207,18 @@ class HiddenFolder:
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """The target of the link `control`. Raises FuseErrno(EINVAL) for other nodes."""
+        """Raises FuseErrno(EINVAL) for any node but the link `control`."""
         target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
             raise FuseErrno(errno.EINVAL)
         return target
 
     def parent(self, node: int) -> int:
-        """The node that `..` of one of these folders leads to."""
         return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
 
     async def listing(self, folder: int) -> Listing:
-        """The entries of one of these folders. `shuffle` lists none: it has one for each order."""
+        """The entries of one of these folders. `shuffle` lists none, since every order has a name
+        there."""
         names: list[bytes] = []
         if folder == HIDDEN_ROOT:
             names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
@@ -243,12 +235,11 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel has been given the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` of what `count_lookup` counted; a content without any is freed."""
+        """A content without any lookup is freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:
@@ -269,7 +260,6 @@ class HiddenFolder:
             raise FuseErrno(errno.ESTALE) from None
 
     def stats(self) -> dict[str, object]:
-        """Which list `filelist` is, and how much memory lists take."""
         return {
             **self._observer.stats(),
             "held": len(self._contents),
@@ -280,7 +270,8 @@ class HiddenFolder:
     # -------------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The present content of a name, made again if it is too old; None: no such file."""
+        """The present content of a name, made again if it is too old; None if there is no such
+        file."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -316,7 +307,7 @@ class HiddenFolder:
                 found = self._nodes.setdefault(node, made)  # or another lookup's
             if isinstance(found, _ListNode) and (found.ref, found.nul) == (ref, nul):
                 break
-            node += 1  # the hash of another list, which is rare; the content must not be its
+            node += 1  # another list has the same hash, which is rare
         if found.was_read:
             found.was_read = False
             await self._observer.on_lookup(found.ref)
@@ -332,7 +323,7 @@ class HiddenFolder:
                     self._forget_node(each)
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes if the content is in memory; None where `read` must make it."""
+        """None if `read` must make the content."""
         found = self._node(node)
         if isinstance(found, _FileVersion):
             return found.content[offset : offset + size]
@@ -348,10 +339,10 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a list; its content is made where it is not in memory.
+        """Makes the content of a list if it is not in memory.
 
-        Raises FuseErrno: ENOMEM where it would take too much memory, EILSEQ for a list of lines in
-        which a path has a newline.
+        Raises FuseErrno: ENOMEM if it would take too much memory, EILSEQ if a path in a list of
+        lines has a newline.
         """
         found = self._node(node)
         assert isinstance(found, _ListNode)
@@ -391,7 +382,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Reserves memory for a list, and drops others for it. Raises FuseErrno(ENOMEM)."""
+        """Drops other lists if needed. Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

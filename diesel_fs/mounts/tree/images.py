@@ -1,20 +1,19 @@
-"""Keeps the images that mounts on this node show, one file each in the user's own folder.
+"""Keeps the EROFS images of native mounts, one file each in the user's own folder.
 
 An image (`format/image.py`) is the tree of a version as a file system for the kernel. It is built
-once per node, user, version and `Shown`, and shared by all mounts after that. As with private
-copies of snapshots (`repository/private_copies.py`), only files in the user's private folder are
-mapped and mounted, and they are not synced, so they are used only until the machine boots again.
+once per node, user, version and `Shown`, and then shared by all mounts. As with private copies of
+snapshots (`repository/private_copies.py`), only files in the user's private folder are mapped and
+mounted, and they are not synced, so they are used only until the machine boots again.
 
-Images of one dataset form a chain, in which each continues the one before. Two things keep a chain
-from continuing in two ways: a lock, under which images are built, and a record in the locked file,
-of the last image that was built. An image is continued only if it is the one in the record; if that
-has been lost, a new chain begins.
+Images of one dataset form a chain: each continues the one before. To prevent two continuations,
+images are built under a lock, and the locked file records the last one. An image is continued only
+if it is the recorded one; if that has been lost, a new chain begins.
 
-A process holds a shared lock on the file of each image that it has open or mapped. Another process
-removes an old image only if it gets the file's exclusive lock: the folder may be shared by nodes,
-and a file that another node has removed cannot be read any more.
+A process holds a shared lock on each image file that it has open or mapped. Another process removes
+an image only with the file's exclusive lock: nodes may share the folder, and a file that another
+node has removed cannot be read any more.
 
-All functions may be called from any thread; processes do not disturb each other.
+Functions may be called from any thread; processes do not disturb each other.
 """
 
 import fcntl
@@ -43,18 +42,18 @@ from ...system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""Images kept per dataset, node and user, beside those in use: those that were opened last."""
+"""Images kept per dataset, node and user, besides those in use: the last opened ones."""
 
 UNUSED_S_MAX = 7 * 86_400
-"""After this time without use an image of another dataset, or of before a boot, is removed."""
+"""After this time without use, any image is removed."""
 
 BUILD_DEADLINE_S = 30.0
 """How long to wait for another process that builds an image. 14 million entries take 20 s, and a
 mount may have to build its own image after that, within the time for one step of its start."""
 
 UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
-"""Folders for images that cannot be kept; None is the usual one for temporary files. The last
-resort is memory. From there, and from a tmpfs, the kernel mounts only through a loop device."""
+"""Folders for images that cannot be kept; None is the default for temporary files. The last resort
+is memory. From memory and from a tmpfs, the kernel mounts only through a loop device."""
 
 _POLL_S = 0.02
 _REPORT_S = 5.0
@@ -63,13 +62,13 @@ _REPORT_S = 5.0
 def open_image(
     snapshot: Snapshot, shown: Shown, *, deadline_s: float = BUILD_DEADLINE_S
 ) -> tuple[Image, int]:
-    """The image of a snapshot, mapped, and a descriptor of its file. It is built if this node has
-    none.
+    """Opens the image of a snapshot, and builds it if this node has none. Returns the mapped image
+    and a descriptor of its file, which the caller closes when no mount of its own needs it any
+    more.
 
-    The caller closes the descriptor when no mount of its own needs the file any more. If the folder
-    of images cannot be used, or another process builds for longer than `deadline_s`, the image is
-    built for this caller alone, in a chain of its own. Raises what `build_image` raises, and
-    NoSpaceError if there is no place for any file.
+    If the folder of images cannot be used, or another process builds for longer than `deadline_s`,
+    the image is built for this caller alone, in a chain of its own. Raises the errors of
+    `build_image`, and NoSpaceError if there is no place for any file.
     """
     try:
         folder = private_folder(cache_folder() / "images")
@@ -94,21 +93,17 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """The name of the file of an image.
-
-    The mark of the snapshot is in it, since a user may have a forged snapshot that calls itself by
-    the same version; and the version of the format, so that images of earlier ones are made again.
-    """
+    """It contains the mark of the snapshot, since a user may have a forged snapshot with the same
+    version; and the version of the format, so that images of earlier formats are built again."""
     parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
-    what = xxh3_64_hexdigest(b"".join(parts))
-    return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
+    digest = xxh3_64_hexdigest(b"".join(parts))
+    return f"{snapshot.identity.hex}-{snapshot.version:016x}-{digest}.{boot_id()}"
 
 
 def _open_kept(
     path: Path, snapshot: Snapshot, shown: Shown, *, warn: bool = False
 ) -> tuple[Image, int] | None:
-    """The kept image, checked whole, and its descriptor; None if there is none, or a damaged one.
-    Raises OSError."""
+    """The kept image, fully checked; None if there is none, or it is damaged. Raises OSError."""
     try:
         image, descriptor = _open(path)
     except (FileNotFoundError, BlockingIOError):  # it is not there, or is just being removed
@@ -129,7 +124,7 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """Open an image, and lock its file against removal. Raises OSError, FormatError."""
+    """Locks the file against removal. Raises OSError, FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +137,7 @@ def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """The content of a file. Raises OSError."""
+    """Raises OSError."""
     if not os.fstat(descriptor).st_size:
         return memoryview(b"")
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, to be checked
@@ -153,8 +148,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
-    """Build an image in the folder, in the dataset's chain. Raises OSError and what `build_image`
-    raises."""
+    """Builds an image in the dataset's chain. Raises OSError and the errors of `build_image`."""
     earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
     try:
         pieces = build_image(snapshot, shown, earlier)
@@ -165,13 +159,13 @@ def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -
         pieces = build_image(snapshot, shown, earlier)
     with atomic_file(path, sync=False) as file:
         _write(file, pieces, snapshot)
-        # Before the image can be seen: where this process is killed now, a new chain begins.
+        # Before the image appears: if this process is killed now, a new chain begins.
         chain.record_next(earlier)
 
 
 def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Build an image in a file without a name, in a chain of its own. Raises what `build_image`
-    raises, and NoSpaceError."""
+    """Builds an image in a chain of its own. Raises the errors of `build_image`, and
+    NoSpaceError."""
     for folder in UNNAMED_IN:
         with suppress(OSError):
             return _build_in(_unnamed_file(folder), snapshot, shown)
@@ -182,7 +176,7 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Build an image in an empty file. Raises OSError, after it has closed the file."""
+    """Closes the file if that fails. Raises OSError and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -193,13 +187,13 @@ def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image,
 
 
 def _unnamed_file(folder: str | None) -> int:
-    """A file in a folder, which goes with its last descriptor. Raises OSError."""
+    """The file lasts as long as its descriptors. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 
 
 def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:
-    """Write an image, and say in the log how long it took. Raises OSError."""
+    """Raises OSError."""
     began = time.monotonic()
     file.writelines(pieces)
     file.flush()
@@ -221,8 +215,8 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Remove images that no process has open: of this dataset all but those that were used last,
-    and all that have not been used for long."""
+    """Removes images that no process has open: of this dataset all except the last used ones, and
+    any that have been unused for `UNUSED_S_MAX`."""
     with suppress(OSError):
         used_ns = {
             path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."
@@ -238,7 +232,7 @@ def _prune(folder: Path, identity: UUID) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Remove an image that no process has open. Raises OSError if one has."""
+    """Raises OSError if a process has the image open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what can be written
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,19 +245,17 @@ def _remove_unused(path: Path) -> None:
 
 
 class _Chain:
-    """The record of a dataset's chain on this node: the last image that was built. It is the
-    content of a file that the caller has locked."""
+    """The record of a dataset's last image on this node, in a file that the caller has locked."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def is_last(self, image: Image) -> bool:
-        """Whether the record names this image."""
         record = self._text(image.chain, image.sequence)
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """Make the image that continues `earlier`, or begins that chain, the last one."""
+        """The next image continues `earlier`, or begins that chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
         else:
@@ -278,7 +270,7 @@ class _Chain:
 
 @contextmanager
 def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
-    """Lock a dataset's chain. Raises BusyError after the deadline, OSError."""
+    """Raises BusyError after the deadline, OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, path, deadline_s)
@@ -288,7 +280,6 @@ def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
 
 
 def _lock(descriptor: int, path: Path, deadline_s: float) -> None:
-    """Lock a file, and say in the log now and then that another process has it."""
     began = reported = time.monotonic()
     while True:
         try:

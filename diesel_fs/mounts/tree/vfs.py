@@ -1,13 +1,12 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-A `Vfs` answers the questions of a file system (lookup, attributes, listing, read) from a snapshot,
-which is the index of all entries of a version, and from an `ContentReader`, which gives checked
-bytes. It knows no FUSE: a session (`sessions/`) calls it for each request, and so do tests without
-a mount. `.diesel` itself is in `dot_diesel.py`.
+A `Vfs` answers the requests of a file system (lookup, attributes, listing, read) from a snapshot,
+the index of all entries of a version, and from a `ContentReader`, which returns checked bytes. It
+knows no FUSE: a session (`sessions/`) calls it for each request, and tests call it without a mount.
 
-A node, which is what FUSE calls an inode number, is the entry's index in the snapshot + 1. So the
-root is 1, there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from
-`HIDDEN_ROOT` on belong to `.diesel`; such a node never gets other content.
+A node (FUSE's name for an inode number) is the entry's index in the snapshot + 1. So the root is 1,
+there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
+belong to `.diesel` (`dot_diesel.py`); such a node never gets other content.
 
 Concurrency: one trio task at a time calls in here. Only `read`, `lookup_hidden` and
 `hidden_listing` wait. They wait for threads (at most `READ_THREADS` for reads of the dataset),
@@ -61,7 +60,7 @@ after a read has missed its deadline, the next one of the same file fails at onc
 would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""So many files are remembered whose reads have missed their deadline; then all are forgotten."""
+"""Files that are remembered because a read missed its deadline; then all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
@@ -80,15 +79,15 @@ class ContentReader(Protocol):
         ...
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory, else None. Never blocks."""
+        """The same bytes if they are in memory, otherwise None. Never blocks."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Figures of the cache, for `.diesel/stats`."""
+        """For `.diesel/stats`."""
         ...
 
     def close(self) -> None:
-        """Frees what the reader holds. Reads under way may fail."""
+        """Reads under way may fail."""
         ...
 
 
@@ -107,7 +106,7 @@ class ChildColumns(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What statfs reports. Nothing is free, because nothing can be written."""
+    """The reply to statfs. Nothing is free, because nothing can be written."""
 
     blocks: int
     entries: int
@@ -115,27 +114,23 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MountHooks:
-    """What the server process adds to the file system: contents of `.diesel`, and observers."""
+    """The parts that the server process adds to the file system."""
 
     mount_info: Mapping[str, object] = field(default_factory=dict)
-    """Constants of the mount, for `.diesel/stats`."""
+    """Constants for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
-    """Files of `.diesel` besides `stats`, by name."""
+    """Besides `stats`, by name."""
     list_observer: ListObserver | None = None
-    """Is told which lists are read."""
     control_path: Callable[[], bytes] = bytes
-    """The target of the link `.diesel/control`; empty where there is no control socket."""
+    """The target of the link `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
-    """Figures of the prefetch worker, for `.diesel/stats`."""
+    """For `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
-    """More of `.diesel/stats`."""
     waits: Waits | None = None
-    """Counts what readers wait for; without it nothing is told of their processes."""
+    """By default, waits are not grouped by process."""
 
 
 class Vfs:
-    """One dataset at one version as a file system (see the module)."""
-
     first_counted_node = HIDDEN_ROOT
     """Sessions must call `count_lookup` and `forget` for the nodes from this one on."""
 
@@ -153,7 +148,7 @@ class Vfs:
         self.owner = owner
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
-        self.waits = hooks.waits or Waits()  # sessions tell it of each request
+        self.waits = hooks.waits or Waits()  # sessions report each request to it
         self.waiting = 0  # requests that wait for a thread
         self._lookups_waiting = 0  # those of them that are no reads
         self._reader = reader
@@ -161,7 +156,7 @@ class Vfs:
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
         self._timed_out_until_s: dict[int, float] = {}  # by index; see RETRY_REFUSED_S
-        self._drained = trio.lowlevel.ParkingLot()  # of those who wait in `drain`
+        self._drained = trio.lowlevel.ParkingLot()  # of tasks that wait in `drain`
         self._clock = clock
         self._started_s = clock()
         self._hidden = HiddenFolder(
@@ -176,7 +171,7 @@ class Vfs:
     # names and attributes ---------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of `name` in a folder of the dataset; `ABSENT` where there is none.
+        """The attributes of `name` in a folder of the dataset; `ABSENT` if there is none.
 
         A session that passes the node on to the kernel calls `count_lookup`. Raises FuseErrno.
         """
@@ -188,12 +183,12 @@ class Vfs:
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
-        """The same for `.diesel` and the folders below it. It may wait, unlike `lookup`."""
+        """The same for `.diesel` and the folders below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         if node < HIDDEN_ROOT:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
@@ -201,17 +196,17 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel has been given the node once more."""
+        """The kernel got the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` of what `count_lookup` counted: the kernel has dropped them."""
+        """The kernel has dropped `count` of the counted lookups."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Many at once. Returns the entries among them: the kernel has dropped their pages, too."""
+        """Returns the entries among them, since the kernel has dropped their pages, too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -219,16 +214,15 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Counts that the kernel got `count` children of a folder, from child `place` on."""
+        """The kernel got `count` children of a folder, from child `place` on."""
 
     def link_target(self, node: int) -> bytes:
-        """The target of a symbolic link, verbatim."""
         if node >= HIDDEN_ROOT:
             return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
-        """What statfs reports: never 0 blocks, because tools divide by them."""
+        """The reply to statfs. It never has 0 blocks, because tools divide by them."""
         blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
         return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
 
@@ -243,15 +237,13 @@ class Vfs:
         return self.snapshot.parent(self._index(node)) + 1
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """Where a listing goes on at an offset that the kernel gives: a base, which replies must
-        add to all of the folder's offsets, and the offset without it. In one version the base is 0.
-        """
+        """Splits an offset from the kernel into a base, which replies must add to all offsets of
+        the folder, and the offset without it. In one version the base is 0."""
         return 0, offset
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
-        """Up to `count` children of a folder of the dataset, from child `position` on; None where
-        there are none. The position of a child never changes.
-        """
+        """Up to `count` children of a folder of the dataset, from child `position` on; None if
+        there are none. A child never changes its position."""
         part = self.snapshot.children(self._index(folder))[position : position + count]
         if not part:
             return None
@@ -269,14 +261,14 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
-        """Everything in `.diesel` or a folder below it. May wait."""
+        """All entries of `.diesel` or a folder below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes up to the file's end if they are in memory; None where `read` must get them."""
+        """The bytes up to the file's end if they are in memory; None if `read` must get them."""
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
@@ -293,7 +285,7 @@ class Vfs:
         return found
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) where the store or the
+        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) if the store or the
         checksum fails, and at the latest at the deadline.
 
         It never returns fewer bytes: a short reply would make the kernel cut off the file for ever.
@@ -345,7 +337,7 @@ class Vfs:
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """Counts a request that waits meanwhile; `lookups` is 1 if it is no read."""
+        """`lookups` is 1 if the request is no read."""
         self.waiting += 1
         self._lookups_waiting += lookups
         try:
@@ -378,7 +370,6 @@ class Vfs:
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
-        """The content of `.diesel/stats`."""
         prefetch_stats = self._hooks.prefetch_stats
         return {
             "dataset": self.snapshot.dataset,
@@ -399,7 +390,6 @@ class Vfs:
         }
 
     def close(self) -> None:
-        """Frees what the reader holds."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
@@ -423,7 +413,7 @@ class Vfs:
         return FuseErrno(errno.EIO)
 
     def _describe_node(self, node: int) -> str:
-        """Dataset and path of a node, for messages; never raises."""
+        """For messages; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"

@@ -1,15 +1,15 @@
 """The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
-A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, whose nodes are its
-entries' indices + 1; the mount's nodes are other numbers. They begin as the nodes of the first
+A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, with its entries'
+indices + 1 as nodes; the mount's nodes are other numbers. They begin as the nodes of the first
 version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
-number that no entry had before. So a node has one content for ever, and the kernel may keep it. For
-that this module counts how often the kernel has been given each node: a retired version goes on
-until the kernel knows none of its nodes any more. It also finds where a listing goes on that was
-begun before a switch.
+new number. So a node has one content for ever, and the kernel may keep it.
 
-`fuse_switch.py` makes the switch, `format/snapshot/diff.py` says what is unchanged, and
-`invalidation.py` tells the kernel.
+This module counts how often the kernel got each node: a retired version goes on until the kernel
+knows none of its nodes any more. A listing that began before a switch goes on at the right place.
+
+`fuse_switch.py` makes the switch, `format/snapshot/diff.py` decides which entries are unchanged,
+and `invalidation.py` notifies the kernel.
 
 Concurrency: one trio task at a time, as in `tree/vfs.py`. Only `prepare` is for a thread.
 """
@@ -43,12 +43,12 @@ _PLACE_MASK = (1 << SWITCH_SHIFT) - 1
 _DOTS = 2
 
 MOVES_KEPT = 16
-"""For so many switches the mount remembers where the places of a folder went, at 4 bytes an entry.
-A listing begun before them goes on at its old place, and may leave entries out."""
+"""For this many switches the mount remembers how the places in a folder moved, at 4 bytes an entry.
+A listing begun before them goes on at its old place, and may miss entries."""
 
 
 class NodeNumbers:
-    """The nodes of one version's entries, and how often the kernel has been given each."""
+    """The nodes of one version's entries, and how often the kernel got each."""
 
     def __init__(self, nodes: Nodes, *, as_indices: bool = False) -> None:
         """`as_indices`: each node is its entry's index + 1."""
@@ -63,24 +63,23 @@ class NodeNumbers:
             self._index = order.astype(np.int32).data
 
     def index(self, node: int) -> int:
-        """The entry that has a node; -1 for none."""
+        """-1 for an unknown node."""
         if self._as_indices:
             return node - 1 if 0 < node <= len(self.nodes) else -1
         at = bisect_left(self._sorted, node)
         return self._index[at] if at < len(self._sorted) and self._sorted[at] == node else -1
 
     def count_lookup(self, index: int) -> None:
-        """Counts that the kernel has been given an entry once more."""
+        """The kernel got an entry once more."""
         self._count[index] += 1
         self.lookup_total += 1
 
     def count_lookups(self, start: int, stop: int) -> None:
-        """Counts the same for a range of entries."""
         self.lookup_counts[start:stop] += np.uint32(1)
         self.lookup_total += stop - start
 
     def forget(self, index: int, count: int) -> None:
-        """Subtracts `count`: the kernel has dropped so many of an entry."""
+        """The kernel has dropped `count` lookups of an entry."""
         count = min(count, self._count[index])
         self._count[index] -= count
         self.lookup_total -= count
@@ -98,8 +97,6 @@ class NodeNumbers:
 
 
 class NumberedVersion(VersionVfs):
-    """One version, and the nodes of its entries."""
-
     def __init__(
         self, mount: Vfs, snapshot: Snapshot, reader: ContentReader, numbers: NodeNumbers
     ) -> None:
@@ -108,30 +105,27 @@ class NumberedVersion(VersionVfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel knows a node of this version, or waits for one."""
+        """Whether the kernel knows a node of it, or waits for one."""
         return self.numbers.lookup_total > 0 or self.waiting > 0
 
     def node(self, index: int) -> int:
-        """The node of an entry."""
         return int(self.numbers.nodes[index])
 
 
 class Prepared(NamedTuple):
-    """A version to which the mount can switch, made by `prepare`."""
+    """Made by `prepare`."""
 
     diff: SnapshotDiff
     reader: ContentReader
     before: NodeNumbers  # of the version that was current
     numbers: NodeNumbers
-    next_node: int  # the first that is in use nowhere
+    next_node: int  # the first unused one
     folders: dict[int, tuple[int, int, int]]
-    """The folders whose listing changed, by node: the first child before and now, and the number of
-    children now."""
+    """The folders with a changed listing, by node: the first child before and now, and the number
+    of children now."""
 
 
 class FollowingVfs(VersionedVfs):
-    """The file system of a mount whose version changes (see the module)."""
-
     first_counted_node = ROOT
 
     current: NumberedVersion
@@ -158,8 +152,7 @@ class FollowingVfs(VersionedVfs):
             clock=clock,
         )
         self._next_node = snapshot.entry_count + 1
-        # The last switch that changed a folder's listing, by the folder's node; none: no switch
-        # did.
+        # The last switch that changed a folder's listing, by the folder's node; absent if none did.
         self._changed_at_switch: dict[int, int] = {}
         self._stale_names: dict[int, set[bytes]] = {}  # see `take_stale_names`
         self._moves: dict[int, tuple[OldIndices, dict[int, tuple[int, int, int]]]] = {}  # by switch
@@ -172,13 +165,11 @@ class FollowingVfs(VersionedVfs):
 
     @property
     def numbers(self) -> NodeNumbers:
-        """The nodes of the current version."""
         return self.current.numbers
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> Prepared:
-        """What `switch_version` needs; `diff.old` is the current version. For a thread: it takes
-        a second for a million entries. Raises DieselError where there are no numbers left.
-        """
+        """Makes the argument of `switch_version`; `diff.old` is the current version. For a thread:
+        it takes a second for a million entries. Raises DieselError if there are no numbers left."""
         before, was = self.current.numbers.nodes, diff.unchanged
         is_new = was < 0
         nodes = before[np.where(is_new, 0, was)]
@@ -214,12 +205,9 @@ class FollowingVfs(VersionedVfs):
         return old_reader
 
     def take_stale_names(self) -> dict[int, set[bytes]]:
-        """The names that the kernel was given in folders of retired versions since the last call,
-        by the folder's node.
-
-        The kernel would keep these names, and with them the folders and their version. It must be
-        told to drop each when its last user goes.
-        """
+        """The names that the kernel got in folders of retired versions since the last call, by the
+        folder's node. The kernel would keep these names, and with them the folders and their
+        version: the caller must make it drop them."""
         taken, self._stale_names = self._stale_names, {}
         return taken
 
@@ -228,7 +216,7 @@ class FollowingVfs(VersionedVfs):
         return self.current.numbers.index(node)
 
     def _find(self, node: int) -> tuple[NumberedVersion, int] | None:
-        """The version that answers for a node, and its entry; None for a node that is unknown."""
+        """The version that answers for a node, and its entry; None for an unknown node."""
         index = self.current.numbers.index(node)
         if index >= 0:
             return self.current, index
@@ -238,7 +226,7 @@ class FollowingVfs(VersionedVfs):
         return None
 
     def _locate(self, node: int) -> tuple[NumberedVersion, int]:
-        """The same. Raises FuseErrno(ESTALE) for a node that is unknown."""
+        """The same. Raises FuseErrno(ESTALE) for an unknown node."""
         found = self._find(node)
         if found is None:
             raise FuseErrno(errno.ESTALE)
@@ -247,7 +235,6 @@ class FollowingVfs(VersionedVfs):
     # the nodes that the kernel knows ----------------------------------------------------------
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel has been given the node once more."""
         if node >= HIDDEN_ROOT:
             super().count_lookup(node)
         elif node:
@@ -265,7 +252,7 @@ class FollowingVfs(VersionedVfs):
                 self._stale_names.setdefault(folder, set()).update(names)
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` of what `count_lookup` counted; a retired version may end by it."""
+        """See `Vfs`; a retired version may end by it."""
         if node >= HIDDEN_ROOT:
             super().forget(node, count)
             return
@@ -278,7 +265,7 @@ class FollowingVfs(VersionedVfs):
             self.drop_unused_versions()
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Many at once. Returns the entries of the current version among them."""
+        """Returns the entries of the current version among them."""
         for node, count in forgets:
             self.forget(node, count)
         entries: Iterable[int] = (self.entry_of(node) for node, _ in forgets)
@@ -297,21 +284,18 @@ class FollowingVfs(VersionedVfs):
         return found._replace(node=version.node(found.node - 1)) if found.node else found
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
         if node >= HIDDEN_ROOT:
             return super().attributes(node)
         version, index = self._locate(node)
         return version.attributes(index + 1)._replace(node=node)
 
     def link_target(self, node: int) -> bytes:
-        """The target of a symbolic link, verbatim."""
         if node >= HIDDEN_ROOT:
             return super().link_target(node)
         version, index = self._locate(node)
         return version.link_target(index + 1)
 
     def folder_parent(self, node: int) -> int:
-        """The node that `..` leads to; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return super().folder_parent(node)
         version, index = self._locate(node)
@@ -326,9 +310,8 @@ class FollowingVfs(VersionedVfs):
         return changed << SWITCH_SHIFT, place
 
     def _moved(self, folder: int, begun: int, place: int) -> int:
-        """The child to go on with: behind all children before child `place` that are still in the
-        folder. `begun` is the switch after which the place was given to the kernel.
-        """
+        """The child at which a listing goes on: after all children before child `place` that are
+        still in the folder. `begun` is the switch after which the kernel got the place."""
         for switch in sorted(self._moves):
             same_path, folders = self._moves[switch]
             if switch <= begun or folder not in folders:
@@ -341,7 +324,6 @@ class FollowingVfs(VersionedVfs):
         return place
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
-        """See `Vfs`."""
         version, index = self._locate(folder)
         found = version.child_columns(index + 1, position, count)
         if found is None:
@@ -352,7 +334,6 @@ class FollowingVfs(VersionedVfs):
     # content --------------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """See `Vfs`."""
         if node >= HIDDEN_ROOT:
             return super().read_nowait(node, offset, size)
         version, index = self._locate(node)

@@ -1,9 +1,9 @@
 """Switches a FUSE mount to another version: its names stay, and lead to other nodes.
 
 Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
-takes over what is in the page cache, and tells the kernel which names and folders to look up again;
-without a worker, a thread here tells it. Until the kernel was told of a name, the name leads to the
-old node (FUSE's word for an inode), which has the old bytes.
+takes over the contents of the page cache and notifies the kernel of changed names and folders;
+without a worker, a thread here notifies it. Until then a name leads to the old node (FUSE's word
+for an inode), with the old bytes.
 """
 
 import logging
@@ -29,8 +29,6 @@ log = logging.getLogger("diesel.mount")
 
 
 class FuseSwitching:
-    """The switches of a FUSE mount (see the module, and `Switching`)."""
-
     def __init__(self, vfs: FollowingVfs, session: Session, link: WorkerLink) -> None:
         self.vfs = vfs
         self._session = session
@@ -39,11 +37,9 @@ class FuseSwitching:
         self._ending = False
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
-        """See `Switching`."""
         return _FuseSwitch(self, self.vfs.prepare(diff, reader))
 
     def attach_worker(self, push_status: int) -> None:
-        """See `Switching`."""
         assert isinstance(self._session, KernelSession)
         index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
 
@@ -68,22 +64,20 @@ class FuseSwitching:
             await self.invalidate_in_thread(lambda device: invalidate_folders(device, stale))
 
     def stats(self) -> Mapping[str, object]:
-        """See `Switching`."""
         return {}
 
     def stop(self) -> None:
-        """See `Switching`."""
         self._ending = True
 
     async def invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
-        """Tells the kernel in a thread, where there is no worker."""
+        """Notifies the kernel in a thread, if there is no worker."""
         try:
             device = self._session.clone()
         except OSError as error:
-            log.error("the kernel cannot be told of the new version: %s", error)
+            log.error("cannot notify the kernel of the new version: %s", error)
             return
 
-        def tell() -> None:
+        def notify() -> None:
             try:
                 for _ in invalidate(device):
                     if self._ending:
@@ -93,12 +87,10 @@ class FuseSwitching:
             finally:
                 os.close(device)
 
-        await trio.to_thread.run_sync(tell, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(notify, abandon_on_cancel=True)
 
 
 class _FuseSwitch:
-    """One switch (see `PreparedSwitch`)."""
-
     def __init__(self, switching: FuseSwitching, prepared: Prepared) -> None:
         self._switching = switching
         self._prepared = prepared

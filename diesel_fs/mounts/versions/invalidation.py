@@ -1,19 +1,19 @@
-"""Tells the kernel what to look up again after a mount switched to another version of its dataset.
+"""Makes the kernel look up changed names again after a mount has switched to another version.
 
 The kernel keeps names, listings and attributes. After a switch it must drop:
 
 - in folders that still exist, the names of entries that are gone or changed, which lead to old
   nodes, and those of new entries, which the kernel may remember as missing;
-- in folders that are gone, all names. Those in use are dropped when their last user goes, and with
-  them the old version;
+- in folders that are gone, all names; those in use when their last user goes, and with them the old
+  version;
 - the listings and attributes of all these folders.
 
 Everything else stays: unchanged files and folders keep their inode and pages, and an open file
-keeps its inode, which is the old node. `format/snapshot/diff.py` says what is unchanged.
+keeps its inode, the old node. `format/snapshot/diff.py` decides which entries are unchanged.
 
 Concurrency: a notification waits for locks that readers hold while they wait for the mount's
-server. So it is never sent in the server's loop, but by the prefetch worker or in a thread. Sending
-can stop between two names.
+server. So the prefetch worker or a thread sends it, never the server's loop. Sending can stop
+between two names.
 """
 
 import errno
@@ -41,9 +41,8 @@ UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
 def invalidate_after_switch(
     device: int, diff: SnapshotDiff, old_nodes: Nodes, new_nodes: Nodes
 ) -> Iterator[None]:
-    """Sends all notifications of one switch, and yields after each piece. The nodes are those of
-    the entries of `diff.old` and of `diff.new`. Raises OSError where the mount has ended.
-    """
+    """Sends all notifications of one switch, and yields after each piece. The nodes belong to the
+    entries of `diff.old` and of `diff.new`. Raises OSError if the mount has ended."""
     removed, new = _changed_names(diff)
     for folder in np.union1d(diff.changed_folders, diff.folders_with_new_attributes).tolist():
         names = {*removed.names(folder), *new.names(folder)}
@@ -55,7 +54,7 @@ def invalidate_after_switch(
 
 
 def _changed_names(diff: SnapshotDiff) -> "tuple[_NamesByFolder, _NamesByFolder]":
-    """The names that are gone or changed, and the new ones, in folders that still exist."""
+    """In folders that still exist: the names that are gone or changed, and the new ones."""
     new_index = np.full(len(diff.old), -1, np.int64)
     unchanged = np.flatnonzero(diff.unchanged >= 0)
     new_index[diff.unchanged[unchanged]] = unchanged
@@ -85,10 +84,8 @@ class _NamesByFolder:
 
 
 def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Iterator[None]:
-    """Makes the kernel drop the listing of a folder and these names in it; yields after each piece.
-
-    Raises OSError where the mount has ended.
-    """
+    """The kernel drops the listing of a folder and these names in it. Yields after each piece.
+    Raises OSError if the mount has ended."""
     yield
     known = _notify(device, protocol.invalidate_node(node))
     if not known or not names:
@@ -97,18 +94,17 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
         _notify(device, protocol.invalidate_name(node, name))
         if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
-    # Each name took the folder's lock, so a listing that began before has ended: drop what it left.
+    # Each name took the folder's lock, so earlier listings have ended: drop their remains.
     _notify(device, protocol.invalidate_node(node))
 
 
 def invalidate_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
-    """The same for several folders, by node."""
     for node, names in folders.items():
         yield from invalidate_folder(device, node, names)
 
 
 def _notify(device: int, message: bytes) -> bool:
-    """Whether the kernel knew the node or name. Raises OSError where the mount has ended."""
+    """Whether the kernel knew the node or name. Raises OSError if the mount has ended."""
     try:
         os.write(device, message)
     except OSError as error:

@@ -1,8 +1,8 @@
 """The leases of one mount: a purge removes no chunks of the versions that the mount still reads.
 
-A lease is an object in the store that says that a version is being read
-(`repository/leases.py`). The mount has one for each version that it answers from. A mount that
-cannot write leases does without. All methods ask the store and may wait; one thread at a time.
+A lease is an object in the store (`repository/leases.py`). The mount has one for each version that
+it answers from; it works without if it cannot write leases. All methods access the store and may
+wait; one thread at a time.
 """
 
 import logging
@@ -18,8 +18,6 @@ log = logging.getLogger("diesel.mount")
 
 
 class VersionLeases:
-    """The leases of a mount, by version."""
-
     def __init__(self, request: MountRequest, source: MountSource) -> None:
         self._request = request
         self._source = source
@@ -27,9 +25,8 @@ class VersionLeases:
         self._logged: set[int] = set()  # versions for which a failure has been logged
 
     def set_versions(self, snapshots: Iterable[Snapshot]) -> None:
-        """Takes leases on these versions, then gives back all others. A lease that could not be
-        taken is tried again at the next call.
-        """
+        """Takes leases on these versions, then gives back all others. A failed lease is tried again
+        at the next call."""
         wanted = {each.version: each for each in snapshots}
         for version, snapshot in wanted.items():
             if version not in self._leases:
@@ -46,5 +43,4 @@ class VersionLeases:
                 lease.close()
 
     def close(self) -> None:
-        """Gives back all leases."""
         self.set_versions(())

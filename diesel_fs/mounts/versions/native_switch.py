@@ -1,8 +1,8 @@
-"""Switches a native mount to another version: it gets another tree in the place of the first.
+"""Switches a native mount to another version: another tree takes the place of the first.
 
-All look-ups meet the new tree from one moment on. What was looked up before stays in the old tree,
-and the kernel says when nothing of that is open any more; then the old version ends. So the kernel
-need be told nothing else.
+All look-ups meet the new tree from one moment on. Open files and working folders stay in the old
+tree; the old version ends when the kernel reports that none of them is in use any more. So no other
+notification of the kernel is needed.
 """
 
 import os
@@ -26,7 +26,7 @@ from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
 
 def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int) -> TreeVersion:
-    """What a session needs to show a version of `vfs`. The version ends with its tree."""
+    """A version of `vfs` as a session shows it. The version ends with its tree."""
 
     def end() -> None:
         os.close(file)
@@ -37,8 +37,6 @@ def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int
 
 
 class NativeSwitching:
-    """The switches of a native mount (see the module, and `Switching`)."""
-
     def __init__(
         self, vfs: VersionedVfs, session: NativeSession, link: WorkerLink, shown: Shown
     ) -> None:
@@ -48,35 +46,30 @@ class NativeSwitching:
         self._shown = shown
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
-        """See `Switching`."""
         self.session.check_place()
         image, file = open_image(diff.new, self._shown)
         new = VersionVfs(self.vfs, diff.new, reader)
         return _NativeSwitch(self, diff, new, tree_version(self.vfs, new, image, file))
 
     def attach_worker(self, push_status: int) -> None:
-        """See `Switching`."""
         link = self._link
         self.session.attach_worker(
             link.report_miss, link.report_forgotten, PushStatusMap(push_status)
         )
 
     async def tidy(self) -> None:
-        """See `Switching`."""
+        """Nothing: a tree ends by itself."""
 
     def stats(self) -> Mapping[str, object]:
-        """The trees that are still in use: what processes have open in them keeps the mount
-        busy."""
+        """The trees that are still in use: open files in them keep the mount busy."""
         trees = self.session.retired_trees()
         return {"retired_trees": [{"mount": each, "device": trees[each]} for each in trees]}
 
     def stop(self) -> None:
-        """See `Switching`."""
+        """Nothing."""
 
 
 class _NativeSwitch:
-    """One switch (see `PreparedSwitch`)."""
-
     def __init__(
         self, switching: NativeSwitching, diff: SnapshotDiff, new: VersionVfs, tree: TreeVersion
     ) -> None:

@@ -1,12 +1,12 @@
 """The file system of a mount that follows its dataset: the current version, and retired ones.
 
 A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
-lead to the new version, the current one. A version before it is retired: it goes on serving what
-is open in it, until the kernel needs nothing of it any more.
+lead to the new version, the current one. A version before it is retired: it goes on serving its
+open files, until the kernel needs nothing of it any more.
 
-`VersionedVfs` is all that a native mount needs: each version has a tree of its own in the kernel,
-which asks for contents by version. In a mount whose names are looked up here, all versions share
-one set of nodes (`following.py`).
+`VersionedVfs` alone serves a native mount: each version has a tree of its own in the kernel, which
+requests contents by version. If names are looked up here, all versions share one set of nodes
+(`following.py`).
 
 Concurrency: one trio task at a time, as in `tree/vfs.py`.
 """
@@ -28,14 +28,14 @@ RETIRED_READERS_MAX = 4
 
 
 class RetiredReaders:
-    """Which readers of retired versions are open: the last that were read, and those in use."""
+    """The open readers of retired versions: the last used ones, and those that are reading."""
 
     def __init__(self) -> None:
         self._open: dict[LazyReader, None] = {}  # the last used one last
         self._lock = threading.Lock()
 
     def used(self, reader: "LazyReader") -> None:
-        """A reader is used; those that have not been for longest are closed."""
+        """Closes readers that have been unused for longest."""
         with self._lock:
             self._open.pop(reader, None)
             self._open[reader] = None
@@ -45,13 +45,12 @@ class RetiredReaders:
                 del self._open[each]
 
     def forget(self, reader: "LazyReader") -> None:
-        """A reader was closed."""
         with self._lock:
             self._open.pop(reader, None)
 
 
 class LazyReader:
-    """The reader of a retired version: it is open for a while after a read, which seldom comes."""
+    """The reader of a retired version. A read, which is rare, opens it for a while."""
 
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
@@ -61,7 +60,6 @@ class LazyReader:
         self._reads = 0  # under way
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """See `ContentReader`. Raises DieselError."""
         with self._lock:
             if self._reader is None:
                 self._reader = self._open()
@@ -75,16 +73,14 @@ class LazyReader:
                 self._reads -= 1
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """See `ContentReader`."""
         return None
 
     def stats(self) -> dict[str, int]:
-        """See `ContentReader`."""
         reader = self._reader
         return {} if reader is None else reader.stats()
 
     def close_if_idle(self) -> bool:
-        """Close the reader, unless it is read. Returns whether it is closed."""
+        """Returns whether it is closed; not while a read is under way."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -98,7 +94,6 @@ class LazyReader:
         return True
 
     def close(self) -> None:
-        """Closes the reader, if it is open."""
         self._all.forget(self)
         if self._reader is not None:
             self._reader.close()
@@ -117,22 +112,19 @@ class VersionVfs(Vfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel may still ask for something of this version."""
+        """Whether the kernel may still request something of it."""
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
-        """The kernel asks for nothing any more."""
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
-        """Reads open another reader from now on, by `reopen`. Returns the present one."""
+        """From now on, reads open another reader, by `reopen`. Returns the present one."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
 
 class VersionedVfs(Vfs):
-    """The file system of a mount whose version changes (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -159,14 +151,14 @@ class VersionedVfs(Vfs):
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The snapshots of the current and all retired versions, the current one first."""
+        """The current version's comes first."""
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
         """Makes this the current version, and retires the one before.
 
-        Reads of the retired version open a reader by `reopen`. Its present reader is returned:
-        close it after `drain_retired`.
+        Reads of the retired version open a reader by `reopen`. Returns its present reader: close it
+        after `drain_retired`.
         """
         old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired
@@ -184,7 +176,6 @@ class VersionedVfs(Vfs):
             await each.drain()
 
     def drop_unused_versions(self) -> None:
-        """Closes the retired versions that the kernel does not need any more."""
         unused = [each for each in self._retired if not each.is_needed]
         self._retired = tuple(each for each in self._retired if each not in unused)
         for each in unused:
@@ -192,7 +183,6 @@ class VersionedVfs(Vfs):
             closing.start()  # in a thread: it may wait for a read of a dead store
 
     def stats(self) -> dict[str, object]:
-        """The content of `.diesel/stats`, with `follow`."""
         follow = {
             "since": round(self._since_s, 3),
             "switches": self._switches,
@@ -202,6 +192,5 @@ class VersionedVfs(Vfs):
         return {**super().stats(), "follow": follow}
 
     def close(self) -> None:
-        """Frees what all readers hold."""
         for each in (self.current, *self._retired):
             each.close()

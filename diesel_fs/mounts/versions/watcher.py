@@ -1,16 +1,16 @@
 """Finds newer versions of a mount's dataset, and switches the mount to them (`--follow`).
 
-The watcher asks for the newest version every few seconds. A switch has these steps:
+A switch has these steps:
 
 1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
 2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
 3. Names begin to lead to the new version; so do the lists of `.diesel`, statistics and the control
-   socket.
-4. The worker takes over what is in the page cache.
+  socket.
+4. The worker takes over the contents of the page cache.
 
-How names begin to lead elsewhere differs between mounts (`switching.py`). A failure before that
-changes nothing: the mount stays at its version, the log says why, once, and the watcher tries again
-at its next check. Where the kernel cannot switch this mount, the watcher stops trying.
+Step 3 differs between kinds of mounts (`switching.py`). A failure before it changes nothing: the
+mount stays at its version, logs the reason once, and tries again at the next check. If the kernel
+cannot switch this mount, the watcher stops trying.
 
 Concurrency: trio, in the server process; one task.
 """
@@ -44,20 +44,17 @@ log = logging.getLogger("diesel.mount")
 _T = TypeVar("_T")
 
 POLL_INTERVAL_S = 5.0
-"""How often each mount asks for the newest version: that takes a few requests to the metadata store
-and a listing of snapshots."""
+"""A query takes a few requests to the metadata store and a listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
-mount switches when no newer version has come between two checks, or after this long."""
+mount switches when no newer version has appeared between two checks, or after this long."""
 
 WORKER_DEADLINE_S = 15.0
-"""How long to wait for the worker to say whether plans are running: it may be fetching a chunk."""
+"""How long to wait for the worker, which may be fetching a chunk."""
 
 
 class VersionWatcher:
-    """Watches the dataset of one mount (see the module)."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -69,7 +66,7 @@ class VersionWatcher:
         on_switch: Callable[[Snapshot], None],
     ) -> None:
         """`memory_bytes` are for chunks of the current version, `retired_bytes` for those of all
-        retired ones, of which only open files are read. `on_switch` is called in step 3."""
+        retired ones, for open files alone. `on_switch` is called in step 3."""
         self._request = request
         self._source = source
         self._link = link
@@ -87,10 +84,9 @@ class VersionWatcher:
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
         self._versions = 1  # how many versions the mount answered from at the last `_free_memory`
-        self._applied_version: int | None = None  # the last version that the kernel was told of
+        self._applied_version: int | None = None  # the last version that the kernel knows fully
 
     def stats(self) -> Mapping[str, object]:
-        """The watcher's part of `follow` in `.diesel/stats`."""
         return {
             "told": self._snapshots[0].version
             if self._applied_version is None
@@ -103,15 +99,15 @@ class VersionWatcher:
 
     @property
     def _snapshots(self) -> list[Snapshot]:
-        """Of the current version and the retired ones."""
+        """The current version's and the retired ones'."""
         return self._switching.vfs.snapshots
 
     def attach(self, switching: Switching) -> None:
-        """How the mount switches. Called before everything else."""
+        """Called before everything else."""
         self._switching = switching
 
     def attach_worker(self, push_status: int) -> None:
-        """The worker has begun with the current version (see `Switching`)."""
+        """The worker has begun with the current version."""
         self._switching.attach_worker(push_status)
         self._has_worker = True
 
@@ -121,7 +117,6 @@ class VersionWatcher:
         self._switching.stop()
 
     async def run(self) -> None:
-        """Watches until it is cancelled."""
         interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(interval_s)
@@ -149,21 +144,19 @@ class VersionWatcher:
         return error.message if isinstance(error, ForeignError) else f"cannot follow: {error}"
 
     def _log_once(self, trouble: str) -> None:
-        """Logs why the mount stays at its version, unless that was logged last, too."""
+        """Unless the last message was the same."""
         if trouble != self._last_error:
             version = self._snapshots[0].version
             log.warning("%s; the mount stays at version %d", trouble, version)
         self._last_error = trouble
 
     def _recover(self) -> None:
-        """There is no trouble any more."""
         if self._last_error:
             log.info("following %s again", self._request.dataset)
         self._last_error = ""
         self._switch_failed = False
 
     async def _check_newest(self) -> None:
-        """Asks for the newest version, and switches to it when it may."""
         current, now_s = self._snapshots[0], trio.current_time()
         newest = await self._in_thread(lambda: self._source.newest(self._request, current.identity))
         if newest < current.version:
@@ -186,15 +179,13 @@ class VersionWatcher:
             self._recover()
 
     async def _no_plan_runs(self, question: str) -> bool:
-        """Asks the worker by one of two messages whether plans run; "hold plans" also makes it
-        accept none from then on. True where none runs.
-        """
+        """The message "hold plans" also makes the worker accept none from then on."""
         if not self._has_worker or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
         running = None if answer is None else answer.get("running")
         if not isinstance(running, list):
-            return not self._link.alive  # no answer from a busy worker: the next check asks again
+            return not self._link.alive  # a busy worker: the next check tries again
         names = [str(name) for name in running]
         if names and not self._running_plans:
             log.info(
@@ -224,16 +215,15 @@ class VersionWatcher:
         self._versions += 1  # with the new version; the retired one may be gone already
 
     async def _free_memory(self) -> None:
-        """Frees the memory of versions that have ended. Their objects refer to each other in
-        cycles, and a snapshot would stay mapped until Python collects those.
-        """
+        """Objects of versions that have ended refer to each other in cycles, and a snapshot would
+        stay mapped until Python collects those."""
         versions = len(self._snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)
         self._versions = versions
 
     def _prepare(self) -> "_ReadySwitch | None":
-        """Step 1, in a thread; None where there is no newer version. Raises DieselError."""
+        """Step 1, in a thread; None if there is no newer version. Raises DieselError."""
         old = self._snapshots[0]
         new = self._source.open(self._request).snapshot
         if new.identity != old.identity:
@@ -288,15 +278,14 @@ class VersionWatcher:
 
 @dataclass(slots=True)
 class _ReadySwitch:
-    """A switch after step 1, and files for the worker (snapshot, push status, and what its way of
-    switching adds)."""
+    """A switch after step 1, and files for the worker: snapshot, push status, and more by the kind
+    of switch."""
 
     diff: SnapshotDiff
     prepared: PreparedSwitch
     files: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Closes the files, and what a switch needs that was not made."""
         while self.files:
             os.close(self.files.pop())
         self.prepared.close()

@@ -53,7 +53,6 @@ def snapshot(bench: Workbench) -> list[Row]:
         numbers, caches = count(), count()
 
         def put_ten() -> dict[str, float]:
-            """Ten new files, with the new snapshot: the time of the whole command."""
             number = next(numbers)
             source = folder / f"ten{number}"
             source.mkdir()
@@ -72,7 +71,7 @@ def snapshot(bench: Workbench) -> list[Row]:
         adopted = repeat(bench.rounds, adopt)
         ask("open")  # makes the copy, which the timed runs then map
         opened = repeat(bench.rounds, lambda: ask("open"))
-    asked = repeat(bench.rounds, lambda: ask("rates"))
+    rated = repeat(bench.rounds, lambda: ask("rates"))
     scanned = repeat(1, lambda: ask("scan"))
     stats = f"stat_many of {name}"
     whole = "whole command; the snapshot of the new version included"
@@ -80,7 +79,7 @@ def snapshot(bench: Workbench) -> list[Row]:
     mapped = "from an open repository to the first stat, over this user's own mapped copy"
     all_of_it = "all that no file backs, the interpreter included"
     ms, mb = times("seconds", 1e3, opened), times("own_bytes", 1e-6, scanned)
-    lookups, by_bytes = asked.ours("lookups_per_s"), asked.ours("stats_per_s")
+    lookups, by_bytes = rated.ours("lookups_per_s"), rated.ours("stats_per_s")
     return [
         Row(f"put {name} from a tar, once", RATE, put),
         no_more_than(f"export of {name}", "s", export.ours("seconds"), 10),
@@ -90,8 +89,8 @@ def snapshot(bench: Workbench) -> list[Row]:
         no_more_than(f"{name}, beside names", "B/entry", opened.ours("bytes_per_entry"), 64),
         no_less_than(f"look-ups in {name}, one by one", "1/s", lookups, 100_000),
         no_less_than(stats, "1/s", by_bytes, 550_000, "bytes paths"),
-        Row(f"{stats}, str paths", "1/s", asked.ours("stats_by_text_per_s")),
-        Row(f"{stats}, indices", "1/s", asked.ours("stats_by_index_per_s")),
+        Row(f"{stats}, str paths", "1/s", rated.ours("stats_by_text_per_s")),
+        Row(f"{stats}, indices", "1/s", rated.ours("stats_by_index_per_s")),
         no_more_than(f"own memory after a scan of {name}", "MB", mb, 100, all_of_it),
     ]
 
@@ -135,9 +134,9 @@ def read_twice(data: Stored, seed: int, by: str, first: str) -> list[float]:
     (`first`)."""
     data.bench.warm_page_cache(data.dlcmd.store)
     words = (data.shape.name, str(seed), by, first)
-    said: _Passes = probes.run("read", data.dlcmd, *words)  # type: ignore[assignment] # its own words
-    data.shape.check(said["files"], said["bytes"], said["sum"])
-    return said["seconds"]
+    output: _Passes = probes.run("read", data.dlcmd, *words)  # type: ignore[assignment] # its own words
+    data.shape.check(output["files"], output["bytes"], output["sum"])
+    return output["seconds"]
 
 
 def run_overhead(bench: Workbench) -> list[Row]:
@@ -159,10 +158,10 @@ def run_overhead(bench: Workbench) -> list[Row]:
         command = [python_of_training(), "-P", str(ANNOUNCING), str(listed)]
 
         def begun(*prefix: str) -> dict[str, float]:
-            said: dict[str, float] = json.loads(
+            printed: dict[str, float] = json.loads(
                 last_line([*prefix, *command], dlcmd.users_environment)
             )
-            return said
+            return printed
 
         def announce() -> dict[str, float]:
             alone, joined = begun(), begun(*LAUNCHED)

@@ -65,7 +65,7 @@ def readers_text(count: int) -> str:
 def kernel_epochs(bench: Workbench) -> list[Row]:
     """D4 in its second epoch, in another order, by one reader and by two."""
     rows: list[Row] = []
-    asked = "READs, OPENs and GETATTRs in the epoch, in the worst round"
+    counted = "READs, OPENs and GETATTRs in the epoch, in the worst round"
     with stored(bench, bench.shape(D4)) as data:
 
         def run(side: str, readers: int) -> dict[str, float]:
@@ -81,7 +81,7 @@ def kernel_epochs(bench: Workbench) -> list[Row]:
             rounds = alternate(bench.rounds, sides)
             name = f"kernel {data.shape.name}, second epoch, {readers_text(readers)}"
             rows += against(rounds, name, RATE, {TMPFS: at_least(0.65), EXT4: at_least(0.8)})
-            rows.append(no_more_than(name, REQUESTS, worst(rounds.ours(REQUESTS)), 0, asked))
+            rows.append(no_more_than(name, REQUESTS, worst(rounds.ours(REQUESTS)), 0, counted))
     return rows
 
 
@@ -265,12 +265,12 @@ def native_second(bench: Workbench) -> list[Row]:
     rows: list[Row] = []
     for each in loops:
         rows += against(rounds, f"{name}, {each}", RATE, {TMPFS: target}, of=each)
-    asked = "of any kind, in all these epochs together, in the worst round"
+    counted = "of any kind, in all these epochs together, in the worst round"
     used = "the processor time of the mount's processes during these epochs"
     return [
         *rows,
         *(Row(f"{name}, {each}", RATE, why, TMPFS, why, target) for each, why in missing.items()),
-        no_more_than(name, REQUESTS, worst(rounds.ours(REQUESTS)), 0, asked),
+        no_more_than(name, REQUESTS, worst(rounds.ours(REQUESTS)), 0, counted),
         no_more_than(name, PROCESSOR, rounds.ours(PROCESSOR), 1, used),
     ]
 
@@ -334,7 +334,7 @@ def native_file(bench: Workbench) -> list[Row]:
                 with data.mounted(OURS, *options):
                     return rate(on_mount)
             finally:
-                _end_users_of(chunks)  # the next round must find them only on the
+                _end_users_of(chunks)  # so that the next round finds them only on the disk
 
         def theirs() -> dict[str, float]:
             bench.drop_page_cache(data.source)
@@ -374,7 +374,6 @@ def kernel_ls(bench: Workbench) -> list[Row]:
 
 
 def native_ls(bench: Workbench) -> list[Row]:
-    """The same over `bench.session`."""
     rounds = _listed(bench, {OURS: bench.session_options})
     return _ls_rows(rounds, OURS, bench.session, at_most(1.4), at_most(0.85))
 

@@ -78,11 +78,9 @@ class Serving:
         self.dlcmd.url = self.dlcmd.environment["DIESEL_URL"] = url
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
-        """The figures of some clients (`probes/clients.py`)."""
         return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
 
     def chunk_urls(self, endpoint: str) -> list[str]:
-        """The URLs of D4's chunks at the S3 server."""
         server = self.start()
         with open_configured(load_settings({"url": server.url}, self.user)) as repository:
             view = repository.view(D4.name)
@@ -152,10 +150,10 @@ def _redis_benchmark(url: str, pipeline: int) -> dict[str, float]:
     socket = url.partition("://")[2]
     command = [program("redis-benchmark"), "-s", socket, "-t", "get", "-r", "20000", "-q", "--csv"]
     command += ["-c", str(STAT_CLIENTS), "-P", str(pipeline), "-n", "1000000"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    found = re.search(r'"GET","([0-9.]+)"', said)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    found = re.search(r'"GET","([0-9.]+)"', output)
     if found is None:
-        raise PeerMissing(f"redis-benchmark said {said[:200]!r}")
+        raise PeerMissing(f"redis-benchmark printed {output[:200]!r}")
     return {ENTRIES: float(found[1])}
 
 
@@ -170,7 +168,7 @@ def snapshot(bench: Workbench) -> list[Row]:
 
         rounds = alternate(bench.rounds, {OURS: partial(each, most), ALONE: partial(each, 1)})
     name = f"look-ups in a snapshot, {most} clients, each"
-    return against(rounds, name, ENTRIES, {ALONE: at_least(0.8)}, "the server is not asked")
+    return against(rounds, name, ENTRIES, {ALONE: at_least(0.8)}, "no requests to the server")
 
 
 def read(bench: Workbench) -> list[Row]:
@@ -223,7 +221,7 @@ def _small(bench: Workbench, serving: Serving, objects: str, keys: int, tier: st
     by_file = alternate(bench.rounds, {OURS: files, OBJECTS: partial(singles, CLIENTS, count)})
     by_batch = alternate(bench.rounds, {OURS: batch, SINGLES: partial(singles, 1, BATCH)})
     name = f"4 KB files through a server, tier {tier}"
-    memory = "without a folder, a server keeps in memory what is read again and again"
+    memory = "without a folder, a server keeps contents in memory that are read often"
     some, note = f"{name}, {CLIENTS} clients", memory if tier == "off" else ""
     return [
         Row(f"{some}, first {CLIENTS * count:,} reads", RATE, first.ours(RATE), OBJECTS, None),
@@ -257,7 +255,7 @@ def _curl(urls: list[str]) -> dict[str, float]:
     words += ["-u", "testing:testing-secret", "-w", "%{size_download} %{time_total}\\n"]
     for url in (urls[0], *urls):
         words += ["-o", "/dev/null", url]
-    said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
-    lines = [line.split() for line in said.splitlines()][1:]
+    output = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
+    lines = [line.split() for line in output.splitlines()][1:]
     assert len(lines) == len(urls)
     return {"B/s": sum(int(size) for size, _ in lines) / sum(float(time) for _, time in lines)}

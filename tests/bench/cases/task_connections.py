@@ -27,7 +27,7 @@ RANKS = {"of its own node": 0, "of other nodes": 1}
 """The node with all clients, and another one."""
 
 GROWTH = "the growth of Rss in smaps_rollup of its processes, for {:,} more connections"
-CHARGED = "the growth of what the kernel charges to a control group that has the master alone"
+CHARGED = "the growth of the memory charged to a control group with the master alone"
 CLOCKS = "processor time of the master's processes by their own clocks"
 
 
@@ -128,9 +128,9 @@ def _read_by_all(clients: Sequence[ClientProcess]) -> float:
     """Let each client read a file of each chunk. Returns the number of files of all reads until now
     that came from the store because a master did not answer in time."""
     from_store = 0.0
-    for said in answers_of(clients, [{"do": "read"}] * len(clients)):
-        assert said["right"] == said["files"], f"not every read was answered: {said}"
-        from_store += said["from_store"]
+    for answer in answers_of(clients, [{"do": "read"}] * len(clients)):
+        assert answer["right"] == answer["files"], f"not every read was answered: {answer}"
+        from_store += answer["from_store"]
     return from_store
 
 

@@ -12,7 +12,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
 from tests.peers.nodes import has_namespaces
 from tests.peers.running import DATASET
-from tests.server.program import until
+from tests.waiting import until
 
 from ..client_process import RATE
 from ..inputs import D4L, D110, Shape
@@ -89,7 +89,7 @@ def mounted(task: Running, *, cache_dir: Path | None = None) -> Iterator[list[Pa
             return mountpoints
 
         mountpoints = mount_all()
-        if cache_dir is not None:  # at its end a master writes its memory to the disk
+        if cache_dir is not None:  # a master that ends writes its memory to the disk
             stack.pop_all().close()
             until(lambda: not any(task.task.masters(rank) for rank in ranks), "the end", END_S)
             mountpoints = mount_all()

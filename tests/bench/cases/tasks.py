@@ -144,8 +144,8 @@ def cold(bench: Workbench) -> list[Row]:
             return {"MB/s": bytes_per_s / 1e6, RATE: bytes_per_s / (stored / task.shape.files)}
 
         def sequential() -> dict[str, float]:
-            said = task.clients[0].run(do="chunks")
-            return rates(said["bytes"] / said["s"])
+            answer = task.clients[0].run(do="chunks")
+            return rates(answer["bytes"] / answer["s"])
 
         def ours() -> dict[str, float]:
             task.start()
@@ -169,8 +169,9 @@ def _file_by_file(task: Running) -> Measured:
 
     def run() -> dict[str, float]:
         with Memcached(task.nodes, 2 * task.shape.bytes) as cluster:
-            said = _refilled(cluster, task, range(NODES), paths)
-            return {RATE: sum(each["missed"] for each in said) / max(each["s"] for each in said)}
+            answers = _refilled(cluster, task, range(NODES), paths)
+            seconds = max(each["s"] for each in answers)
+            return {RATE: sum(each["missed"] for each in answers) / seconds}
 
     return alternate(1, {MEMCACHED: run}).of(MEMCACHED, RATE)
 
@@ -206,8 +207,8 @@ def recovery(bench: Workbench) -> list[Row]:
             while time.perf_counter() - start_s < WARM_S:
                 seed = int(time.monotonic_ns() % 1000)
                 order = {"do": "batches", "seed": seed, "count": 20, "size": BATCH}
-                said = answers_of([task.clients[rank] for rank in others], [order] * len(others))
-                worst_s = max(worst_s, *(each["worst_s"] for each in said))
+                answers = answers_of([task.clients[rank] for rank in others], [order] * len(others))
+                worst_s = max(worst_s, *(each["worst_s"] for each in answers))
                 if task.is_whole(others):
                     break
             seconds = time.perf_counter() - start_s
@@ -220,9 +221,9 @@ def recovery(bench: Workbench) -> list[Row]:
                 cluster.start(GONE)
                 names = task.shape.paths()
                 draw = np.random.default_rng(1).permutation(task.shape.files).tolist()
-                said = _refilled(cluster, task, others, [names[at] for at in draw])
-                assert sum(each["missed"] for each in said) > task.shape.files / NODES / 2
-                seconds = max(each["s"] for each in said)
+                answers = _refilled(cluster, task, others, [names[at] for at in draw])
+                assert sum(each["missed"] for each in answers) > task.shape.files / NODES / 2
+                seconds = max(each["s"] for each in answers)
                 return {"s": seconds, "1/s": 1 / seconds}
 
         task.put_files(task.shape.paths())
@@ -250,8 +251,8 @@ def policies(bench: Workbench) -> list[Row]:
             task.all(do="batches", seed=1, count=count, size=BATCH)
             before = _counted(task)
             task.all(do="batches", seed=2, count=count, size=BATCH)
-            asked, missed = (a - b for a, b in zip(_counted(task), before, strict=True))
-            return {"hits": 1 - missed / asked}
+            wanted, missed = (a - b for a, b in zip(_counted(task), before, strict=True))
+            return {"hits": 1 - missed / wanted}
 
         for policy in ("lru", "lfu", "none"):
             rounds = repeat(min(bench.rounds, SLOW_ROUNDS), partial(run, policy))
@@ -264,9 +265,9 @@ def policies(bench: Workbench) -> list[Row]:
 def _counted(task: Running) -> tuple[int, int]:
     """The number of files that clients have read, and the number that was in no cache: a client
     read it from the store, or a master did while the client waited."""
-    said = task.all(do="stats")
-    read = sum(int(each.get(name, 0)) for each in said for name in READ_COUNTS)
-    left = sum(int(each.get("store_reads", 0)) for each in said)
+    answers = task.all(do="stats")
+    read = sum(int(each.get(name, 0)) for each in answers for name in READ_COUNTS)
+    left = sum(int(each.get("store_reads", 0)) for each in answers)
     held = [task.task.stats(rank)["node_cache"] for rank in range(NODES)]
     return read, left + sum(each["waited"] for each in held if isinstance(each, dict))
 
@@ -288,10 +289,10 @@ def too_large(bench: Workbench) -> list[Row]:
             clients = [connected(node, words) for node in task.nodes]
             for client in clients:
                 client.answer()
-            said = answers_of(clients, [order] * len(clients))
+            answers = answers_of(clients, [order] * len(clients))
             for client in clients:
                 client.close()
-            return {RATE: sum(each[RATE] for each in said)}
+            return {RATE: sum(each[RATE] for each in answers)}
 
         rounds = alternate(min(bench.rounds, SLOW_ROUNDS), {OURS: ours, NO_CACHE: bare})
     name = f"task {T4.name}, 1.2 times the caches, random, {BATCH} in one request"

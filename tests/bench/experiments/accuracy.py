@@ -21,7 +21,7 @@ from ..dlcmd import Dlcmd
 from ..inputs import Indices
 from ..plot import Line, Plot, draw
 from ..report import Row, no_more_than
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 from .small_images import Pixels, labels_of, made_images, write_tar
 
@@ -118,7 +118,7 @@ def measure(bench: Workbench) -> list[Row]:
         order = _name(layout, size)
         effect = statistics.mean(of(runs, f"{order}, design effect"))
         note = f"{difference}; design effect {effect:.2f}"
-        say(f"{order}: {note}")
+        progress(f"{order}: {note}")
         name, accuracy = f"accuracy, {order}", Samples(of(runs, order))
         rows.append(Row(name, PERCENT, accuracy, FULL, Samples(full), note=note))
         if layout == RANDOM and size in NEARLY_FULL:

@@ -1,17 +1,14 @@
 """Benchmarks of importance sampling, beside the tables of iCache (HPCA 2023).
 
-- `accuracy`: the accuracy of a network trained with half of the samples in each epoch, chosen by
-  importance, at random, and with substitutes (tables I and III).
-- `accuracy_of_less`: the same with 30 % of the samples, chosen by importance and at random.
-- `hits`: the part of an epoch's samples that is in memory already (figures 11 and 16), by the
-  prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The losses
-  are those that a network has left in each epoch of `accuracy`'s images, drawn again with
-  replacement; time is not simulated.
-- `jobs`: two jobs train on one dataset and share a cache for 20 % (figure 14). It keeps the samples
-  that are important to one of them, or to both by percentile and benefit: on a real mount as
-  `epochs`, and with the losses of two networks simulated as in `hits`.
-- `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
-- `overhead`: time and memory of the sampler and the mount for 1.28 million samples.
+`accuracy` and `accuracy_of_less` train a network with half of the samples of each epoch, or 30 %,
+chosen by importance, at random, and with substitutes (tables I and III). `hits` is the part of an
+epoch's samples in memory (figures 11 and 16) by the prefetch planner of a mount, at the sizes of
+CIFAR-10 and ImageNet, with the losses that a network has left in each epoch of `accuracy`, drawn
+again with replacement; time is not simulated. `jobs` trains two jobs on one dataset with a shared
+cache for 20 % (figure 14), which keeps the samples that are important to one of them, or to both by
+percentile and benefit: on a real mount, and simulated. `epochs` is a training loop without a model
+on a real mount of a store with 5 ms and 200 MB/s, `overhead` the time and memory for 1.28 million
+samples.
 
 The paper's samples lie one by one on a file system; ours lie in chunks.
 """
@@ -41,7 +38,7 @@ from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
 from ..report import Row, at_least, at_most, no_less_than, no_more_than
-from ..samples import OURS, Samples, say
+from ..samples import OURS, Samples, progress
 from ..store import SlowStore, slow_store
 from ..workbench import Workbench
 from .accuracy import (
@@ -81,7 +78,7 @@ SAMPLE_BYTES, CHUNK_SAMPLES, READ_AT_ONCE = 110 << 10, 36, 256
 COUNTED = 4
 """Number of epochs at the end in which hits are counted."""
 JOB_WIDTHS, JOB_BENEFITS, JOB_ROUNDS = (32, 8), (3.0, 2.0), 3
-TELLING = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
+SENDING = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
 """The jobs, of two, that send their importances to the mount."""
 
 _PROGRAM = Path(__file__).parent / "importance_program.py"
@@ -151,7 +148,7 @@ def _compared(runs: Runs, share: float) -> tuple[list[Row], Mapping[str, Sequenc
         lines[FULL].append(lost)
         lines[UNIFORM].append(gained)
         note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
-        say(f"{way}: {note}")
+        progress(f"{way}: {note}")
         name = f"accuracy with {share:.0%} of the samples, {way}"
         rows.append(Row(name, PERCENT, Samples(of(runs, way)), FULL, Samples(full), note=note))
         if way == BY_IMPORTANCE:
@@ -253,7 +250,7 @@ def _parts_in_memory(losses: Losses, cache: float) -> tuple[dict[str, float], fl
     by_part = {"LRU": lru, "importance sampling, LRU": sampled}
     by_part |= {KEPT: kept, SUBSTITUTED: with_substitutes}
     count = losses.shape[1]
-    say(f"cache for {cache:.0%} of {count:,}: {by_part}")
+    progress(f"cache for {cache:.0%} of {count:,}: {by_part}")
     return by_part, (1 - lru) * count / reads
 
 
@@ -343,9 +340,9 @@ def jobs(bench: Workbench) -> list[Row]:
         for seed, width in enumerate(JOB_WIDTHS):
             recorded = _recorded(bench, dlcmd, folder / f"losses{seed}", seed, width=width)
             losses.append(_drawn_again(recorded, SIZES["CIFAR-10"] // bench.divisor))
-    found = {name: _shared(losses, which) for name, which in TELLING.items()}
+    found = {name: _shared(losses, which) for name, which in SENDING.items()}
     for name, hit in found.items():
-        say(f"values {name}: {hit[0]:.3f} and {hit[1]:.3f} of the samples are in memory")
+        progress(f"values {name}: {hit[0]:.3f} and {hit[1]:.3f} of the samples are in memory")
     missed = {name: Samples((2 - sum(hit),)) for name, hit in found.items()}
     notes = {name: f"in memory: {found[OURS]} of both jobs; {hit}" for name, hit in found.items()}
     rows = []
@@ -361,15 +358,15 @@ def jobs(bench: Workbench) -> list[Row]:
     return rows
 
 
-def _shared(losses: Sequence[Losses], told: Sequence[int]) -> tuple[float, ...]:
-    """The part of its samples that each job finds in memory, if the jobs in `told` send their
+def _shared(losses: Sequence[Losses], senders: Sequence[int]) -> tuple[float, ...]:
+    """The part of its samples that each job finds in memory, if the jobs in `senders` send their
     importances."""
     planner, _, everything = _planner(losses[0].shape[1], CACHES[0])
     draws = [_draws(each, DrawRule(SHARE), seed) for seed, each in enumerate(losses)]
     hits, now_s = [0, 0], 0.0
     epochs = len(draws[0])
     for epoch in range(epochs):
-        for job in told if epoch else ():
+        for job in senders if epoch else ():
             chances, benefit = draws[job][epoch][1], JOB_BENEFITS[job]
             planner.importances.set(everything, chances, job=str(job), benefit=benefit)
         orders = [of_job[epoch][0] for of_job in draws]
@@ -383,27 +380,27 @@ def _shared(losses: Sequence[Losses], told: Sequence[int]) -> tuple[float, ...]:
 def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
     """Two jobs train on one mount, side by side, and one of them or both send their importances:
     the seconds of an epoch of both, and notes."""
-    rounds: dict[str, list[list[float]]] = {name: [] for name in TELLING}
+    rounds: dict[str, list[list[float]]] = {name: [] for name in SENDING}
     benefits: dict[str, str] = {}
     with _stored_slowly(bench) as (shape, slow):
         for _ in range(JOB_ROUNDS):
-            for name, tells in TELLING.items():
+            for name, senders in SENDING.items():
                 with _mounted(bench, shape, slow, "--evict", "importance") as start:
                     started = [start(("importance", str(SHARE), str(1 + job)), {
                         "SLURM_JOB_ID": str(1 + job),
                         # A process that is not the first on its node sends nothing.
-                        "LOCAL_RANK": str(int(job not in tells)),
+                        "LOCAL_RANK": str(int(job not in senders)),
                     }) for job in range(2)]  # fmt: skip
-                    said = [_said(job) for job in started]
-                rounds[name].append([statistics.mean(each["seconds"][2:]) for each in said])
-                both = " and ".join(f"{each['benefit']:.2f}" for each in said)
+                    results = [_result_of(job) for job in started]
+                rounds[name].append([statistics.mean(each["seconds"][2:]) for each in results])
+                both = " and ".join(f"{each['benefit']:.2f}" for each in results)
                 benefits[name] = f"benefits {both}"
-                say(f"values {name}: {rounds[name][-1]} s an epoch; {benefits[name]}")
+                progress(f"values {name}: {rounds[name][-1]} s an epoch; {benefits[name]}")
     means = {
         name: " and ".join(f"{statistics.median(job):.2f}" for job in zip(*each, strict=True))
         for name, each in rounds.items()
     }
-    texts = {name: f"{means[name]} s, {benefits[name]}" for name in TELLING}
+    texts = {name: f"{means[name]} s, {benefits[name]}" for name in SENDING}
     figures = {name: Samples(tuple(map(sum, each))) for name, each in rounds.items()}
     return figures, {name: f"{texts[OURS]}; {text}" for name, text in texts.items()}
 
@@ -444,7 +441,7 @@ def _mounted(bench: Workbench, shape: Shape, slow: SlowStore, *options: str) -> 
             yield start
 
 
-def _said(training: "subprocess.Popen[str]") -> _Trained:
+def _result_of(training: "subprocess.Popen[str]") -> _Trained:
     """The output of a training at its end. Raises CalledProcessError."""
     try:
         output, _ = training.communicate(timeout=DEADLINE_S)
@@ -470,16 +467,16 @@ def epochs(bench: Workbench) -> list[Row]:
         for side, (way, *options) in sides.items():
             before = slow.store.counts()
             with _mounted(bench, shape, slow, *options) as start:
-                said = _said(start((way, str(SHARE)), {}))
+                result = _result_of(start((way, str(SHARE)), {}))
             read = slow.store.counts() - before
-            seconds = statistics.mean(said["seconds"][2:])
+            seconds = statistics.mean(result["seconds"][2:])
             rates[side] = Samples((1 / seconds,))
             notes[side] = (
                 f"{read.bytes / shape.bytes:.2f} times the dataset, {read.requests:,} requests in"
-                f" {len(said['seconds'])} epochs; kept {said['kept']:.3f} of the last epochs'"
-                f" samples, {said['substituted']} substituted"
+                f" {len(result['seconds'])} epochs; kept {result['kept']:.3f} of the last epochs'"
+                f" samples, {result['substituted']} substituted"
             )
-            say(f"{side}: {seconds:.2f} s an epoch; {notes[side]}")
+            progress(f"{side}: {seconds:.2f} s an epoch; {notes[side]}")
     name = f"epochs of {shape.name}, cache for {CACHES[0]:.0%}, by importance"
     rows, ours = [], rates.pop(OURS)
     for side, theirs in rates.items():
@@ -493,7 +490,7 @@ def overhead(bench: Workbench) -> list[Row]:
     """The sampler's and the mount's time and memory for 1.28 million samples."""
     count = SIZES["ImageNet"] // bench.divisor
     command = [sys.executable, "-P", str(_PROGRAM), "overhead", str(count)]
-    said: dict[str, float] = json.loads(last_line(command))
+    result: dict[str, float] = json.loads(last_line(command))
     heap = ImportanceHeap(count)
     everything = np.arange(count, dtype=np.uint32)
     heap.insert(everything[::5])
@@ -504,8 +501,8 @@ def overhead(bench: Workbench) -> list[Row]:
         more = heap.build_some()
         steps.append(time.perf_counter() - begun_s)
     name = f"importance of {count:,} samples"
-    update, drawn = Samples((said["update_s"],)), Samples((said["draw_s"],))
-    sampler, mount = (Samples((size / count,)) for size in (said["bytes"], heap.bytes_max))
+    update, drawn = Samples((result["update_s"],)), Samples((result["draw_s"],))
+    sampler, mount = (Samples((size / count,)) for size in (result["bytes"], heap.bytes_max))
     return [
         no_more_than(f"{name}, update", "s", update, 0.05),
         no_more_than(f"{name}, draw and order", "s", drawn, 1),

@@ -95,8 +95,8 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
             read += got
             kept += kept_entries(mount) - before
         losses *= rng.lognormal(-0.05, CHANGE, count).astype(np.float32)
-    said = {"seconds": seconds, "kept": kept / read, "substituted": replaced}
-    print(json.dumps({**said, "benefit": 1.0 if sampler is None else sampler.benefit}))
+    figures = {"seconds": seconds, "kept": kept / read, "substituted": replaced}
+    print(json.dumps({**figures, "benefit": 1.0 if sampler is None else sampler.benefit}))
 
 
 def overhead(count: int) -> None:

@@ -1,18 +1,15 @@
-"""Trains a small network once for each order of a dataset, or for each way of choosing samples, and
-tests it.
+"""Trains a small network once for each order of a dataset, or each way of choosing samples, and
+prints the percentage of right answers on other images.
 
     URL SEED orders NUMBERS JSON            a list of [name, dataset, group size]
     URL SEED ways NUMBERS JSON [FILE]       a list of ways; empty: all of them
 
-NUMBERS is a mapping (`accuracy.py`, `importance.py`). Prints, for each of them, the percentage of
-right answers on other images. All networks of a seed begin with the same weights, so that their
-results are pairs. They are trained with SGD; its learning rate goes up, and then down to nothing
-(one cycle). On a processor there is one thread: torch then gives the same result each time.
-
-`orders` are those of `Dataset.shuffle` (group size 0: full shuffle). All images are read by
-`read_many` in the order of their entries, and kept in memory. `ways` also prints the number of
-samples that each was trained with; it uses a GPU if there is one. With FILE only the full order
-is trained, and the losses that each epoch has left go there.
+NUMBERS is a mapping (`accuracy.py`, `importance.py`). Networks of a seed begin with the same
+weights, so results are pairs; SGD trains them in one cycle. A processor runs one thread, for torch
+to give the same result each time. `orders` are those of `Dataset.shuffle` (group size 0: full
+shuffle); all images are kept in memory. `ways` also prints the number of samples trained with, and
+uses a GPU if there is one. With FILE, only the full order is trained, and each epoch's losses go
+there.
 """
 
 import json
@@ -173,7 +170,7 @@ def in_orders(
             report[name] = percent_right(model, test)
             effect = design_effect(images[1].numpy(), first, numbers["batch"])
             report[f"{name}, design effect"] = math.nan if effect is None else effect
-            say(seed, name, report[name])
+            progress(seed, name, report[name])
     return report
 
 
@@ -275,11 +272,11 @@ def in_ways(
             report |= {way: percent_right(model, test), f"{way}, samples": count}
             if losses_file:
                 Path(losses_file).write_bytes(np.stack(left).tobytes())
-            say(seed, way, report[way])
+            progress(seed, way, report[way])
     return report
 
 
-def say(seed: int, what: str, percent: float) -> None:
+def progress(seed: int, what: str, percent: float) -> None:
     print(f"  seed {seed}, {what}: {percent:.2f} %", file=sys.stderr, flush=True)
 
 

@@ -1,23 +1,17 @@
 """Benchmarks of `dlcmd forecast` and the policy `plan`, beside the tables of Lobster (ICPP 2022).
 
-Nothing is trained here: the jobs of the paper's sections 5.3 and 5.5 are simulated by
-`diesel_fs.forecast`, with made-up files of ImageNet's number and sizes (log-normal, by a seed). One
-free rate, that of the store, is set so that the model of NoPFS gives the hit ratio that the paper
-has for it. All others then run with that rate.
+Nothing is trained: the jobs of the paper's sections 5.3 and 5.5 are simulated by
+`diesel_fs.forecast`, with made-up files of ImageNet's number and sizes (log-normal, by a seed). The
+store's rate, the only free one, is set so that the model of NoPFS has the paper's hit ratio; all
+other systems then run with that rate, so the paper's gain by threads is not modelled. Figures of
+the paper are averages over a training, ours of the last simulated epoch.
 
-The models of the other systems:
-
-- **NoPFS** (Dryden et al., SC 2021; its public code, github.com/spcl/NoPFS, `Sampler.cpp` and the
-  two prefetchers): a process for each GPU. Each has an equal part of the memory, of which a staging
-  buffer of 1 GiB (as in the configurations that come with the code) is filled in the order of
-  access and emptied by use. The rest holds the files that this process reads most often in the
-  whole training, chosen at the start and never replaced. Files that another process of the node
-  holds are read from there.
-- **PyTorch**: the kernel's page cache (least recently used, 40 GB), and workers that read two
-  batches each ahead.
-
-All systems get the same bytes a second from the store; so the gain by threads in the paper is not
-modelled. Figures of the paper are averages over a training, ours of the last simulated epoch.
+NoPFS (Dryden et al., SC 2021; github.com/spcl/NoPFS, `Sampler.cpp` and the two prefetchers): a
+process for each GPU with an equal part of the memory, of which a staging buffer of 1 GiB (as in its
+configurations) is filled in the order of access and emptied by use. The rest holds the files that
+this process reads most often in the whole training, chosen at the start; files that another process
+of the node holds are read from there. PyTorch: the kernel's page cache (least recently used, 40
+GB), and workers that read two batches each ahead.
 """
 
 import time
@@ -34,7 +28,7 @@ from diesel_fs.forecast.simulate import EpochForecast, forecast, read_epochs, ti
 from diesel_fs.orders.shuffle import ChunkedFiles
 
 from ..report import Row, at_least, at_most, no_less_than, no_more_than
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 
 SEED = 1
@@ -158,8 +152,8 @@ def hit_ratios(bench: Workbench) -> list[Row]:
     rate = nopfs.calibrated()
     theirs = nopfs.timed(rate)
     job = job_of(files, rate)
-    asked = files.bytes / len(files) * RANKS * IMAGES_PER_S
-    say(f"the store gives {rate / 1e6:.0f} MB/s; the model asks for {asked / 1e6:.0f} MB/s")
+    wanted = files.bytes / len(files) * RANKS * IMAGES_PER_S
+    progress(f"the store gives {rate / 1e6:.0f} MB/s; the model asks for {wanted / 1e6:.0f} MB/s")
     reads = read_epochs(job, files)
     plan, none, lru = (
         forecast(job, files, policy, reads=reads, layout="files").later

@@ -1,34 +1,24 @@
 """The third experiment of DLCache (sections III-C.2 and IV): the time that jobs wait for their
-datasets if a node's storage holds only a part of them, by eviction policy. It is a simulation, as
-in the paper.
+datasets if a node's storage holds only a part of them, by eviction policy. As in the paper, it is a
+simulation.
 
-Four datasets are used as the paper says: a dataset of traffic (TrafficInrix, 96 GB) once; ImageNet
-(136 GB) again and again; intrusion detection (CSE-CIC-IDS2018, 6.89 GB) by two jobs, of which the
-second takes some old files and some new ones; LibriSpeech (105 GB) by several jobs. 3 x 4 x 4
-numbers of uses and 10 sizes of the storage give 480 settings, and 50 random orders of the jobs of
-each 24,000 workloads. A job first prepares the blocks that are not there (download and extraction),
-and the total time of that is compared. A block is evicted whole; those of the job that starts are
-pinned; all others have cooled down.
+The datasets are the paper's: traffic (TrafficInrix, 96 GB) used once; ImageNet (136 GB) again and
+again; CSE-CIC-IDS2018 (6.89 GB) by two jobs, the second with some old and some new files;
+LibriSpeech (105 GB) by several jobs. 3 x 4 x 4 numbers of uses and 10 storage sizes give 480
+settings, and 50 random orders of the jobs of each 24,000 workloads. A job first prepares missing
+blocks (download and extraction); the total time of that is compared. A block is evicted whole;
+those of the starting job are pinned.
 
-The policies:
+**Ours** decides with `diesel_fs.cache.policies.lrfu`, as a cache folder does; LRFU is the same
+without costs. **LFU** counts all references, also those before an eviction, and breaks ties by last
+use. **Greedy** evicts the block that costs least; **greedy for bytes**, not in the paper, the one
+that costs least for each byte, as ours counts.
 
-- **Ours** decides with `diesel_fs.cache.policies.lrfu`, as a cache folder does: the same functions,
-  the same p and step. LRFU is the same without costs.
-- **LRU**, **LFU** (all references count, also those before a block was evicted; of equal ones the
-  longest unused goes first) and **random** are as their names say. **Greedy** evicts the block that
-  costs least; **greedy for bytes**, which the paper does not have, what costs least for each byte,
-  which is the cost that ours has.
-
-The paper leaves open what stands below as constants, and three things that matter more:
-
-- Whether the jobs that share LibriSpeech are jobs of the sequence, which is drawn at random, or
-  start together. In the main run they are jobs of the sequence; a further run has them start at
-  once, so that they count as often and read the dataset once.
-- The relative costs of the datasets: the private one's cost is not published. In the main run
-  all cost the same for each byte, but blocks differ. Two further runs make one dataset three times
-  as dear. In another, blocks do not differ either: in a cache folder, all chunks of a dataset count
-  as equally dear.
-- p and step. Ours are the defaults of the product; `grid_table` shows others.
+The paper leaves open the constants below, and three things that matter more. Jobs that share
+LibriSpeech are drawn into the sequence at random; a further run starts them at once. All datasets
+cost the same for each byte, but blocks differ; two further runs make one dataset three times as
+dear, and another makes all blocks equal, as in a cache folder. p and step are the product's
+defaults; `grid_table` shows others.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +32,7 @@ from diesel_fs.cache.policies.lrfu import Attenuation, Values, eviction_order
 
 from ..plot import Line, Plot, draw
 from ..report import Row, at_most
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 
 TRAFFIC, IMAGENET, INTRUSIONS, SPEECH = range(4)
@@ -86,7 +76,7 @@ PLOT = Plot(
     "lrfu",
     "waiting for datasets, by eviction policy (beside figure 7 of DLCache)",
     "total time of preparation, hours",
-    "% of the workloads that took at most so long",
+    "% of the workloads that took at most this time",
     (),
     over_time=True,
 )
@@ -250,7 +240,7 @@ def simulate(bench: Workbench) -> list[Row]:
     jobs = workloads(bench, blocks, ORDERS)
     hours = _hours(blocks, jobs)
     _plot(bench, blocks, hours)
-    say(_deciles_table("the main run", hours))
+    progress(_deciles_table("the main run", hours))
     further = {
         "jobs that share a dataset start at once": blocks,
         "all blocks cost the same for each byte": Blocks.drawn({}, cost_sigma=0.0),
@@ -261,8 +251,8 @@ def simulate(bench: Workbench) -> list[Row]:
     }
     for what, drawn in further.items():
         some = workloads(bench, drawn, FURTHER_ORDERS, at_once=drawn is blocks)
-        say(_deciles_table(what, _hours(drawn, some)))
-    say(grid_table(blocks, workloads(bench, blocks, FURTHER_ORDERS)))
+        progress(_deciles_table(what, _hours(drawn, some)))
+    progress(grid_table(blocks, workloads(bench, blocks, FURTHER_ORDERS)))
     return _compared(f"lrfu, {len(jobs):,} workloads", hours)
 
 

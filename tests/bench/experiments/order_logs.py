@@ -1,14 +1,12 @@
 """Benchmarks of order logs on a local disk, in the shape of LCache's figure 5.
 
-One process reads epochs in random order: files one by one on ext4, parts of chunk
-files, and through order logs, which also write the log of the next epoch meanwhile. All of it lies
-on the disk, or half of it (then the rest comes from a store that takes 5 ms and gives 200 MB/s).
-Reads of files and chunks go past the page cache (O_DIRECT); that of the logs is dropped before an
-epoch, and again with each segment.
+One process reads epochs in random order: files one by one on ext4, parts of chunk files, and
+through order logs, which also write the log of the next epoch meanwhile. All of it lies on the
+disk, or half of it, with the rest in a store of 5 ms and 200 MB/s. Files and chunks are read past
+the page cache (O_DIRECT); pages of the logs are dropped before an epoch and with each segment.
 
-`limited` does the same with a disk of 100 MB/s and 2,000 requests/s: `LimitedDisk` makes reading
-and writing calls take that long. (The blkio throttle of control groups would not see pages that the
-kernel writes back later.)
+`limited` does the same with a disk of 100 MB/s and 2,000 requests/s: `LimitedDisk` makes calls take
+that long. (The blkio throttle would not see pages that the kernel writes back later.)
 """
 
 import mmap

@@ -1,15 +1,13 @@
 """Benchmark of the forecast against real runs: four nodes in network namespaces mount a dataset as
 a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is that of `dlcmd forecast`. It gets the rates of this run: the store's latency and
-bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of the
-run from the forecast, relative to the forecast: requests to the store and their bytes, as the store
-counts them, and hits, the part of the bytes that readers read which the store did not give (in
-points). These are sums over two epochs, since a mount loads files of the second one before the
-first is over. The times are those of each epoch. The first one begins with empty caches.
-
-A node reads ahead within the window of its memory, which is a 30th of an epoch if a tenth of the
-dataset fits. With few files that is little time; so the readers are slow.
+`dlcmd forecast` gets the rates of this run: the store's latency and bandwidth, as a node measures
+them, and the pace of the readers. Each row is the difference of the run relative to the forecast:
+requests to the store and their bytes, as the store counts them, and hits, the part of the bytes
+read that the store did not give (in points). These are sums over two epochs, since a mount loads
+files of the second before the first is over. The first epoch begins with empty caches. A node reads
+ahead within the window of its memory, a 30th of an epoch if a tenth of the dataset fits; with few
+files that is little time, so the readers are slow.
 """
 
 import itertools
@@ -35,7 +33,7 @@ from ..dlcmd import last_line
 from ..inputs import Shape
 from ..reading import write_list
 from ..report import Row, no_more_than
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 
 NODES = 4
@@ -119,7 +117,7 @@ class _Ground:
         left = chunks_bytes * MASTER_SHARE[1] // MASTER_SHARE[0]
         return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
 
-    def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
+    def forecast(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
         options = {
             "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
             "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),
@@ -128,10 +126,10 @@ class _Ground:
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         printed = self.task.nodes.shared.dlcmd("--json", "forecast", *words, DATASET)
-        [said] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
+        [found] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
         return [
             Figures(each["store_requests"], each["store_bytes"], each["seconds"])
-            for each in said["epochs"]
+            for each in found["epochs"]
         ]
 
 
@@ -161,11 +159,11 @@ class _Training:
             "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch,
             "epochs": EPOCHS, "mounts": [*map(str, self._mounts)], "order": announced,
         }  # fmt: skip
-        said = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
+        report = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
         requests, size = sum(self._task.gets().values()), self._task.egress_bytes()
         self._task.forget()
-        assert said["bytes"] == SHAPE.bytes, "not all bytes were read"
-        seconds = sum(max(took) + self._order.compute_s for took in said["iterations"])
+        assert report["bytes"] == SHAPE.bytes, "not all bytes were read"
+        seconds = sum(max(took) + self._order.compute_s for took in report["iterations"])
         return Figures(requests, size, seconds)
 
 
@@ -183,22 +181,22 @@ def measure(bench: Workbench) -> list[Row]:
         for order, (what, fit) in itertools.product(ORDERS, FITS.items()):
             task.s3.delay_s, task.s3.bytes_per_s = STORE_S, STORE_BYTES_PER_S
             memory_bytes = ground.memory_bytes(fit)
-            foretold = ground.foretold(order, memory_bytes, Rates.measure(task))
+            forecast = ground.forecast(order, memory_bytes, Rates.measure(task))
             task.forget()
             try:
                 training = _Training(ground, order, memory_bytes)
-                happened = [training.read(epoch) for epoch in range(EPOCHS)]
+                observed = [training.read(epoch) for epoch in range(EPOCHS)]
             finally:
                 task.end()  # as a crash does
             name = f"task of {NODES} nodes, {what} fits, {order.shuffle}"
-            rows += _rows(name, foretold, happened)
+            rows += _rows(name, forecast, observed)
     return rows
 
 
-def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[Row]:
+def _rows(name: str, forecast: list[Figures], observed: list[Figures]) -> list[Row]:
     """The differences of the run from the forecast."""
     requests, sizes, hits = [], [], []
-    for side in (foretold, happened):
+    for side in (forecast, observed):
         requests.append(sum(each.requests for each in side))
         sizes.append(sum(each.bytes for each in side))
         hits.append(100 * (1 - sizes[-1] / (EPOCHS * SHAPE.bytes)))
@@ -207,13 +205,13 @@ def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[R
         ("requests", "parts", requests[0], requests[1], COUNTS_MAX),
         ("bytes", "parts", sizes[0], sizes[1], COUNTS_MAX),
     ]
-    for number, (said, was) in enumerate(zip(foretold, happened, strict=True), 1):
-        seconds = (said.seconds, was.seconds)
+    for number, (forecast_epoch, epoch) in enumerate(zip(forecast, observed, strict=True), 1):
+        seconds = (forecast_epoch.seconds, epoch.seconds)
         compared.append((f"seconds of epoch {number}", "parts", *seconds, SECONDS_MAX))
     rows = []
     for what, unit, expected, found, limit in compared:
         off = Samples((abs(found - expected) / (1 if unit == "points" else expected or 1),))
-        note = f"said {expected:,.6g}, was {found:,.6g}"
-        say(f"{name}, {what}: {note}")
+        note = f"forecast {expected:,.6g}, was {found:,.6g}"
+        progress(f"{name}, {what}: {note}")
         rows.append(no_more_than(f"{name}: {what} off by", unit, off, limit, note))
     return rows

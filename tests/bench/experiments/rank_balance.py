@@ -22,14 +22,14 @@ import numpy as np
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
-from tests.server.program import until
+from tests.waiting import until
 
 from ..cases.task_mounts import entries_of
 from ..dlcmd import TREE, last_line
 from ..inputs import Shape
 from ..reading import write_list
 from ..report import Row, against, at_most
-from ..samples import OURS, alternate, say
+from ..samples import OURS, alternate, progress
 from ..store import SlowStore, slow_store
 from ..workbench import Workbench
 
@@ -105,22 +105,22 @@ class _Setting:
                 figures = self._read(lists)
             _wait_for_end(folder)
             read = (self.slow.store.counts() - before).bytes / self.shape.bytes * RANKS
-            say(f"{read:.2f} times a rank's files were read from the store")
+            progress(f"{read:.2f} times a rank's files were read from the store")
             misses = cache_of != self.full_cache
             assert (read >= MISSED_MIN) == misses, "the first rank's files are elsewhere"
-            assert starts.exists() == by_turns, "the other side is not what it should be"
+            assert starts.exists() == by_turns, "the other side does not serve by turns"
             return figures
 
     def _read(self, lists: list[str]) -> dict[str, float]:
         options = {"lists": lists, "batch": BATCH, "compute_s": COMPUTE_S}
-        said = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
-        assert said["bytes"] == self.shape.bytes, "not all bytes were read"
-        gaps_s = [max(took) - min(took) for took in said["iterations"]]
+        report = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
+        assert report["bytes"] == self.shape.bytes, "not all bytes were read"
+        gaps_s = [max(took) - min(took) for took in report["iterations"]]
         return {
             MEDIAN: 1e3 * statistics.median(gaps_s),
             P95: 1e3 * float(np.quantile(gaps_s, 0.95)),
             PART: sum(gap_s > IMBALANCE_PART * COMPUTE_S for gap_s in gaps_s) / len(gaps_s),
-            SECONDS: sum(max(took) + COMPUTE_S for took in said["iterations"]),
+            SECONDS: sum(max(took) + COMPUTE_S for took in report["iterations"]),
         }
 
 
@@ -132,7 +132,7 @@ def _setting(bench: Workbench) -> Iterator[_Setting]:
     rates = {"delay_s": STORE_S, "bytes_per_s": STORE_BYTES_PER_S}
     with bench.scratch() as folder, slow_store(folder, source, _DATASET, *chunk, **rates) as slow:
         setting = _Setting(bench, shape, slow, folder / "cache", folder / "full")
-        say("filling the caches")
+        progress("filling the caches")
         _fill(setting)
         yield setting
 

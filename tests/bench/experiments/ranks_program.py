@@ -97,11 +97,11 @@ def main(text: str) -> None:
     by_rank = sorted(results.get(timeout=600.0) for _ in ranks)
     for process in processes:
         process.join()
-    said = {
+    report = {
         "bytes": sum(size for _, size, _ in by_rank),
         "iterations": [list(each) for each in zip(*(took for *_, took in by_rank), strict=True)],
     }
-    print(json.dumps(said))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

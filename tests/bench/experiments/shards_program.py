@@ -199,8 +199,8 @@ def main(do: str, peer: str, *words: str) -> None:
         source, out, shard_bytes = words
         PACK[peer](source, out, int(shard_bytes))
     elif do == "train":
-        said = json.loads(words[0])
-        options, place = Options(**said["options"]), Place(**said["place"])
+        fields = json.loads(words[0])
+        options, place = Options(**fields["options"]), Place(**fields["place"])
         report(train(LOADERS[peer](place, options), options))
     else:
         folder, seed = words

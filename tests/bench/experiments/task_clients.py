@@ -24,7 +24,7 @@ from ..running import (
     running,
     seconds_of,
 )
-from ..samples import OURS, PeerMissing, Side, alternate, say
+from ..samples import OURS, PeerMissing, Side, alternate, progress
 from ..workbench import Workbench
 
 CLIENTS = (1, 2, 4, 8, 16)
@@ -106,7 +106,7 @@ def _through_proxies(
     try:
         proxies = stack.enter_context(Twemproxy(cluster))
     except PeerMissing as error:
-        say(f"NOT MEASURED: {error}")
+        progress(f"NOT MEASURED: {error}")
         return []
     clients = [proxies.client(task.nodes[rank]) for rank in ranks]
     clients[0].run(do="fill", source=str(task.source), paths=task.paths())

@@ -52,8 +52,8 @@ def measure(bench: Workbench) -> list[Row]:
             for at_s, rank in deaths:
                 time.sleep(max(0.0, start_s + at_s - time.monotonic()))
                 kill(rank)
-            said = [client.answer() for client in clients]
-            return {bucket: sum(each[bucket] for each in said) for bucket in said[0]}
+            answers = [client.answer() for client in clients]
+            return {bucket: sum(each[bucket] for each in answers) for bucket in answers[0]}
 
         def ours() -> dict[str, float]:
             task.start(task_memory_bytes=int(MEMORY_PART * task.task.stored_bytes))

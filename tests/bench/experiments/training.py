@@ -20,7 +20,7 @@ from ..inputs import D4, D110, Shape
 from ..peers import python_of_training
 from ..reading import write_list
 from ..report import Row, Target, against, at_least, at_most, no_more_than
-from ..samples import OURS, PeerMissing, Rounds, Side, alternate, repeat, say
+from ..samples import OURS, PeerMissing, Rounds, Side, alternate, progress, repeat
 from ..store import BUCKET, SlowStore, slow_store
 from ..stored import Stored, stored
 from ..workbench import Workbench
@@ -171,7 +171,7 @@ class _Setting:
                 at, environment = str(folder / "mount"), dlcmd.users_environment
                 figures = self.stock(at, *prefix, environment=environment)
             read = self.slow.store.counts() - before
-            say(
+            progress(
                 f"the mount read {read.bytes / self.shape.bytes:.2f} times the dataset from the"
                 f" store, with {read.requests:,} requests"
             )
@@ -200,7 +200,7 @@ def _setting(
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
         write_list(shape.paths(), folder / "list")
-        say(f"packing {shape.name} for all sides")
+        progress(f"packing {shape.name} for all sides")
         chunk = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
         slow = stack.enter_context(slow_store(folder, source, _DATASET, "--chunk-size", str(chunk)))
         bucket = slow.store.bucket

@@ -3,13 +3,11 @@
     python training_program.py train OPTIONS      (JSON: the fields of `Options`, and `source`)
     python training_program.py decode SECONDS
 
-`source` is a folder with the files, or the URL of a store's bucket that has each file as an object;
-`list` names a file with their NUL-terminated paths. Samples are the bytes of files, not decoded.
-Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
-the model, so that a batch takes `compute_s` in all. The times of each epoch are printed as JSON.
-
-`decode` decodes a JPEG of about 110 KiB again and again, in a process for each processor, and
-prints images and bytes (of JPEG) a second.
+`source` is a folder with the files, or the URL of a bucket with each file as an object; `list`
+names a file with their NUL-terminated paths. Samples are undecoded bytes. Each batch is summed, as
+a copy to an accelerator reads it; then the loop sleeps, in the place of the model, until a batch
+has taken `compute_s`. The times of each epoch are printed as JSON. `decode` decodes a JPEG of about
+110 KiB in a process for each processor, and prints images and bytes a second.
 """
 
 import http.client
@@ -162,9 +160,9 @@ def decode(seconds: str) -> None:
 
 
 def train_stock(text: str) -> None:
-    said = json.loads(text)
-    source = said.pop("source")
-    options = Options(**said)
+    fields = json.loads(text)
+    source = fields.pop("source")
+    options = Options(**fields)
     kind = Objects if source.startswith("http://") else Folder
     loader = DataLoader(
         kind(source, paths_of(options.list)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.peers.nodes import NodeHost, Nodes, end
-from tests.server.program import until
+from tests.waiting import until
 
 from ..client_process import ClientProcess
 from ..inputs import Shape

@@ -1,17 +1,14 @@
 """The prototype of a task's data plane: a server that is a bare `epoll` loop, and a client with a
-blocking socket to each server. It shows what plain Python can do, and is no product code.
+blocking socket to each server. It shows the limit of plain Python, and is no product code.
 
     python data_plane_program.py serve HOST:PORT SUMS PATHS RANK SERVERS
     python data_plane_program.py read HOST:PORT,... SUMS,... SIZE
 
-A server has every file of the list PATHS (each path ends in NUL) whose number modulo SERVERS is
-RANK, in one memory; all files have the same size. It writes their sums (XXH3, 64 bits, little
-endian) to the file SUMS before it listens. The client, of files of SIZE bytes, answers the orders
-of `answering.py`.
-
-A request is a u32 count and as many records of u32 file and u32 size. The answer is the bytes in
-this order and nothing else, as the client knows all sizes. The client sends its requests to all
-servers before it reads any answer, and checks the sum of every file.
+A server holds each file of the list PATHS (NUL-terminated; all of one size) whose number modulo
+SERVERS is RANK. It writes their sums (XXH3, 64 bits, little endian) to SUMS before it listens. The
+client answers the orders of `answering.py`, and checks the sum of every file. A request is a u32
+count and as many records of u32 file and u32 size; the answer is the bytes in this order. The
+client sends its requests to all servers before it reads any answer.
 """
 
 import os
@@ -118,15 +115,15 @@ class Client:
 
     def _read(self, files: npt.NDArray[np.int64], buffers: Sequence[memoryview]) -> None:
         size, servers = self._size, len(self._sockets)
-        asked = []
+        pending = []
         for server, peer in enumerate(self._sockets):
             mine = files[files % servers == server] // servers
             if len(mine):
                 records = np.empty((len(mine), 2), "<u4")
                 records[:, 0], records[:, 1] = mine, size
                 peer.sendall(_HEAD.pack(len(mine)) + records.tobytes())
-                asked.append((server, mine))
-        for server, mine in asked:
+                pending.append((server, mine))
+        for server, mine in pending:
             buffer = buffers[server]
             _receive(self._sockets[server], buffer[: size * len(mine)])
             for place, expected in enumerate(self._sums[server][mine].tolist()):

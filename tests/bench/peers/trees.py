@@ -18,7 +18,7 @@ from pathlib import Path
 from ..inputs import Shape, make, pipe, tar_stream
 from ..memory import available_bytes
 from ..mounts import is_mounted, kind_of
-from ..samples import PeerMissing, say
+from ..samples import PeerMissing, progress
 from . import installed, output_of, system_program, tar
 
 TMPFS, SQUASHFUSE, RATARMOUNT = "tmpfs", "squashfuse_ll", "ratarmount"
@@ -138,7 +138,7 @@ def in_memory(shape: Shape) -> Iterator[Path]:
         if shape.file_bytes:
             yield make(shape, folder)
         else:
-            say(f"making {shape.name} in {_SHARED}")
+            progress(f"making {shape.name} in {_SHARED}")
             if pipe(tar_stream(shape), ["tar", "xf", "-", "-C", str(folder)]):
                 raise PeerMissing(f"tar could not make {shape.files:,} files in {_SHARED}")
             yield folder

@@ -39,7 +39,6 @@ class CleanRoot:
         self._packages = packages
 
     def __call__(self, script: str) -> str:
-        """Run the script, which must succeed; returns its output."""
         namespaces = ["--mount", "--pid", "--fork", "--kill-child"]
         done = subprocess.run(
             ["unshare", *namespaces, "sh", "-c", START, "sh",
@@ -52,7 +51,6 @@ class CleanRoot:
 
 
 def _suite() -> str:
-    """The release of this machine's Debian, of which the clean system is, too."""
     text = Path("/etc/os-release").read_text(encoding="utf-8")
     return next(
         line.partition("=")[2] for line in text.splitlines() if line.startswith("VERSION_CODENAME=")
@@ -62,8 +60,7 @@ def _suite() -> str:
 @pytest.fixture(scope="session")
 def packages() -> Path:
     """The folder with only the sdist, the wheel and the Debian package of this tree; beside it, the
-    packages that pip needs.
-    """
+    packages that pip needs."""
     package = build_deb()
     folder = BUILT / "packages"
     shutil.rmtree(folder, ignore_errors=True)
@@ -82,8 +79,7 @@ def packages() -> Path:
 
 def _download(wheel: Path) -> None:
     """Download the dependencies of the wheel and of the sdist's build, for the system's Python: the
-    clean system has no settings for package sources.
-    """
+    clean system has no settings for package sources."""
     resolver = BUILT / "resolver"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", resolver], check=True, env=clean)
@@ -98,7 +94,6 @@ def _download(wheel: Path) -> None:
 
 @pytest.fixture
 def clean_root(packages: Path, tmp_path: Path) -> CleanRoot:
-    """A clean Debian of the test's own."""
     folder = tmp_path / "clean"
     folder.mkdir()
     return CleanRoot(folder, packages)

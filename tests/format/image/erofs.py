@@ -1,9 +1,9 @@
-"""A small reader of EROFS, with which tests look at images. It shares no code with the package.
+"""A small reader of EROFS, with which tests check images. It shares no code with the package.
 
-It follows the kernel: it finds the device of an address by the ranges in the device table, looks
-names up by bisection, first over the blocks of a folder and then in one, and refuses what the
-kernel would complain of (`Complaint`). `walk` also refuses what the kernel takes for granted:
-folders that are not sorted, blocks of two inodes, and folders that two folders hold.
+It follows the kernel: it finds the device of an address by the ranges in the device table, finds
+names by bisection, first over the blocks of a folder and then in one, and refuses images of which
+the kernel would complain (`Complaint`). `walk` also refuses faults that the kernel does not check:
+unsorted folders, blocks of two inodes, and folders that two folders hold.
 """
 
 import struct
@@ -20,7 +20,7 @@ TYPES = {0o10: 1, 0o04: 2, 0o12: 7}
 
 
 class Complaint(Exception):
-    """What the kernel would log, or take for a broken file system."""
+    """An error that the kernel would log, or take for a broken file system."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -52,7 +52,7 @@ class Item:
 
 
 class Erofs:
-    """A file system on a primary device, which ends where its superblock says, and others."""
+    """A file system on a primary device, which ends at the size in its superblock, and others."""
 
     def __init__(self, primary: bytes, *others: ReadAt) -> None:
         self.primary = primary
@@ -113,7 +113,7 @@ class Erofs:
         return device, low + rest
 
     def addresses(self, inode: Inode) -> list[int]:
-        """The addresses of the blocks of an inode, without what lies behind it."""
+        """The addresses of the blocks of an inode."""
         count = -(-inode.size // BLOCK) - inode.is_inline
         if inode.is_indexed:
             places = [self.place(inode, page) for page in range(count)]
@@ -130,7 +130,7 @@ class Erofs:
         return self.whole_page(inode, page)[:length]
 
     def whole_page(self, inode: Inode, page: int) -> bytes:
-        """A page with what is in its block behind the end of the content."""
+        """A page, with the block's bytes after the end of the content."""
         if not inode.is_indexed:
             return self.read_block(inode.block + page)
         device, block = self.place(inode, page)
@@ -143,7 +143,6 @@ class Erofs:
         return b"".join(self.read_page(inode, page) for page in range(-(-inode.size // BLOCK)))
 
     def items_in(self, folder: Inode, page: int) -> list[Item]:
-        """The items in one block of a folder."""
         found = self.known.get((folder.number, page))
         if found is None:
             found = self.known[folder.number, page] = self.items(self.read_page(folder, page))
@@ -164,7 +163,6 @@ class Erofs:
         return found
 
     def list(self, folder: Inode) -> list[Item]:
-        """All items of a folder."""
         pages = range(-(-folder.size // BLOCK))
         return [item for page in pages for item in self.items_in(folder, page)]
 

@@ -1,4 +1,4 @@
-"""Mounts images as the kernel mounts them for users, and listens to what it says about them."""
+"""Mounts images as the kernel mounts them for users, and checks its log for complaints."""
 
 import ctypes
 import errno
@@ -68,18 +68,18 @@ def mounted(image: Image, folder: Path, content: Path, *, hidden: bool) -> Itera
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Assert that the kernel logs nothing about EROFS but that it has mounted something. It does
-    not say which mount it speaks of, so such a test must run alone."""
+    """Assert that the kernel logs nothing about EROFS except mounts. Its lines do not name the
+    mount, so such a test must run alone."""
     log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.lseek(log, 0, os.SEEK_END)
         yield
-        said = []
+        records = []
         with suppress(BlockingIOError):
             while True:
-                said.append(os.read(log, _KMSG_RECORD_BYTES))
+                records.append(os.read(log, _KMSG_RECORD_BYTES))
     finally:
         os.close(log)
-    # Headers of other parts of the kernel are left alone, its warnings and faults are not.
-    complaints = [line for line in said if re.search(rb"erofs|WARNING|BUG:|Oops", line)]
+    # Headers of other parts of the kernel are left out; its warnings and faults are not.
+    complaints = [line for line in records if re.search(rb"erofs|WARNING|BUG:|Oops", line)]
     assert [line for line in complaints if not _GREETING.search(line)] == []

@@ -27,12 +27,12 @@ Origin = tuple[int, int, int]
 
 @dataclass
 class Chain:
-    """What has been given in a chain, by a plain model."""
+    """The addresses given in a chain, as a plain model."""
 
     owner: dict[int, Origin] = field(default_factory=dict)
-    """By block: the content that has ever had it."""
+    """The content of each block that was ever given."""
     before: dict[Origin, int] = field(default_factory=dict)
-    """Addresses in the image before."""
+    """Addresses in the previous image."""
     image: Image | None = None
 
     def follow(self, state: dict[bytes, OwnEntry], how: Shown = ME) -> Image:
@@ -71,8 +71,8 @@ class Chain:
         assert image.first_block[image.order].tolist() == image.start_blocks.tolist()
 
     def check_new_chunks(self, now: dict[Origin, int]) -> None:
-        """The files of one extent in a chunk that is new lie next to each other, as they do
-        there."""
+        """In a new chunk, files of one extent have neighbouring addresses, in the order of the
+        chunk."""
         old = {chunk for chunk, *_ in self.before}
         of_chunk: defaultdict[int, list[Origin]] = defaultdict(list)
         for origin in sorted(now):
@@ -129,7 +129,7 @@ def test_random_versions(steps: list[tuple[str, dict[bytes, int]]]) -> None:
 
 
 def test_two_contents_of_one_origin_keep_their_addresses() -> None:
-    """No put makes such chunks; a snapshot may hold them all the same."""
+    """No put makes such chunks, but a snapshot may hold them."""
     twice = {b"a": file(3, 96, 5), b"b": file(3, 96, 5), b"c": file(3, 97, 5)}
     first = image_of(snapshot_of(twice), ME)
     assert sorted(first.first_block.tolist()) == [0, 1, 2, 3]

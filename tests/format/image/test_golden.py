@@ -38,14 +38,14 @@ def test_the_golden_image_still_reads_the_same(version: int) -> None:
     check_image(image, shown(SMALL), SHOWN)
 
 
-def test_the_format_has_not_changed() -> None:
-    """If this fails, the format has changed: raise its version, and add another golden file."""
+def test_the_image_format_has_not_changed() -> None:
+    """If this fails, the format has changed: raise its version and add another golden file."""
     snapshot = Snapshot(build(None, SMALL, [3, 9], version=12))
     assert b"".join(build_image(snapshot, SHOWN, CHAIN)) == golden(VERSIONS[-1]).read_bytes()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_next_image_needs_nothing_but_the_golden_one(version: int) -> None:
+def test_the_next_image_needs_only_the_golden_one(version: int) -> None:
     snapshot = Snapshot(build(None, SMALL, [3, 9], version=13))
     earlier = Image(golden(version).read_bytes(), verify=True)
     following = Image(b"".join(build_image(snapshot, SHOWN, earlier)), verify=True)

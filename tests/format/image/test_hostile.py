@@ -1,5 +1,6 @@
-"""FAULTS E1 and E2: any bytes are an image, or one FormatError; and no snapshot, whoever wrote it,
-becomes an image of which the kernel complains."""
+"""FAULTS E1 and E2: any bytes are an image or one FormatError, and no snapshot becomes an image of
+which the kernel complains.
+"""
 
 import struct
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_E2_any_counts_and_parts_are_safe_to_read(at: int, new: bytes) -> None:
 
 @each_row("case", snapshots.FORGERIES)
 def test_E2_a_private_copy_with_columns_that_contradict_each_other(case: str) -> None:
-    """Of a private copy only the checksums are compared when it is opened."""
+    """When a private copy is opened, only its checksums are compared."""
     columns = snapshots.FORGERIES[case](Snapshot(snapshots.SMALL).columns)
     try:
         snapshot = Snapshot(snapshots.forged_from(columns), verify=False)
@@ -114,7 +115,7 @@ def test_E2_a_private_copy_with_columns_that_contradict_each_other(case: str) ->
         image_of(snapshot, ME)
 
 
-def test_E2_an_entry_that_its_own_index_hides() -> None:
+def test_E2_an_entry_that_is_missing_in_its_own_index() -> None:
     """A forged lookup index hides `.diesel` from lookups, not from the check."""
     columns = snapshot_of({b".diesek": OwnEntry(Kind.FILE)}).columns
     names = columns.names.copy()
@@ -126,7 +127,7 @@ def test_E2_an_entry_that_its_own_index_hides() -> None:
 
 
 def image_of_forged(data: st.DataObject) -> tuple[Snapshot, Image] | None:
-    """A forged snapshot that was accepted, and its image."""
+    """An accepted forged snapshot, and its image."""
     try:
         snapshot = Snapshot(snapshots.forged_from(snapshots.drawn_columns(data)), verify=False)
         return snapshot, image_of(snapshot, ME)
@@ -136,7 +137,7 @@ def image_of_forged(data: st.DataObject) -> tuple[Snapshot, Image] | None:
 
 @examples(1000)
 @given(st.data())
-def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject) -> None:
+def test_E2_a_forged_snapshot_is_refused_or_shown_faithfully(data: st.DataObject) -> None:
     made = image_of_forged(data)
     if made is not None and made[0].byte_count < 1 << 24:
         check_image(made[1], shown_by(made[0]), ME)
@@ -147,9 +148,7 @@ def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject
 @pytest.mark.alone
 @examples(100, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
-def test_E2_the_kernel_takes_what_forged_snapshots_give(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_E2_the_kernel_accepts_images_of_forgeries(tmp_path: Path, data: st.DataObject) -> None:
     made = image_of_forged(data)
     if made is not None and made[0].byte_count < 1 << 24:
         check_mount(made[1], shown_by(made[0]), ME, tmp_path)

@@ -1,5 +1,6 @@
-"""The kernel shows an image as its snapshot says: each name, attribute and byte, without a word of
-complaint. (fsck.erofs 1.5 is no check: it takes no extra devices.)"""
+"""The kernel shows an image as its snapshot describes it: each name, attribute and byte, without a
+complaint. (fsck.erofs 1.5 is no check: it takes no extra devices.)
+"""
 
 import os
 import stat
@@ -29,11 +30,8 @@ from .trees import (
     snapshot_of,
 )
 
-pytestmark = [
-    pytest.mark.deep,
-    needs_erofs,
-    pytest.mark.alone,
-]  # else other tests' mounts disturb `silence`
+# `alone`: other tests' mounts would disturb `silence`
+pytestmark = [pytest.mark.deep, needs_erofs, pytest.mark.alone]
 ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 
@@ -73,7 +71,7 @@ def check(state: State, how: Shown, folder: Path) -> None:
 def check_mount(
     image: Image, entries: Mapping[bytes, ShownEntry], how: Shown, folder: Path
 ) -> None:
-    """Compare mounts of an image with what it must show."""
+    """Compare mounts of an image with the entries that it must show."""
     content = folder / "content"
     write_content(image, entries, content)
     for hidden in (False, True):
@@ -105,12 +103,12 @@ def compare(path: bytes, entry: ShownEntry) -> None:
     ],
     ids=["everything odd", "empty", "private"],
 )
-def test_a_dataset_is_shown_as_it_is(tmp_path: Path, state: State, how: Shown) -> None:
+def test_a_dataset_is_shown_faithfully(tmp_path: Path, state: State, how: Shown) -> None:
     check(state, how, tmp_path)
 
 
 def test_a_folder_of_100_000_entries(tmp_path: Path) -> None:
-    """It is listed in the order of names, which can be continued from any place, and each name is
+    """It is listed in the order of names, a listing can continue at any place, and each name is
     found."""
     names = [b"%d" % number for number in range(100_000)]
     image = image_of(snapshot_of({b"wide/" + name: OwnEntry(Kind.FILE) for name in names}), ME)
@@ -165,5 +163,5 @@ def test_a_later_image_of_a_chain_reads_from_the_same_content_file(tmp_path: Pat
 
 @examples(10, suppress=(HealthCheck.function_scoped_fixture,))
 @given(drawn_trees())
-def test_any_tree(tmp_path: Path, drawn: tuple[State, Shown]) -> None:
+def test_an_image_of_any_tree_shows_it(tmp_path: Path, drawn: tuple[State, Shown]) -> None:
     check(*drawn, tmp_path)

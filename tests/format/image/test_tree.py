@@ -1,4 +1,4 @@
-"""An image shows what its snapshot says: each name, attribute and byte, read by another reader."""
+"""An image shows its snapshot: each name, attribute and byte, as another reader finds them."""
 
 from collections.abc import Mapping
 
@@ -47,7 +47,6 @@ def open_tree(image: Image, entries: Mapping[bytes, ShownEntry], *, hidden: bool
 
 
 def check(state: State, how: Shown = ME, *, version: int = 1) -> Image:
-    """Assert that the image of a dataset shows what it should, in both forms."""
     entries = shown(state)
     image = image_of(snapshot_of(state, version=version), how)
     assert (image.entry_count, image.version, image.shown) == (len(entries), version, how)
@@ -56,7 +55,6 @@ def check(state: State, how: Shown = ME, *, version: int = 1) -> Image:
 
 
 def check_image(image: Image, entries: Mapping[bytes, ShownEntry], how: Shown) -> None:
-    """Assert that an image shows these entries, in both forms."""
     for hidden in (False, True):
         tree = open_tree(image, entries, hidden=hidden)
         found: dict[bytes, Seen] = {}
@@ -75,12 +73,12 @@ def check_image(image: Image, entries: Mapping[bytes, ShownEntry], how: Shown) -
             found[path] = Seen(inode.mode, inode.uid, inode.gid, inode.mtime_ns, size, target)
         assert differences(found, seen_of(entries, how, hidden=hidden)) == []
         assert tree.inodes == len(entries) + 1
-        # `.diesel` has an inode also where it is not listed, with which a mount covers it.
+        # `.diesel` has an inode even if no list names it: a mount covers it with that.
         root = tree.inode(tree.root)
         assert (tree.lookup(root, b".diesel") is None) == hidden
 
 
-def test_everything_odd() -> None:
+def test_the_dataset_with_all_oddities() -> None:
     check(everything(), Shown(uid=2**32 - 2, gid=0, umask=0o077))
     assert check({}).order.tolist() == []
 
@@ -94,13 +92,13 @@ def test_a_private_tree_lets_only_its_owner_in() -> None:
 
 @each_row("count", range(24))
 def test_diesel_shares_its_block_with_another_name(count: int) -> None:
-    """Names before `.diesel` fill the first block of the root folder but for 0 to 23 bytes."""
+    """Names before `.diesel` fill the first block of the root folder except for 0 to 23 bytes."""
     filling = BLOCK - (12 + 1) - (12 + 2) - count
     lengths = [255] * (filling // 267)
     rest = filling - 267 * len(lengths)
     if rest > 12:
         lengths.append(rest - 12)
-    else:  # too little for a name: the one before gets shorter
+    else:  # too short for a name: the previous one gets shorter
         lengths[-1] -= 20
         lengths.append(rest + 20 - 12)
     names = [b"!%03d" % number + b"-" * (length - 4) for number, length in enumerate(lengths)]
@@ -122,7 +120,7 @@ def test_a_folder_of_100_000_entries_and_one_within_another() -> None:
 
 
 def test_an_image_does_not_depend_on_the_size_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real batches are so large that no test's dataset needs two."""
+    """Real batches are larger than any test's dataset."""
     state = everything()
     for number in range(3000):
         state[b"spread/%d" % number] = file(20 + number % 37, 96 + number, 5000)
@@ -170,7 +168,7 @@ def test_df_shows_the_blocks_that_are_needed() -> None:
 
 
 def test_file_systems_of_two_versions_have_two_names() -> None:
-    """Handles of files that a NFS server gave out name the file system by its UUID."""
+    """File handles of an NFS server name the file system by its UUID."""
     state = {b"a": file(3, 96, 9)}
     images = [image_of(snapshot_of(state, version=version), ME) for version in (1, 2)]
     one, other = (bytes(image.buffer[1024 + 48 : 1024 + 64]) for image in images)
@@ -205,7 +203,6 @@ views = st.builds(
 
 @st.composite
 def drawn_trees(draw: st.DrawFn) -> tuple[State, Shown]:
-    """A dataset, and how it is shown."""
     state: dict[bytes, OwnEntry] = {}
     for number, (path, kind, mode, mtime_ns, size, target) in enumerate(draw(entries)):
         if path[0] == b".diesel":
@@ -222,7 +219,7 @@ def drawn_trees(draw: st.DrawFn) -> tuple[State, Shown]:
 
 @examples(200)
 @given(drawn_trees())
-def test_any_tree(drawn: tuple[State, Shown]) -> None:
+def test_an_image_of_any_tree_shows_it(drawn: tuple[State, Shown]) -> None:
     check(*drawn)
 
 

@@ -1,6 +1,6 @@
-"""Datasets for tests of images, and what a mount of them must show.
+"""Datasets for tests of images, and the paths that a mount of them must show.
 
-What a file holds follows from its chunk, its offset there and its size: so a test can fill a
+The content of a file follows from its chunk, its offset there and its size, so a test can fill a
 content file, or answer reads of one, without a store.
 """
 
@@ -33,7 +33,8 @@ EXTENT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Seen:
-    """What stat, readlink and open must say of a path. A folder's size is not ours to say."""
+    """The results that stat, readlink and open must give for a path. A folder's size is not
+    defined."""
 
     mode: int
     uid: int
@@ -87,14 +88,14 @@ def link(target: bytes, mtime_ns: int = 1) -> OwnEntry:
 
 
 def page_of(entry: ShownEntry, page: int) -> bytes:
-    """What a page of a file holds, with zeros behind the end of the file."""
+    """The bytes of a page of a file, with zeros after the end of the file."""
     first = entry.parts[0]
     made = random.Random(f"{first.chunk} {first.offset} {entry.size} {page}").randbytes(64)
     return (made * (BLOCK // 64))[: min(BLOCK, entry.size - page * BLOCK)].ljust(BLOCK, b"\0")
 
 
 def seen_of(entries: Mapping[bytes, ShownEntry], how: Shown, *, hidden: bool) -> dict[bytes, Seen]:
-    """What a mount of these entries shows at each path."""
+    """The paths that a mount of these entries shows."""
     result = {}
     for path, entry in entries.items():
         mode = entry.mode & ~how.umask
@@ -112,7 +113,7 @@ def seen_of(entries: Mapping[bytes, ShownEntry], how: Shown, *, hidden: bool) ->
 
 
 class ImageContentFile:
-    """The content file of an image: each entry's pages at the addresses that the image says."""
+    """The content file of an image: each entry's pages at the addresses in the image."""
 
     def __init__(self, image: Image, entries: Iterable[ShownEntry]) -> None:
         """`entries` are those of the snapshot, in its order."""
@@ -139,7 +140,7 @@ NAMES = (
 
 
 def everything() -> dict[bytes, OwnEntry]:
-    """A dataset with all that is odd, small enough to be compared whole."""
+    """A dataset with all oddities, small enough to be compared whole."""
     state: dict[bytes, OwnEntry] = {}
     offset = 96
 
@@ -184,7 +185,7 @@ def in_root(names: Iterable[bytes]) -> State:
 
 
 def differences(found: Mapping[bytes, Seen], wanted: Mapping[bytes, Seen]) -> list[str]:
-    """What is different, as text: two dicts of thousands would take minutes to print."""
+    """The differing entries as text: printing two dicts of thousands would take minutes."""
     keys = sorted({*found, *wanted})
     return [
         f"{key!r}: {found.get(key)} instead of {wanted.get(key)}"

@@ -1,7 +1,7 @@
 """A model of a dataset, as a plain dict, with which tests compare snapshots.
 
-It shares no code with the package except values. An own entry is what a put has put at a path; what
-shows there also depends on the entries below the path.
+It shares no code with the package except values. An own entry is the entry that a put has put at a
+path; the entry that shows there also depends on the entries below the path.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,8 @@ class Part:
 
 @dataclass(frozen=True)
 class OwnEntry:
-    """What a put has put at a path. A file of several parts has a checksum in each part only."""
+    """The entry that a put has put at a path. A file of several parts has a checksum in each part
+    only."""
 
     kind: Kind
     mode: int = 0o644
@@ -48,7 +49,7 @@ class OwnEntry:
 
 @dataclass(frozen=True)
 class ShownEntry:
-    """What a snapshot must say of a path."""
+    """A path's entry as a snapshot must return it."""
 
     kind: Kind
     mode: int
@@ -68,7 +69,7 @@ def folders_above(path: bytes) -> list[bytes]:
 
 
 def shown(state: State) -> dict[bytes, ShownEntry]:
-    """What shows at each path, in the order of a snapshot."""
+    """The visible entry of each path, in the order of a snapshot."""
     above = {folder for path in state for folder in folders_above(path)} | {b""}
     result = {}
     for path in sorted(above | set(state), key=lambda path: (depth(path), path.split(b"/"))):
@@ -172,7 +173,7 @@ def build(
 
 
 def shown_by(snapshot: Snapshot) -> dict[bytes, ShownEntry]:
-    """What a snapshot says of each path, in its order."""
+    """The entry of each path in a snapshot, in its order."""
     result = {}
     for i in range(len(snapshot)):
         stat = snapshot.stat(i)

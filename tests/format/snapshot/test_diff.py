@@ -25,7 +25,7 @@ def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
 
 
 def is_same(one: ShownEntry, other: ShownEntry) -> bool:
-    """Whether no reader can tell two entries apart."""
+    """Whether readers cannot distinguish two entries."""
     if one.kind != other.kind or one.kind == Kind.FOLDER:
         return one.kind == other.kind
     content = [[(part.size, part.checksum) for part in each.parts] for each in (one, other)]
@@ -60,7 +60,7 @@ def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
 
 
 @given(first=batches, second=batches)
-def test_a_diff_is_what_plain_dicts_say(
+def test_a_diff_equals_that_of_plain_dicts(
     first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None]
 ) -> None:
     state: dict[bytes, OwnEntry] = {}
@@ -78,7 +78,7 @@ CHANGES = st.sampled_from(["mode", "mtime_ns", "parts", "target", "chunk"])
 def test_each_attribute_alone_makes_an_entry_changed(
     first: dict[bytes, OwnEntry | None], changes: list[tuple[int, str]]
 ) -> None:
-    """The place of its bytes is no such attribute: a purge changes it."""
+    """The place of its bytes does not count as an attribute: a purge changes it."""
     before: dict[bytes, OwnEntry] = {}
     apply(before, first)
     after = dict(before)
@@ -104,8 +104,8 @@ def test_each_attribute_alone_makes_an_entry_changed(
     check(before, after)
 
 
-def test_paths_with_equal_fingerprints_are_told_apart() -> None:
-    """Among so many names some have equal fingerprints, which have 32 bits."""
+def test_paths_with_equal_fingerprints_are_distinguished() -> None:
+    """Fingerprints have 32 bits, so some of these names share one."""
     names: dict[int, bytes] = {}
     pairs = []
     for number in range(400_000):

@@ -22,6 +22,6 @@ def test_the_golden_snapshot_still_reads_the_same() -> None:
     assert all(snapshot.lookup(path) == i for i, path in enumerate(shown(SMALL)))
 
 
-def test_the_format_has_not_changed() -> None:
-    """If this fails, the format has changed: raise its version, and add another golden file."""
+def test_the_snapshot_format_has_not_changed() -> None:
+    """If this fails, the format has changed: raise its version and add another golden file."""
     assert build(None, SMALL, [3, 9], version=12) == GOLDEN.read_bytes()

@@ -158,7 +158,7 @@ FORGERIES: dict[str, Forge] = {
     "chunks out of order": put("chunk_id", 0, 255),
     "a chunk of 64 GiB": put("chunk_bytes", 0, 2**36),
     "a chunk shorter than its preamble": put("chunk_bytes", 0, 95),
-    "a raw file that is larger than what is stored": put("shadowed", 1, 5, "size"),
+    "a raw file that is larger than its stored bytes": put("shadowed", 1, 5, "size"),
     "a raw file of which less is stored": put("stored", UNDER, 6),
     "a compressed file of more than it can be": put("size", A, 2**36),
     "a file with a size of which nothing is stored": put("stored", A, 0),
@@ -185,7 +185,7 @@ def forged_from(columns: SnapshotColumns) -> bytes:
 
 @each_row("case", FORGERIES)
 def test_E2_contradicting_columns_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real batches of the check are so large that no test's dataset needs two."""
+    """Real batches of the check are larger than any test's dataset."""
     good = Snapshot(SMALL)
     forged = FORGERIES[case](good.columns)
     for file in (b"".join(layout.write(good.header, forged)), forged_from(forged)):
@@ -205,7 +205,6 @@ EXTREMES = (
 
 
 def drawn_columns(data: st.DataObject) -> SnapshotColumns:
-    """The columns of the small snapshot, with extreme values in some places."""
     columns = Snapshot(SMALL).columns
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(SnapshotColumns._fields))
@@ -292,7 +291,7 @@ def test_E2_a_path_that_is_too_long_is_refused() -> None:
 @examples(400)
 @given(st.data())
 def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObject) -> None:
-    """An attacker can compute checksums, so whatever is accepted must be safe to read."""
+    """An attacker can compute checksums, so every accepted snapshot must be safe to read."""
     forged = bytearray(SMALL)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(TABLE_AT, len(forged) - 1))

@@ -1,4 +1,4 @@
-"""Snapshots against a plain dict: what shows, in which order; and merges against full builds."""
+"""Snapshots against a plain dict: visible entries and their order; merges against full builds."""
 
 import random
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def apply(state: dict[bytes, OwnEntry], changes: Mapping[bytes, OwnEntry | None]
 
 
 def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
-    """The numbers of the chunks that the state needs, and of some that hold nothing."""
+    """The numbers of the chunks that the state needs, and of some empty ones."""
     table = sorted(
         oracle.chunks_in(state.values())
         | {oracle.HOME}
@@ -76,7 +76,6 @@ def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
 
 
 def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
-    """Assert that every method of the snapshot agrees with the dict."""
     expected = shown(state)
     everything = list(expected)
     assert shown_by(snapshot) == expected
@@ -85,10 +84,10 @@ def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
     missing = [path + tail for path in everything for tail in (b"/", b"/no", b"no", b"/a/b/c")]
     missing += [b"/" + path for path in everything]
     missing = [path for path in missing if path not in expected]
-    asked = [*missing, *everything, *missing]
-    answers = [everything.index(path) if path in expected else -1 for path in asked]
-    assert [snapshot.lookup(path) for path in asked] == answers
-    assert snapshot.lookup_many(asked).tolist() == answers
+    wanted = [*missing, *everything, *missing]
+    answers = [everything.index(path) if path in expected else -1 for path in wanted]
+    assert [snapshot.lookup(path) for path in wanted] == answers
+    assert snapshot.lookup_many(wanted).tolist() == answers
     stats = snapshot.stat_many(everything)
     files = [i for i, each in enumerate(expected.values()) if each.kind == Kind.FILE]
     assert list(stats) == [snapshot.stat(i) for i in range(len(snapshot))]
@@ -163,10 +162,10 @@ def test_a_large_merge_has_the_bytes_of_a_full_build() -> None:
         assert merged == build(None, state, list(CHUNKS), version=version)
         previous = Snapshot(merged)
         assert shown_by(previous) == shown(state)
-        asked = [*every, *pool]
-        rng.shuffle(asked)
+        wanted = [*every, *pool]
+        rng.shuffle(wanted)
         expected = {path: i for i, path in enumerate(shown(state))}
-        assert previous.lookup_many(asked).tolist() == [expected.get(path, -1) for path in asked]
+        assert previous.lookup_many(wanted).tolist() == [expected.get(path, -1) for path in wanted]
 
 
 def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:
@@ -181,7 +180,6 @@ def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:
 
 
 def test_an_entry_takes_sixty_bytes_beside_its_name() -> None:
-    """FORMAT.md, section 7."""
     state = {b"f%04d" % i: OwnEntry(Kind.FILE) for i in range(2000)}
     snapshot = Snapshot(build(None, state, [oracle.HOME]))
     columns = snapshot.columns

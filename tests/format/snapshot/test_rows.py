@@ -98,7 +98,7 @@ def test_impossible_records_are_refused(
 
 
 @pytest.mark.parametrize("own", [FILE, BIG])
-def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
+def test_a_file_in_a_chunk_that_is_missing_in_the_table_is_named(own: OwnEntry) -> None:
     rows = rows_of({b"d/lost": own, b"d/other": OwnEntry(Kind.FOLDER)})
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows, chunks=(9,))
@@ -112,9 +112,7 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
 
 @each_row("is_hidden", [False, True])
 @each_row(("field", "value"), [("mtime_ns", 8), ("checksum", 8), ("offset", 101), ("mode", 0o600)])
-def test_a_file_that_contradicts_the_digest_of_its_chunk_is_refused(
-    field: str, value: int, is_hidden: bool
-) -> None:
+def test_a_file_against_its_chunks_digest_fails(field: str, value: int, is_hidden: bool) -> None:
     """Each attribute counts, also of a file that a folder of the same path hides."""
     rows = rows_of({b"f": FILE})
     digests = {chunk_id(3): entry_digest(rows)}

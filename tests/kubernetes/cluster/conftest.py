@@ -9,7 +9,7 @@ import sys
 import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.kubernetes.cluster import control_plane as planes
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
 from tests.kubernetes.cluster.operators import IMAGE, OWN_IMAGE, Resources, install
+from tests.processes import command_lines
 from tests.trees import write
 
 
@@ -36,27 +37,24 @@ def control_plane() -> Iterator[ControlPlane]:
         folder = running.kubeconfig.parent
         yield running
     assert not folder.exists()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            assert str(folder).encode() not in path.read_bytes(), path
+    assert not [pid for pid, line in command_lines() if str(folder).encode() in line]
 
 
 @pytest.fixture(scope="session")
 def client(control_plane: ControlPlane) -> Iterator[Client]:
-    """An administrator's client."""
     with control_plane.client() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def installed(client: Client) -> None:
-    """The definitions, and the rights of the operator and the plugin."""
     install(client)
 
 
 @pytest.fixture
 def resources(client: Client) -> Iterator[Resources]:
-    """A namespace of the test's own. Its pods go with the test, so that no other test runs them."""
+    """A namespace of the test's own. Its pods end with the test, so that no other test runs
+    them."""
     name = planes.make_namespace(client)
     yield Resources(client, name)
     client.delete(Namespace, name)  # from now on no controller can make a pod in it
@@ -65,7 +63,6 @@ def resources(client: Client) -> Iterator[Resources]:
 
 @pytest.fixture
 def images() -> dict[str, Environment]:
-    """Images in which a shell and this tree's programs are found."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**program_environment(), "PATH": path}
     return {IMAGE: environment, OWN_IMAGE: environment}
@@ -73,7 +70,8 @@ def images() -> dict[str, Environment]:
 
 @contextmanager
 def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator[str]:
-    """A server that gives an archive of these files, compressed if it is named so; its address."""
+    """A server that gives an archive of these files, compressed if its name says so. Yields its
+    address."""
     served = folder / "served"
     served.mkdir()
     with tarfile.open(served / name, "w:gz" if name.endswith(".gz") else "w") as tar:

@@ -57,7 +57,6 @@ def translate(text: str, paths: Mapping[str, Path]) -> str:
 
 
 def secret_of(client: Client, name: str | None, namespace: str | None) -> dict[str, str]:
-    """The content of a Secret. Raises ApiError if there is none."""
     data = client.get(Secret, name or "", namespace=namespace).data or {}
     return {key: base64.b64decode(text).decode() for key, text in data.items()}
 
@@ -144,12 +143,12 @@ def last_message(container: Container, exit_code: int, folder: Path) -> str:
 
 
 class VolumeError(Exception):
-    """A volume cannot be made now. The node says so in the pod's status, and tries again."""
+    """A volume cannot be made now. The node reports it in the pod's status, and tries again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CsiVolume:
-    """What kubelet tells a driver in NodePublishVolume. It is read-only."""
+    """The arguments of NodePublishVolume from kubelet, read-only."""
 
     volume_id: str
     target: Path
@@ -158,7 +157,7 @@ class CsiVolume:
 
 
 class CsiDriver(Protocol):
-    """The node service of a CSI driver, called over whatever it listens on.
+    """The node service of a CSI driver, at any kind of address.
 
     A failed call raises VolumeError, with the driver's message, and is made again.
     """
@@ -183,7 +182,6 @@ class PodVolumes:
     _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Make the volumes that are not there yet. Raises VolumeError, ApiError."""
         assert self.pod.spec is not None
         for volume in self.pod.spec.volumes or []:
             if volume.name not in self.folders:

@@ -53,7 +53,6 @@ class ControlPlaneProgram:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -66,11 +65,9 @@ class ControlPlaneProgram:
             self._process.wait()
 
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def last_lines(self) -> str:
-        """The end of its log."""
         return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
@@ -112,7 +109,7 @@ class ControlPlane:
         }
 
     def _served(self, name: str) -> Options:
-        """The options by which each of Kubernetes' own programs serves on loopback alone."""
+        """The options with which each of Kubernetes' own programs serves on loopback alone."""
         return {
             "bind-address": "127.0.0.1",
             "secure-port": self._urls[name].rpartition(":")[2],
@@ -173,7 +170,6 @@ class ControlPlane:
         self._wait_until_ready(SCHEDULER)
 
     def kill(self) -> None:
-        """End all programs as a crash does."""
         for name in (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
             self._programs[name].kill()
 
@@ -193,7 +189,6 @@ class ControlPlane:
         assert program.is_running(), f"{name} has ended:\n{program.last_lines()}"
 
     def client(self, kubeconfig: Path | None = None) -> Client:
-        """A client with the rights of a kubeconfig: without one, an administrator's."""
         config = KubeConfig.from_file(kubeconfig or self.kubeconfig)
         return Client(config, timeout=Timeout(REQUEST_S), trust_env=False)
 
@@ -232,7 +227,6 @@ class ControlPlane:
 
 @contextlib.contextmanager
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane during the `with`, ready for pods. It leaves no process and no file."""
     with tempfile.TemporaryDirectory(prefix="kubernetes-") as folder:
         running = ControlPlane(Path(folder))
         try:
@@ -245,7 +239,6 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 def make_namespace(client: Client) -> str:
-    """Make a namespace, in which pods can be made when this returns; its name."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     client.create(Namespace(metadata=ObjectMeta(name=name)))
     wait_for_service_account(client, name)

@@ -4,9 +4,9 @@ The scheduler, the controllers and the API server see a node as any other: its c
 and pods that become Running, Succeeded or Failed. A `SimulatedNode` runs the commands of its pods'
 containers as processes of this machine, with their volumes (`containers.py`).
 
-Not there: init containers and restarts (a pod ends with its containers), probes (a container is
-ready when it runs), resource limits, Services and DNS, logs and exec through the API. A pod's
-address is one of loopback, its own.
+Missing are init containers and restarts (a pod ends with its containers), probes (a container is
+ready when it runs), resource limits, Services and DNS, logs and exec through the API. Each pod has
+an address of loopback of its own.
 
 Rule of concurrency: one thread per node looks after its Node object and sees pods come and go; each
 pod that runs has a thread of its own. The threads share the client, which allows that.
@@ -50,10 +50,10 @@ LOOK_S = 0.1
 LEASE_S = 5.0
 """How often it renews its lease. The controllers miss it after 40 seconds."""
 RETRY_S = 0.3
-"""How long after a volume or a container that could not be made it is tried again."""
+"""The pause before a failed volume or container is tried again."""
 
 NODE_GRACE_S = 10.0
-"""How long processes have after a SIGTERM when their node ends."""
+"""The time that processes have after a SIGTERM when their node ends."""
 LOOK_AT_PROCESSES_S = 0.02
 REMOVE_TRIES = 30
 
@@ -65,10 +65,10 @@ def _now() -> str:
 
 
 class SimulatedNode:
-    """A node, from `with` to the end of `with`, which ends its pods' processes and removes it.
+    """A node during the `with`, at whose end the pods' processes end and it is removed.
 
-    `images` are what its containers run from: an environment, by the name of the image. `drivers`
-    are the CSI drivers of the node, by name.
+    `images` has the environment of containers, by the name of the image. `drivers` are the CSI
+    drivers of the node, by name.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SimulatedNode:
         return spec is not None and not spec.taints
 
     def report(self, pod: Pod, status: dict[str, object]) -> None:
-        """Change the status of a pod. One that is gone is left alone."""
+        """Change the status of a pod. Does nothing if the pod is gone."""
         name, namespace, _ = _identity(pod)
         ready = status["phase"] == "Running"
         conditions = [
@@ -131,7 +131,7 @@ class SimulatedNode:
             )
 
     def confirm_deletion(self, pod: Pod) -> None:
-        """Say that nothing of a deleted pod is left, on which the API server removes it."""
+        """Report that nothing of a deleted pod is left, so that the API server removes it."""
         name, namespace, _ = _identity(pod)
         with _if_it_is_there():
             self.client.delete(Pod, name, namespace=namespace, grace_period=0)
@@ -206,13 +206,13 @@ class _PodRun:
         self.thread.start()
 
     def end(self, grace_s: float) -> None:
-        """The pod was deleted. Its processes have this number of seconds after a SIGTERM."""
+        """Begin the end of a deleted pod. Its processes have this number of seconds after a
+        SIGTERM."""
         if not self._leave.is_set():
             self._grace_s = grace_s
             self._leave.set()
 
     def abandon(self) -> None:
-        """The node ends."""
         self._grace_s = NODE_GRACE_S
         self._abandoned.set()
         self._leave.set()
@@ -226,12 +226,12 @@ class _PodRun:
         if phase is not None:
             self._report(phase)
         self._remove_volumes()
-        self._leave.wait()  # a pod that has ended is there until somebody deletes it
-        self._until_told(lambda: self._node.confirm_deletion(self._pod))
+        self._leave.wait()  # a pod that has ended is there until a client deletes it
+        self._until_reported(lambda: self._node.confirm_deletion(self._pod))
 
     def _starts(self) -> bool:
-        """Whether volumes and processes could be made before the pod was to leave."""
-        told = ""
+        """Whether volumes and processes could be made before the pod's end began."""
+        reported = ""
         while not self._leave.is_set():
             try:
                 self._volumes.make()
@@ -239,9 +239,9 @@ class _PodRun:
                     if each.name not in self._processes:
                         self._processes[each.name] = self._start(each)
             except (VolumeError, ContainerError, HTTPError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._report("Pending", told)
+                if str(error) != reported:
+                    reported = str(error)
+                    self._report("Pending", reported)
             else:
                 return True
             self._leave.wait(RETRY_S)
@@ -255,7 +255,7 @@ class _PodRun:
         return containers.start(container, image, own, self._volumes.folders, self._folder)
 
     def _phase_at_end(self) -> str | None:
-        """The phase in which the pod has ended. None when it was to leave before."""
+        """The phase in which the pod has ended. None if its end began before."""
         self._report("Running")
         while not self._leave.wait(LOOK_AT_PROCESSES_S):
             codes = [each.poll() for each in self._processes.values()]
@@ -271,7 +271,7 @@ class _PodRun:
             "podIPs": [{"ip": self._address}],
             "containerStatuses": [self._status_of(each) for each in self._containers],
         }
-        self._until_told(lambda: self._node.report(self._pod, status))
+        self._until_reported(lambda: self._node.report(self._pod, status))
 
     def _status_of(self, container: Container) -> dict[str, object]:
         state: dict[str, object] = {"waiting": {"reason": "ContainerCreating"}}
@@ -299,11 +299,11 @@ class _PodRun:
             "state": state,
         }
 
-    def _until_told(self, tell: Callable[[], None]) -> None:
-        """Tell the API server something, as soon as it is there."""
+    def _until_reported(self, report: Callable[[], None]) -> None:
+        """Send a report until the API server has taken it."""
         while not self._abandoned.is_set():
             try:
-                tell()
+                report()
             except HTTPError:
                 self._abandoned.wait(RETRY_S)
             else:
@@ -322,7 +322,7 @@ class _PodRun:
             process.wait()
 
     def _remove_volumes(self) -> None:
-        """As kubelet does, again and again until it succeeds; not for ever once the node ends."""
+        """Try until it succeeds, as kubelet does, or until the node ends."""
         for tries in itertools.count():
             try:
                 self._volumes.remove()
@@ -348,7 +348,6 @@ def _has_ended(pod: Pod) -> bool:
 
 
 def _identity(pod: Pod) -> tuple[str, str, str]:
-    """The name, namespace and UID of a pod that the API server knows."""
     metadata = pod.metadata
     assert metadata is not None
     assert metadata.name

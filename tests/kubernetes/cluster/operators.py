@@ -32,6 +32,7 @@ from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
 from tests.kubernetes.fields import Json, fields, text
+from tests.processes import resident_bytes
 from tests.waiting import PATIENCE_S, wait_until
 
 IMAGE = "diesel-fs"
@@ -52,8 +53,8 @@ _KINDS = {
 
 
 def install(client: Client) -> None:
-    """Make the definitions, the accounts of operator and driver and their rights; not what runs
-    them."""
+    """Make the definitions, the accounts of operator and driver and their rights, but no
+    Deployment."""
     try:
         client.create(Namespace(metadata=ObjectMeta(name=SYSTEM)))
     except ApiError as error:
@@ -73,7 +74,7 @@ def install(client: Client) -> None:
 
 
 class Operator:
-    """The program `diesel-operator` for some namespaces, from `with` to the end of `with`."""
+    """The program `diesel-operator` for some namespaces, during the `with`."""
 
     def __init__(
         self, control_plane: ControlPlane, folder: Path, *options: str, interval_s: float = 0.2
@@ -95,7 +96,6 @@ class Operator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it by SIGTERM."""
         self._process.terminate()
         try:
             self._process.wait(30)
@@ -104,15 +104,11 @@ class Operator:
             raise
 
     def kill(self) -> None:
-        """End it as a crash does."""
         self._process.kill()
         self._process.wait()
 
     def memory_bytes(self) -> int:
-        """Its resident memory."""
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        (line,) = [each for each in lines if each.startswith("VmRSS:")]
-        return int(line.split()[1]) << 10
+        return resident_bytes(self._process.pid, "VmRSS")
 
     def last_lines(self) -> str:
         """The end of its log, which goes on when it is started again."""
@@ -127,37 +123,31 @@ class Resources:
         self.namespace = namespace
 
     def make_dataset(self, name: str, spec: Json) -> None:
-        """Make a Dataset."""
         made = DatasetResource(metadata=ObjectMeta(name=name), spec=spec)
         self.client.create(made, namespace=self.namespace)
 
     def make_job(self, name: str, spec: Json) -> None:
-        """Make a TrainingJob."""
         made = TrainingJobResource(metadata=ObjectMeta(name=name), spec=spec)
         self.client.create(made, namespace=self.namespace)
 
     def dataset(self, name: str) -> Json:
-        """A Dataset; {} if it is gone."""
         return self._found(DatasetResource, name)
 
     def job(self, name: str) -> Json:
-        """A TrainingJob; {} if it is gone."""
         return self._found(TrainingJobResource, name)
 
     def dataset_in(self, phase: str, name: str, operator: Operator) -> Json:
-        """The status of a Dataset, as soon as it is in a phase."""
         self.wait(lambda: text(self.dataset(name), "status", "phase") == phase, operator)
         return fields(self.dataset(name), "status")
 
     def job_in(self, phase: str, name: str, operator: Operator) -> Json:
-        """The status of a TrainingJob, as soon as it is in a phase."""
         self.wait(lambda: text(self.job(name), "status", "phase") == phase, operator)
         return fields(self.job(name), "status")
 
     def wait(
         self, condition: Callable[[], object], operator: Operator, within_s: float = PATIENCE_S
     ) -> None:
-        """Wait for something. A failure shows the objects in the namespace, and the operator's
+        """Wait for a condition. A failure shows the objects in the namespace, and the operator's
         log."""
         wait_until(condition, within_s, otherwise=lambda: self._explained(operator))
 

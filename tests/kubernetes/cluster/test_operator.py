@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("installed")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A folder for a repository."""
     folder = tmp_path / "store"
     folder.mkdir()
     return folder
@@ -49,7 +48,6 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
-    """The address of an archive with `FILES`."""
     with served_archive(tmp_path, "images.tar", FILES) as address:
         yield address
 
@@ -58,7 +56,6 @@ def archive(tmp_path: Path) -> Iterator[str]:
 def node(
     control_plane: ControlPlane, images: dict[str, Environment], tmp_path: Path
 ) -> Iterator[None]:
-    """A node that runs the pods of the operator's Jobs."""
     name = f"node-{tmp_path.name[-20:]}".replace("_", "-")
     with SimulatedNode(control_plane, name, tmp_path / "node", images):
         yield
@@ -68,8 +65,8 @@ def node(
 def operator(
     control_plane: ControlPlane, resources: Resources, tmp_path: Path
 ) -> Iterator[Operator]:
-    """The operator. It gets only the name of its pod, and reads with its own rights which image
-    the pod has: its Jobs have the same one."""
+    """The operator. It gets only the name of its pod, and reads that pod's image with its own
+    rights: its Jobs have the same one."""
     pod: Json = {
         "metadata": {"name": "operator-itself", "namespace": SYSTEM},
         "spec": {
@@ -88,7 +85,6 @@ def operator(
 
 
 def dataset_spec(store: Path, archive: str, **more: object) -> Json:
-    """The spec of a Dataset from an archive."""
     return {
         "url": f"file://{store}",
         "source": {"archives": {"urls": [archive]}},
@@ -102,7 +98,6 @@ def reason_of(status: Json) -> str:
 
 
 def dlcmd(store: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """What `dlcmd --json` says of the repository."""
     return subprocess.run(
         [sys.executable, "-m", "dlcmd", "--json", f"--url=file://{store}", *arguments],
         env=program_environment(),
@@ -118,7 +113,6 @@ def job_names(resources: Resources) -> list[str]:
 
 
 def events_of_pets(resources: Resources) -> list[str]:
-    """The reasons of all events of the Dataset `pets`, sorted."""
     found = resources.client.list(
         Event, namespace=resources.namespace, fields={"involvedObject.name": "pets"}
     )
@@ -159,8 +153,8 @@ def test_a_dataset_becomes_ready_is_pinned_and_is_prepared_again(
     resources.wait(
         lambda: whole(resources.dataset("pets"), "status", "observedGeneration") == 2, operator
     )
-    # Nothing has changed in the archive, so the version is the same, and the old Job is gone. None
-    # that failed was tried again.
+    # The archive is unchanged, so the version is the same, and the old Job is gone. No failed Job
+    # was tried again.
     assert resources.dataset_in("Ready", "pets", operator)["version"] == status["version"]
     wait_until(lambda: len(job_names(resources)) == 4)
     for job in resources.client.list(Job, namespace=resources.namespace):
@@ -172,7 +166,7 @@ def test_a_dataset_becomes_ready_is_pinned_and_is_prepared_again(
 def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
     control_plane: ControlPlane, resources: Resources, store: Path, archive: str, tmp_path: Path
 ) -> None:
-    """kill -9 as soon as anything that is seen of the Dataset has changed, until it is gone."""
+    """kill -9 after each visible change of the Dataset, until it is gone."""
     options = (f"--namespace={resources.namespace}", f"--file-root={store}")
     kills = 0
 
@@ -210,9 +204,7 @@ def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
     assert events == sorted(set(events))
 
 
-def test_the_api_server_takes_the_examples_and_refuses_what_the_schema_does(
-    resources: Resources,
-) -> None:
+def test_the_api_server_checks_objects_by_the_schema(resources: Resources) -> None:
     client, namespace = resources.client, resources.namespace
     for name, kind in (("dataset", DatasetResource), ("trainingjob", TrainingJobResource)):
         (example,) = read(KUBERNETES / f"examples/operator/{name}.yaml")
@@ -243,7 +235,7 @@ def test_a_thousand_datasets(
 
     No pod runs, since there is no node.
     """
-    # A busy machine takes some minutes, so what ends a test that hangs may come later here
+    # On a busy machine this takes some minutes, so the time limit of a test is later here
     faulthandler.dump_traceback_later(900, exit=True)
     namespace = resources.namespace
     spec: Json = {"url": "s3://bucket/x", "source": {"bucket": {"url": "s3://bucket/y"}}}
@@ -251,7 +243,7 @@ def test_a_thousand_datasets(
         resources.make_dataset(f"d{number}", spec)
 
     def until_all(phase: str, operator: Operator) -> None:
-        """Watch until all Datasets are in a phase; the operator's memory is bounded then."""
+        """Watch until all Datasets are in a phase. The operator's memory must be bounded then."""
         start_s, names = time.monotonic(), set[str]()
         for _, each in client.watch(DatasetResource, namespace=namespace):
             if text(dict(each), "status", "phase") == phase:

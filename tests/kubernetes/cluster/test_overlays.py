@@ -1,4 +1,4 @@
-"""The overlays on a real API server: its schemas, defaults and admission take every object.
+"""The overlays on a real API server: its schemas, defaults and admission accept every object.
 
 `kubectl apply -k` itself is used, also a second time, as after a change. No kubelet is there, so no
 pod runs.
@@ -17,7 +17,6 @@ from tests.waiting import wait_until
 
 
 def kubectl(control_plane: ControlPlane, *words: str) -> str:
-    """What kubectl prints."""
     done = subprocess.run(
         ["kubectl", f"--kubeconfig={control_plane.kubeconfig}", *words],
         check=False, capture_output=True, text=True, timeout=120,
@@ -49,7 +48,7 @@ def test_kubectl_applies_an_overlay(
     again = kubectl(control_plane, "apply", "-k", folder).splitlines()
     assert len(again) == len(render(KUBERNETES / "overlays" / name))
     assert [line for line in again if not line.endswith(("unchanged", "configured"))] == []
-    # The controllers make pods of it, which admission takes, too
+    # The controllers make pods of it, which admission accepts, too
     labels = {"app.kubernetes.io/name": "diesel-server"}
     wait_until(lambda: any(client.list(Pod, namespace="diesel", labels={**labels})))
     kubectl(control_plane, "delete", "--wait=false", "-k", folder)

@@ -27,13 +27,7 @@ from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import SimulatedNode
-from tests.kubernetes.cluster.operators import (
-    DRIVER_ACCOUNT,
-    IMAGE,
-    SYSTEM,
-    Operator,
-    Resources,
-)
+from tests.kubernetes.cluster.operators import DRIVER_ACCOUNT, IMAGE, SYSTEM, Operator, Resources
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
 from tests.kubernetes.fields import Json, at, fields, items, text, whole
 from tests.server.program import Server, new_repository
@@ -62,10 +56,10 @@ for epoch in range(2):
                 found[f"{place}:{path.relative_to(place)}"] = hashlib.sha256(
                     path.read_bytes()
                 ).hexdigest()
-told = {"environment": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")},
+report = {"environment": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")},
         "places": sys.argv[3:], "found": found}
 made = result.with_suffix(".new")
-made.write_text(json.dumps(told))
+made.write_text(json.dumps(report))
 made.rename(result)
 while not go.exists():
     time.sleep(0.05)
@@ -74,7 +68,6 @@ while not go.exists():
 
 @contextmanager
 def volume_errors() -> Iterator[None]:
-    """A call that a driver refuses is made again."""
     try:
         yield
     except grpc.RpcError as error:
@@ -106,7 +99,6 @@ class PluginDriver:
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[Bucket]:
-    """An S3 server with the files of `BIRDS` below `birds/`."""
     with s3_server(tmp_path) as server:
         client = boto3.client(
             "s3",
@@ -122,7 +114,6 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
-    """The address of a compressed archive with the files of `PETS`."""
     with served_archive(tmp_path, "pets.tar.gz", PETS) as address:
         yield address
 
@@ -130,7 +121,7 @@ def archive(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def address() -> Iterator[str]:
     """An address of this machine at which nodes reach each other: loopback is none."""
-    address = "198.18.77.1"  # of a range for tests of networks
+    address = "198.18.77.1"  # in a range for tests of networks
     subprocess.run(["ip", "address", "replace", f"{address}/32", "dev", "lo"], check=True)
     yield address
     subprocess.run(["ip", "address", "delete", f"{address}/32", "dev", "lo"], check=True)
@@ -188,7 +179,7 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
     address: str,
     tmp_path: Path,
 ) -> None:
-    """Two ranks on two nodes wait for two datasets: one of an archive, one of a bucket.
+    """Two ranks on two nodes wait for two datasets: one from an archive, one from a bucket.
 
     The plugins are killed while the ranks run; the mounts go on.
     """
@@ -265,7 +256,7 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             measured = [each for each in nodes if at(each, "measured") and whole(each, "share")]
             return len(measured) == len(nodes) == 2
 
-        # A plugin reports when it starts; the mounts that it finds are those of one before
+        # A plugin reports when it starts; it finds the mounts of an earlier one
         resources.wait(shares_are_measured, operator)
         go.touch()
         resources.job_in("Succeeded", "train", operator)

@@ -34,7 +34,6 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 def rights() -> set[tuple[object, object]]:
-    """The rights of the plugin's Role: kinds of objects, and verbs."""
     access = read(KUBERNETES / "base/csi/access.yaml")
     (role,) = [each for each in access if each["kind"] == "Role"]
     return {
@@ -88,7 +87,6 @@ class ApiStandIn:
         self._thread.start()
 
     def close(self) -> None:
-        """End the server and all pods."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -97,7 +95,6 @@ class ApiStandIn:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A client of the plugin."""
         config = KubeConfig.from_dict(self.kubeconfig)
         with Client(config, namespace="diesel-system") as client:
             yield client
@@ -110,7 +107,7 @@ class ApiStandIn:
         return made
 
     def kill_pod(self, name: str) -> None:
-        """Kill all processes of a pod, as when its node has no memory left."""
+        """Kill all processes of a pod, as happens when its node has no memory left."""
         os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def _answer(self, verb: str, path: str, body: Json | None) -> tuple[int, Json]:
@@ -183,7 +180,6 @@ class ApiStandIn:
         pod["status"] = {"phase": "Running"}
 
     def _refresh(self, name: str) -> None:
-        """Say how a pod has ended, if it has."""
         process = self._processes.get(name)
         if process is None or process.poll() is None:
             return

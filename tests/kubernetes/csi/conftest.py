@@ -36,7 +36,6 @@ def put_files(url: str, files: dict[str, bytes], name: str = "pets") -> int:
 
 
 def shown(target: Path) -> dict[str, bytes]:
-    """The files at a target."""
     found = [path for path in target.rglob("*") if path.is_file()]
     return {str(path.relative_to(target)): path.read_bytes() for path in found}
 
@@ -59,7 +58,6 @@ def clean_plugin(folder: Path, file_root: Path) -> Iterator[Plugin]:
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
-    """A plugin for all tests of a module."""
     folder = tmp_path_factory.mktemp("plugin")
     with clean_plugin(folder, folder.parent) as plugin:
         yield plugin
@@ -67,7 +65,6 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
 
 @pytest.fixture
 def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
-    """A plugin for one test, which may kill it."""
     with clean_plugin(tmp_path / "plugin", tmp_path.parent.parent) as plugin:
         yield plugin
 
@@ -76,7 +73,6 @@ def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
 def node_volumes(
     state: StateFolder, mounter: Mounter, limits: VolumeLimits
 ) -> Iterator[NodeVolumes]:
-    """The logic of a plugin, in this process; it ends idle mounts at once."""
     volumes = NodeVolumes(state, mounter, limits, idle_s=0, starts_max=2)
     try:
         yield volumes
@@ -100,6 +96,5 @@ def publish(
 
 @pytest.fixture
 def cluster() -> Iterator[ApiStandIn]:
-    """A cluster of one node."""
     with closing(ApiStandIn()) as cluster:
         yield cluster

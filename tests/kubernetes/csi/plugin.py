@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from diesel_fs.system.mountinfo import mounts
 from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
 from tests.cli.conftest import program_environment
+from tests.processes import command_lines, open_files
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -53,7 +54,6 @@ class Kubelet:
         flags: tuple[str, ...] = (),
         volume: str = "volume",
     ) -> None:
-        """Publish a volume of a pod."""
         capability = csi.VolumeCapability(
             mount=csi.VolumeCapability.MountVolume(mount_flags=flags),
             access_mode=csi.VolumeCapability.AccessMode(mode="SINGLE_NODE_WRITER"),
@@ -68,17 +68,14 @@ class Kubelet:
         self.call("Node/NodePublishVolume", request, csi.NodePublishVolumeResponse)
 
     def unpublish(self, target: Path, volume: str = "volume") -> None:
-        """Unpublish a volume."""
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target))
         self.call("Node/NodeUnpublishVolume", request, csi.NodeUnpublishVolumeResponse)
 
     def stats(self, target: Path) -> csi.NodeGetVolumeStatsResponse:
-        """The statistics and condition of a volume."""
         request = csi.NodeGetVolumeStatsRequest(volume_id="volume", volume_path=str(target))
         return self.call("Node/NodeGetVolumeStats", request, csi.NodeGetVolumeStatsResponse)
 
     def probe(self) -> bool:
-        """Whether the plugin is ready."""
         found = self.call("Identity/Probe", csi.ProbeRequest(), csi.ProbeResponse)
         return found.ready.value
 
@@ -95,12 +92,10 @@ class Plugin:
 
     @property
     def state(self) -> Path:
-        """The state folder."""
         return self.folder / "state"
 
     @property
     def log(self) -> Path:
-        """The plugin's output on stderr."""
         return self.folder / "plugin.log"
 
     def start(self) -> None:
@@ -123,7 +118,7 @@ class Plugin:
         self.kubelet = Kubelet(grpc.insecure_channel(f"unix:{socket}"))
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End the process group by a signal; returns its exit code."""
+        """End the process group by a signal. Returns its exit code."""
         self.kubelet.channel.close()
         os.killpg(self.process.pid, number)
         code = self.process.wait(DEADLINE_S)
@@ -138,23 +133,16 @@ class Plugin:
         return [each.path for each in mounts() if re.fullmatch(f"{place}[^/]+/root", each.path)]
 
     def processes(self) -> dict[int, str]:
-        """All processes with the state folder in their arguments, without the plugin: those of
-        mounts."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):
-                line = path.read_bytes().decode(errors="replace")
-                if str(self.state) in line and int(path.parent.name) != self.process.pid:
-                    found[int(path.parent.name)] = line
-        return found
+        """The processes of mounts: all with the state folder in their arguments, without the
+        plugin."""
+        return {
+            pid: line.decode(errors="replace")
+            for pid, line in command_lines()
+            if str(self.state).encode() in line and pid != self.process.pid
+        }
 
     def descriptors(self) -> list[str]:
-        """The plugin's open files."""
-        found = []
-        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with suppress(OSError):
-                found.append(os.readlink(path))
-        return found
+        return open_files(self.process.pid)
 
     def wait_until_clean(self) -> None:
         """Wait until no mount, no process of one and no folder of one is left."""
@@ -163,7 +151,6 @@ class Plugin:
         wait_until(lambda: not self.processes(), otherwise=lambda: f"run: {self.processes()}")
 
     def restart(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End the process, and start it again on the same state folder."""
         self.end(number)
         self.start()
 
@@ -172,7 +159,6 @@ class Plugin:
 def running_plugin(
     folder: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Plugin]:
-    """A plugin, which is ended whatever happened to it."""
     folder.mkdir(exist_ok=True)
     plugin = Plugin(folder, options, environment or {})
     plugin.start()

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from diesel_fs.mounts.mountpoints.processes import descendants_of
-from tests.cli.conftest import is_running
+from tests.processes import is_running
 from tests.tiers import fast_first
 from tests.waiting import wait_until
 
@@ -35,7 +35,7 @@ def kill_mount(target: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_mounts_survive_a_kill_of_the_plugin_and_the_next_one_ends_what_nobody_shows(
+def test_mounts_survive_the_plugin_and_the_next_one_ends_unused_ones(
     own_plugin: Plugin, pets: Attributes, tmp_path: Path
 ) -> None:
     target, second = tmp_path / "mount", tmp_path / "second"
@@ -83,11 +83,9 @@ def test_a_kill_while_a_mount_starts_makes_no_second_one(
     own_plugin.kubelet.unpublish(target)
 
 
-def test_a_late_mount_is_joined_by_the_next_call(
-    own_plugin: Plugin, pets: Attributes, tmp_path: Path
-) -> None:
+def test_the_next_call_joins_a_mount(own_plugin: Plugin, pets: Attributes, tmp_path: Path) -> None:
     own_plugin.end()
-    own_plugin.options = (*own_plugin.options, "--idle=60")  # the last one counts
+    own_plugin.options = (*own_plugin.options, "--idle=60")  # the last call counts
     own_plugin.start()
     target = tmp_path / "mount"
     own_plugin.kubelet.deadline_s = 0.2

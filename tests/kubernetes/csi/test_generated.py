@@ -25,7 +25,7 @@ def test_the_generated_code_is_that_of_the_interface(tmp_path: Path) -> None:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of bytes or of a message, as the encoding of protobuf has it."""
+    """A field of bytes or of a message in the encoding of protobuf."""
     assert len(content) < 128
     return bytes([number << 3 | 2, len(content)]) + content
 

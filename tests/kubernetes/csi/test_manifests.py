@@ -17,13 +17,11 @@ BASE, EXAMPLES = KUBERNETES / "base/csi", KUBERNETES / "examples"
 
 
 def of_kind(kind: str, folder: Path = BASE) -> Json:
-    """The only object of a kind."""
     (found,) = [each for each in objects(folder) if each["kind"] == kind]
     return found
 
 
 def pods_in(manifest: Json) -> Iterator[Json]:
-    """The specifications of pods in an object, however deep they lie."""
     for key, value in manifest.items():
         if key == "spec" and isinstance(value, dict) and "containers" in value:
             yield value
@@ -58,7 +56,7 @@ def volumes_of_examples() -> Iterator[tuple[Volume, str]]:
             yield volume, text(each, "kind")
 
 
-def test_the_driver_takes_the_volumes_of_the_examples() -> None:
+def test_the_driver_accepts_the_volumes_of_the_examples() -> None:
     volumes, kinds = zip(*volumes_of_examples(), strict=True)
     assert sorted(kinds) == ["Job", "PersistentVolume", "Pod", "PyTorchJob", "PyTorchJob"]
     ranks = [one for volume in volumes for one in volume.options if one.startswith("--rank")]
@@ -68,7 +66,7 @@ def test_the_driver_takes_the_volumes_of_the_examples() -> None:
     assert fields(of_kind("Secret", EXAMPLES), "stringData").keys() <= SECRETS.keys()
 
 
-def test_the_driver_object_says_what_the_driver_needs() -> None:
+def test_the_driver_object_declares_the_drivers_needs() -> None:
     assert at(of_kind("CSIDriver"), "metadata", "name") == DRIVER
     assert of_kind("CSIDriver")["spec"] == {
         "attachRequired": False,

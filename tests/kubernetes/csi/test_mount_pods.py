@@ -48,7 +48,6 @@ def state(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def plugin_in(folder: Path, cluster: ApiStandIn, url: str) -> Iterator[NodeVolumes]:
-    """The logic of a plugin with pods as mounts, in this process."""
     state = StateFolder(folder)
     with cluster.client() as client:
         mounter = PodMounter(state, client, OPTIONS)
@@ -94,7 +93,7 @@ def test_a_mount_is_a_pod_of_the_node(
     assert cluster.used == rights(), "a right that the Role has and the plugin does not need"
 
 
-def test_a_pod_that_fails_says_why_and_is_deleted(
+def test_a_pod_that_fails_reports_the_reason_and_is_deleted(
     cluster: ApiStandIn, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     with pytest.raises(NotFoundError, match="no-such"):
@@ -103,10 +102,10 @@ def test_a_pod_that_fails_says_why_and_is_deleted(
     assert not (tmp_path / "mount").exists()
 
 
-def test_the_next_plugin_deletes_what_did_not_come_up(
+def test_the_next_plugin_deletes_pods_that_did_not_come_up(
     cluster: ApiStandIn, pets: dict[str, str], state: Path
 ) -> None:
-    """A Secret without an owner, a pod that never started, and a pod without a folder."""
+    """It also deletes a Secret without an owner, and a pod without a folder."""
     lost: Json = {"name": "diesel-mount-lost-1", "labels": {LABEL_NODE: "node-1"}}
     for plural in ("pods", "secrets"):
         cluster.put(plural, {"metadata": lost})
@@ -135,7 +134,7 @@ def test_a_mount_pod_outlives_the_plugin_and_gets_a_successor_if_it_is_killed(
         wait_until(lambda: not cluster.objects)
 
 
-def test_an_api_that_is_away_is_an_error(
+def test_a_missing_api_is_an_error(
     cluster: ApiStandIn, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     cluster.close()
@@ -158,7 +157,8 @@ def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plugin gets only its pod's name, as from the DaemonSet; its report belongs to it."""
+    """The DaemonSet gives the plugin only its pod's name. The plugin's report belongs to that
+    pod."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(cluster.kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))

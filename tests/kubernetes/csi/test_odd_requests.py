@@ -1,4 +1,4 @@
-"""Odd fields in requests, and odd things at targets: the status that CSI names, over the socket."""
+"""Odd fields in requests, and odd files at targets: the status that CSI names, over the socket."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def bad_targets(plugin: Plugin, folder: Path) -> Iterator[str]:
 
 
 def capability(**more: object) -> csi.VolumeCapability:
-    """What kubelet sends for a folder that one node writes to."""
+    """The capability that kubelet sends for a folder that one node writes to."""
     return csi.VolumeCapability(
         mount=csi.VolumeCapability.MountVolume(**more),  # type: ignore[arg-type]  # its fields
         access_mode=Modes(mode=Modes.SINGLE_NODE_WRITER),
@@ -40,7 +40,6 @@ def capability(**more: object) -> csi.VolumeCapability:
 
 
 def status(plugin: Plugin, method: str, **fields: object) -> grpc.StatusCode:
-    """How a call of Node ends."""
     request = getattr(csi, f"{method}Request")(**fields)
     try:
         plugin.kubelet.call(f"Node/{method}", request, getattr(csi, f"{method}Response"))
@@ -55,14 +54,11 @@ def status(plugin: Plugin, method: str, **fields: object) -> grpc.StatusCode:
 
 @pytest.fixture
 def folder(plugin: Plugin, tmp_path: Path) -> Path:
-    """A folder for targets, with a link to the plugin's own folder."""
     (tmp_path / "to_state").symlink_to(plugin.state)
     return tmp_path
 
 
-def test_D2_a_bad_field_is_an_invalid_argument(
-    plugin: Plugin, pets: dict[str, str], folder: Path
-) -> None:
+def test_D2_bad_fields_are_invalid_args(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
     good: dict[str, object] = {
         "volume_id": "v", "target_path": str(folder / "at"), "volume_context": pets,
         "volume_capability": capability(),
@@ -106,11 +102,11 @@ def test_D2_a_bad_field_is_an_invalid_argument(
     for good_id in GOOD_IDS:
         assert status(plugin, "NodeUnpublishVolume", volume_id=good_id, target_path=at) is Code.OK
     assert os.listdir(folder) == ["to_state"]
-    assert not plugin.roots, "no mount was started in vain"
+    assert not plugin.roots, "a mount was started needlessly"
 
 
-def test_D2_what_lies_at_a_target_stays(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
-    """Nothing of others is hidden or removed; a target that cannot be there is unpublished."""
+def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
+    """No foreign file is hidden or removed; a target that cannot be there is unpublished."""
     outside = folder / "outside"
     outside.mkdir()
     (folder / "file").write_bytes(b"kept")
@@ -136,10 +132,10 @@ def test_D2_what_lies_at_a_target_stays(plugin: Plugin, pets: dict[str, str], fo
         assert code is Code.FAILED_PRECONDITION, name
     assert sorted(str(path) for path in folder.rglob("*")) == before
     assert (folder / "file").read_bytes() == (folder / "full/file").read_bytes() == b"kept"
-    assert not plugin.roots, "no mount was started in vain"
+    assert not plugin.roots, "a mount was started needlessly"
 
 
-def test_D2_a_target_is_one_place_however_it_is_spelled(
+def test_D2_a_target_is_one_place_in_any_spelling(
     plugin: Plugin, pets: dict[str, str], folder: Path
 ) -> None:
     """An empty folder and one behind a link are fine; each call may come again, with each mode."""

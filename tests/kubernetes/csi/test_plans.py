@@ -1,6 +1,6 @@
 """Plans in pods: a training command in a container announces its reads to the volume's mount.
 
-A container is a mount namespace in which the plugin's folder of the node is hidden, and the command
+A container is a mount namespace that does not have the plugin's folder of the node, and the command
 runs as a user without rights. `dlcmd run` and the mount are real.
 """
 
@@ -40,8 +40,7 @@ print(sum(len(batch) for batch in loader), end="")
 
 
 def in_container(plugin: Plugin, target: Path, home: Path, script: str) -> tuple[str, str]:
-    """The output of a script, and of `dlcmd run`, which starts it in a container with the
-    volume."""
+    """Run a script by `dlcmd run` in a container with the volume. Returns the output of both."""
     python = user_python()
     paths = os.pathsep.join([module_path(), str(Path(dlcmd.__file__).parents[1])])
     home.mkdir()
@@ -58,16 +57,16 @@ def in_container(plugin: Plugin, target: Path, home: Path, script: str) -> tuple
     return ran.stdout, ran.stderr
 
 
-def test_a_command_in_a_pod_announces_what_it_will_read(plugin: Plugin, tmp_path: Path) -> None:
+def test_a_command_in_a_pod_announces_its_reads(plugin: Plugin, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     put_files(url, {f"{number:03}": b"x" * 100 for number in range(50)}, "many")
     target = tmp_path / "mount"
     plugin.kubelet.publish(target, {"dataset": "many", "url": url})
     try:
-        said, reported = in_container(plugin, target, tmp_path / "home", TRAINING)
+        output, reported = in_container(plugin, target, tmp_path / "home", TRAINING)
     finally:
         plugin.kubelet.unpublish(target)
     assert not target.exists()
-    assert said == "50"
+    assert output == "50"
     assert "announced 1 of 1 epochs, 50 files" in reported
     plugin.wait_until_clean()

@@ -28,7 +28,6 @@ Code = grpc.StatusCode
 def refused(
     code: grpc.StatusCode, call: Callable[P, object], *args: P.args, **more: P.kwargs
 ) -> str:
-    """The message of a call that ends with this status."""
     with pytest.raises(grpc.RpcError) as error:
         call(*args, **more)
     assert isinstance(error.value, grpc.Call)
@@ -37,14 +36,13 @@ def refused(
 
 
 def daemon(target: Path) -> int:
-    """The process of the mount that a target shows."""
     return int(json.loads((target / ".diesel/stats").read_text())["pid"])
 
 
 def test_a_volume_is_read_only_and_published_once_for_the_same_calls(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
-    """Kubelet publishes again with the Secret of now; the mount goes on with that of before."""
+    """Kubelet publishes again with the current Secret; the mount goes on with the earlier one."""
     kubelet, target = plugin.kubelet, tmp_path / "mount"
     kubelet.publish(target, pets, secrets={"redisPassword": "before"})
     assert shown(target) == FILES
@@ -111,7 +109,7 @@ def test_a_volume_follows_its_dataset(plugin: Plugin, tmp_path: Path) -> None:
 
 
 @each_row(
-    ("attributes", "code", "said"),
+    ("attributes", "code", "message"),
     [
         ({"dataset": "no-such"}, Code.NOT_FOUND, "no-such"),
         ({"url": "diesel://127.0.0.1:1"}, Code.INVALID_ARGUMENT, "user"),
@@ -125,17 +123,15 @@ def test_an_error_has_its_code_and_leaves_nothing(
     tmp_path: Path,
     attributes: dict[str, str],
     code: grpc.StatusCode,
-    said: str,
+    message: str,
 ) -> None:
     target = tmp_path / "mount"
-    assert said in refused(code, plugin.kubelet.publish, target, {**pets, **attributes})
+    assert message in refused(code, plugin.kubelet.publish, target, {**pets, **attributes})
     assert not target.exists()
     plugin.wait_until_clean()
 
 
-def test_a_request_that_is_no_volume_is_refused(
-    plugin: Plugin, pets: dict[str, str], tmp_path: Path
-) -> None:
+def test_bad_volumes_are_refused(plugin: Plugin, pets: dict[str, str], tmp_path: Path) -> None:
     kubelet, code = plugin.kubelet, Code.INVALID_ARGUMENT
     for target, volume, flag, wanted in (
         (tmp_path / "mount", "", "ro", "names no volume"),
@@ -153,7 +149,7 @@ def test_a_request_that_is_no_volume_is_refused(
     assert "Filesystem" in refused(code, kubelet.call, "Node/NodePublishVolume", block, answer)
 
 
-def test_another_file_system_at_the_target_stays(
+def test_other_mounts_at_a_target_stay(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
     target = tmp_path / "mount"
@@ -204,7 +200,7 @@ def test_identity_and_node(plugin: Plugin) -> None:
     refused(Code.UNIMPLEMENTED, call, unknown, csi.ProbeRequest(), csi.ProbeResponse)
 
 
-def test_probe_says_what_is_wrong(own_plugin: Plugin) -> None:
+def test_probe_reports_the_fault(own_plugin: Plugin) -> None:
     """The state folder is put on a file system that turns read-only."""
     assert own_plugin.kubelet.probe()
     state = own_plugin.state

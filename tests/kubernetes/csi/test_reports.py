@@ -53,7 +53,7 @@ class MeasuredNode:
     holdings: NodeHoldings
     identity: UUID
     version: int
-    """Of the dataset `pets`."""
+    """The identity of the dataset `pets`."""
 
     @property
     def cache_root(self) -> Path:
@@ -64,7 +64,6 @@ class MeasuredNode:
         wait_until(lambda: not MountTable.read(self.state).roots)
 
     def publish(self, name: str = "mount", *, namespace: str = "team", **attributes: str) -> Path:
-        """Publish `pets` to a pod of a namespace. Returns where."""
         target = self.folder / name
         publish(self.volumes, target, {POD_NAMESPACE: namespace, **attributes})
         return target
@@ -72,7 +71,8 @@ class MeasuredNode:
     def held(
         self, wanted: Callable[[list[HeldDataset]], object] = lambda _: True
     ) -> list[HeldDataset]:
-        """Its shares, as soon as it is sure that these are all and a condition holds for them."""
+        """Wait until the node's list of its shares is complete and meets a condition. Returns the
+        shares."""
         last: list[HeldDataset] = []
 
         def holds() -> object:
@@ -108,7 +108,6 @@ def node(tmp_path: Path) -> Iterator[MeasuredNode]:
 
 
 def read(target: Path, count: int) -> None:
-    """Read the first files of the dataset."""
     for number in range(count):
         assert len((target / f"file-{number}").read_bytes()) == FILE_BYTES
 
@@ -116,9 +115,7 @@ def read(target: Path, count: int) -> None:
 @pytest.mark.deep
 @fuse
 @as_root
-def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
-    node: MeasuredNode,
-) -> None:
+def test_a_cache_folder_is_measured_in_use_afterwards_and_when_emptied(node: MeasuredNode) -> None:
     def entry(share: int, disk: int, *, used: bool = False, of: int = node.version) -> HeldDataset:
         return HeldDataset("team", node.identity, of, share, disk, used)
 
@@ -145,7 +142,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
     log.unlink()
     for path in (node.state.cache / "diesel/snapshots").iterdir():
         path.write_bytes(b"damaged")
-    fresh = NodeHoldings(node.state, str(node.cache_root))  # of a plugin that starts now
+    fresh = NodeHoldings(node.state, str(node.cache_root))  # by a plugin that starts now
     assert fresh.measure() == ([entry(0, 0, of=0)], True)
     shutil.rmtree(node.cache_root / "team")
     assert node.held() == []
@@ -155,9 +152,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
 
 @fuse
 @as_root
-def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(
-    node: MeasuredNode,
-) -> None:
+def test_memory_counts_while_the_mount_lives_and_only_for_its_namespace(node: MeasuredNode) -> None:
     one = node.publish("one", policy="oneshot")
     other = node.publish("other", namespace="others")
     found = node.held(lambda found: max(each.share for each in found) == 100)
@@ -172,7 +167,7 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(
     assert node.held() == []
 
 
-def test_a_mount_of_another_version_than_its_master_tells_of_the_page_cache_alone() -> None:
+def test_a_mount_of_another_version_reports_only_the_page_cache() -> None:
     identity = uuid4()
     pages: Json = {"resident_bytes": 30, "dataset_bytes": 120}
     cache: Json = {"held_bytes": 99, "dataset_bytes": 100}
@@ -197,13 +192,10 @@ def client(cluster: ApiStandIn) -> Iterator[Client]:
 
 
 def report_in(cluster: ApiStandIn, node: str = "node-1") -> NodeReport:
-    """The report of a node as the operator reads it."""
     return parse_config_map(cluster.objects["configmaps", report_name(node)])
 
 
-def test_a_report_is_written_when_something_has_changed_noticeably(
-    cluster: ApiStandIn, client: Client
-) -> None:
+def test_a_report_is_written_after_a_noticeable_change(cluster: ApiStandIn, client: Client) -> None:
     now_s, is_complete = 1_800_000_000.0, True
     one = HeldDataset("team", uuid4(), 7, 40, 20)
     datasets = [one]
@@ -232,7 +224,7 @@ def test_a_report_is_written_when_something_has_changed_noticeably(
     assert report_in(cluster).is_complete
 
 
-def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
+def test_a_report_has_its_nodes_name_and_ends_with_the_pod(
     cluster: ApiStandIn, client: Client
 ) -> None:
     pod = cluster.put("pods", {"metadata": {"name": "diesel-csi-x"}})

@@ -1,12 +1,12 @@
 """A secret reaches the mount and nothing else: no arguments, log, file or error has it."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from diesel_fs.credentials import Credentials, key_text
+from tests.processes import command_lines
 from tests.rows import each_row
 from tests.server.program import Server, new_repository
 
@@ -19,7 +19,6 @@ pytestmark = MOUNTS_AS_ROOT
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Credentials]]:
-    """The URL of a server, and the account `trainer` on it."""
     folder = tmp_path_factory.mktemp("served")
     url = (folder / "store").as_uri()
     credentials = new_repository(url, "trainer")["trainer"]
@@ -34,11 +33,8 @@ def traces_of(secret: str, plugin: Plugin) -> list[Path]:
     own = [path for path in plugin.folder.rglob("*") if path.is_file()]
     own = [path for path in own if "/root/" not in str(path)]
     found = [path for path in own if secret.encode() in path.read_bytes()]
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if secret.encode() in line.read_bytes():
-                found.append(line)
-    return found
+    shown = [pid for pid, line in command_lines() if secret.encode() in line]
+    return [*found, *(Path(f"/proc/{pid}/cmdline") for pid in shown)]
 
 
 def test_a_key_opens_a_server_and_is_seen_nowhere(
@@ -55,7 +51,7 @@ def test_a_key_opens_a_server_and_is_seen_nowhere(
 
 
 @each_row(
-    ("dataset", "name", "secret", "code", "said"),
+    ("dataset", "name", "secret", "code", "message"),
     [
         ("no-such", "key", key_text(b"canary--" * 4), Code.PERMISSION_DENIED, ""),
         ("no-such", "taskKey", "canary-of-task", Code.NOT_FOUND, "no-such"),
@@ -73,15 +69,15 @@ def test_an_error_repeats_no_secret(
     name: str,
     secret: str,
     code: Code,
-    said: str,
+    message: str,
 ) -> None:
-    """Errors of a server that refuses a key, of a dataset that does not exist, whatever its name
-    is, and of a secret that nobody knows."""
+    """Errors of a server that refuses a key, of a dataset that does not exist under any name, and
+    of an unknown secret."""
     url, credentials = users
     attributes = {"dataset": dataset, "url": url}
     secrets = {"user": "trainer", "key": credentials.key_text, name: secret}
     text = refused(code, plugin.kubelet.publish, tmp_path / "mount", attributes, secrets=secrets)
-    assert said in text
+    assert message in text
     for each in {*secrets.values()} - {"trainer"}:
         assert each not in text
         assert each not in plugin.log.read_text()

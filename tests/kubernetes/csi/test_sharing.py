@@ -1,6 +1,6 @@
 """When a volume without a version shares a mount, and when it gets one of its own.
 
-The node's logic runs in this process, so that a test says how long a version counts as current.
+The node's logic runs in this process, so that a test sets how long a version counts as current.
 """
 
 import os
@@ -25,7 +25,6 @@ pytestmark = MOUNTS_AS_ROOT
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A repository with the dataset `pets`."""
     url = (tmp_path / "store").as_uri()
     put_files(url, {"a": b"first"})
     return url
@@ -33,7 +32,6 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
-    """The logic of a plugin."""
     state = StateFolder(tmp_path / "state")
     with node_volumes(state, ProcessMounter(state), VolumeLimits(url=url)) as volumes:
         yield volumes
@@ -43,7 +41,7 @@ def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
 def test_a_later_pod_sees_the_later_version(
     url: str, volumes: NodeVolumes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pods before keep theirs. If the current version is not known, the mount is shared."""
+    """Earlier pods keep theirs. If the current version is not known, the mount is shared."""
     monkeypatch.setattr(node, "VERSION_KNOWN_S", 0.0)
     targets = [tmp_path / str(number) for number in range(4)]
 

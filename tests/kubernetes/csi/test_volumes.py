@@ -25,7 +25,6 @@ NODE_KEY = b"k" * 32
 def parsed(
     attributes: dict[str, str], secrets: dict[str, str] | None = None, limits: VolumeLimits = LIMITS
 ) -> Volume:
-    """The volume with some attributes, and a dataset if they name none."""
     return parse_volume({"dataset": "pets", **attributes}, secrets or {}, limits)
 
 
@@ -58,7 +57,7 @@ ALL = {
 
 
 def test_every_attribute_becomes_an_option_that_dlcmd_knows() -> None:
-    """All that there are, in one volume; `follow` excludes `version`."""
+    """All attributes in one volume, but `follow`, which excludes `version`."""
     assert {*ALL, "dataset", "follow"} - {POD_NAMESPACE, POD_NAME} == set(ATTRIBUTES)
     volume = parsed(ALL)
     assert volume.named == "pets@1790000000000000"
@@ -90,7 +89,7 @@ def test_defaults() -> None:
 
 
 @each_row(
-    ("attributes", "said"),
+    ("attributes", "message"),
     [
         ({"dataset": ""}, "dataset name"),
         ({"dataset": "-f"}, "dataset name"),
@@ -134,8 +133,8 @@ def test_defaults() -> None:
         ({"csi.storage.k8s": "x"}, "unknown volume attribute"),
     ],
 )
-def test_what_is_refused_is_named(attributes: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said) as error:
+def test_refused_attributes_are_named(attributes: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
         parsed(attributes)
     assert "word" not in str(error.value).replace("password", "")
 
@@ -170,7 +169,7 @@ def test_a_rank_comes_from_the_pods_name(pod: str, rank: str, number: str) -> No
 
 
 def test_equal_volumes_have_one_key_and_others_do_not() -> None:
-    """Each thing that differs makes another key; the pod's name alone does not."""
+    """Each other field makes another key; the pod's name alone does not."""
     here, secrets = {POD_NAMESPACE: "team"}, {"user": "u", "key": "k"}
     first = parsed({**here, POD_NAME: "a"}, secrets)
     key = first.key(NODE_KEY)

@@ -42,7 +42,7 @@ def dataset(
     deleted: bool = False,
     name: str = "pets",
 ) -> DatasetObject:
-    """A Dataset, made from a bucket unless its spec says something else."""
+    """A Dataset, made from a bucket unless its spec has another source."""
     given: Json = {"url": URL, "source": {"bucket": {"url": "s3://bucket/pets"}}, **(spec or {})}
     metadata: Json = {
         "name": name,
@@ -59,7 +59,6 @@ def dataset(
 
 
 def training_job(spec: Json | None = None, status: TrainingStatus | None = None) -> TrainingObject:
-    """A TrainingJob of two pods that read `pets`."""
     container: Json = {"name": "train", "image": "image", "command": ["train"]}
     given: Json = {
         "replicas": 2,
@@ -75,12 +74,10 @@ def training_job(spec: Json | None = None, status: TrainingStatus | None = None)
 
 
 def view(job: Json, pods: Sequence[Json] = ()) -> JobView:
-    """A Job of the API, and its pods."""
     return view_of_job(decode(Job, job), [decode(Pod, each) for each in pods])
 
 
 def ended(job: Json, report: Json, *, failed: bool = False) -> JobView:
-    """A Job that the operator has made, as it is seen after its end."""
     return replace(
         view(job),
         succeeded=not failed,
@@ -100,7 +97,6 @@ def decided(
     now_s: float = NOW_S,
     reports: Sequence[NodeReport] = (),
 ) -> DatasetDecision:
-    """The decision on a Dataset, of which the cluster has these Jobs and readers."""
     readers = tuple(decode(Pod, each) for each in pods)
     holdings = ReportedHoldings(reports, now_s)
     situation = DatasetSituation(seen, tuple(jobs), readers, progress, now_s, 10.0, holdings)
@@ -108,7 +104,6 @@ def decided(
 
 
 def reader_pod(node: str, *, phase: str = "Running", job: str = "train", **attributes: str) -> Json:
-    """A pod of a TrainingJob that reads `pets`."""
     volume = {"name": volume_name("pets"), "csi": {"volumeAttributes": attributes}}
     return {
         "metadata": {"name": f"{job}-on-{node}", "labels": {LABEL_TRAINING: job}},
@@ -118,7 +113,6 @@ def reader_pod(node: str, *, phase: str = "Running", job: str = "train", **attri
 
 
 def node_object(name: str, *, storage: str = "1Ti", ready: str = "True", **spec: object) -> Json:
-    """A node of four processors."""
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
         "spec": spec,

@@ -1,9 +1,9 @@
 """A cluster in memory: a dictionary with the rules that matter to the operator.
 
 Names are unique, a status is replaced only by a client that has read the last version, finalizers
-hold objects, and a deleted owner takes its objects with it. A Job or pod ends as the test says.
+hold objects, and a deleted owner takes its objects with it. The test ends Jobs and pods.
 
-Nothing of it waits, nor does a controller that no pod tells its progress. So tests call both as
+Nothing in it waits, nor does a controller without progress reports of pods. So tests call both as
 coroutines, although the operator's loop is asyncio's.
 """
 
@@ -19,6 +19,7 @@ from lightkube.generic_resource import GenericNamespacedResource
 from diesel_kubernetes.operator.cluster import Cluster
 from diesel_kubernetes.operator.controller import Reconciler
 from diesel_kubernetes.operator.queue import Key
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 from .made import DEFAULTS, NOW_S, node_object
@@ -30,18 +31,7 @@ class Killed(BaseException):
     """The controller was killed."""
 
 
-class ManualClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = NOW_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def refusal(code: int, message: str) -> ApiError:
-    """The API server's answer to a request that it refuses."""
     request = httpx2.Request("PUT", "http://x")
     content = {"code": code, "message": message}
     return ApiError(request=request, response=httpx2.Response(code, json=content, request=request))
@@ -62,7 +52,6 @@ class MemoryCluster(Cluster):
         self.calls: Counter[str] = Counter()
 
     def put(self, raw: Json) -> None:
-        """Make an object as a user does."""
         self.versions += 1
         metadata = {**fields(raw, "metadata"), "resourceVersion": str(self.versions)}
         name = str(metadata["name"])
@@ -143,7 +132,6 @@ class MemoryCluster(Cluster):
         self.put({**there, **change})
 
     def mark_deleted(self, kind: str, name: str) -> None:
-        """Delete an object as a user does."""
         there = self.objects[kind, name]
         metadata = {**fields(there, "metadata"), "deletionTimestamp": "2026-01-01T00:00:00Z"}
         self.put({**there, "metadata": metadata})
@@ -160,7 +148,7 @@ class MemoryCluster(Cluster):
                 del self.objects[key]
 
     def end_jobs(self, report: Json) -> None:
-        """All Jobs end well, and their pods report this."""
+        """All Jobs succeed, and their pods report this."""
         done = {"conditions": [{"type": "Complete", "status": "True"}]}
         for (kind, name), each in list(self.objects.items()):
             if kind == "Job" and "status" not in each:
@@ -175,17 +163,14 @@ class MemoryCluster(Cluster):
                 self.put({"kind": "Pod", "metadata": metadata, "status": state})
 
     def set_pods(self, phase: str) -> None:
-        """All pods of TrainingJobs are in a phase."""
         for (kind, _), each in list(self.objects.items()):
             if kind == "Pod" and "operator.diesel-fs.dev/rank" in texts(each, "metadata", "labels"):
                 self.put({**each, "status": {"phase": phase}})
 
     def of_kind(self, kind: str) -> list[str]:
-        """The names of all objects of a kind."""
         return sorted(name for each, name in self.objects if each == kind)
 
     def status(self, kind: str, name: str) -> Json:
-        """The status of an object."""
         return fields(self.objects[kind, name], "status")
 
 
@@ -195,7 +180,7 @@ def _kind(kind: type[GenericNamespacedResource]) -> str:
 
 async def settle(cluster: MemoryCluster, key: Key) -> None:
     """Have an object handled until nothing is left to do now; a killed controller is replaced."""
-    clock = ManualClock()
+    clock = ManualClock(NOW_S)
     controller = Reconciler(cluster, DEFAULTS, clock=clock)
     for _ in range(STEPS_MAX):
         before = cluster.writes

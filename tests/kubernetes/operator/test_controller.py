@@ -1,7 +1,7 @@
-"""The controller is killed after each of its writes, and another one goes on; and the
-conditions of a TrainingJob when the cluster does not let the operator make its objects.
+"""The controller is killed after each of its writes, and another one goes on; and the conditions of
+a TrainingJob when the cluster does not let the operator make its objects.
 
-Whatever was killed, the end is the same.
+After any kill, the end is the same.
 """
 
 from collections.abc import Awaitable, Callable
@@ -9,25 +9,28 @@ from contextlib import suppress
 
 from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Reconciler
 from diesel_kubernetes.operator.queue import Key
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, condition_of, text
 from tests.rows import each_row
 
-from .made import DEFAULTS, GOOD, dataset, training_job
-from .memory_cluster import ManualClock, MemoryCluster, settle
+from .made import DEFAULTS, GOOD, NOW_S, dataset, training_job
+from .memory_cluster import MemoryCluster, settle
 
 PETS = Key(DATASETS, "default", "pets")
 TRAIN = Key(TRAINING_JOBS, "default", "train")
 
 
 async def deletion(cluster: MemoryCluster) -> list[object]:
-    """The deletion of the Dataset `pets` with its data. The only Job left is that which does it."""
+    """The deletion of the Dataset `pets` with its data. The only Job left is the one that
+    deletes."""
     cluster.mark_deleted("Dataset", "pets")
     await settle(cluster, PETS)
     reclaims = cluster.of_kind("Job")
     assert [name.split("-")[1] for name in reclaims] == ["reclaim"]
     cluster.end_jobs({"done": True})
     await settle(cluster, PETS)
-    # One that was killed between the end of the reclaim Job and the end of the object runs it again
+    # A controller that was killed between the end of the reclaim Job and the end of the object runs
+    # it again
     cluster.end_jobs({"error": "NoSuchDataset", "message": "gone"})
     await settle(cluster, PETS)
     assert {kind for kind, _ in cluster.objects} <= {"Event", "Pod"}
@@ -35,7 +38,7 @@ async def deletion(cluster: MemoryCluster) -> list[object]:
 
 
 async def life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
-    """A Dataset from its making to its deletion; the states that were seen on the way."""
+    """A Dataset from its creation to its deletion; the states that were seen on the way."""
     cluster.put(dataset({"reclaimPolicy": "Delete"}).raw)
     await settle(cluster, PETS)
     seen: list[object] = [cluster.of_kind("Job")]
@@ -46,7 +49,6 @@ async def life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
 
 
 async def short_life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
-    """A Dataset that is deleted in the middle of its preparation."""
     cluster.put(dataset({"reclaimPolicy": "Delete"}).raw)
     await settle(cluster, PETS)
     return await deletion(cluster)
@@ -61,7 +63,6 @@ def put_job(cluster: MemoryCluster, restarts: int = 0) -> None:
 
 
 async def life_of_a_job(cluster: MemoryCluster) -> list[object]:
-    """A TrainingJob from its making, over a restart, to its end."""
     put_job(cluster, restarts=1)
     await settle(cluster, TRAIN)
     key = at(cluster.objects["Secret", "train-task-0"], "stringData", "taskKey")
@@ -100,8 +101,7 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
 
 
 async def tried(cluster: MemoryCluster) -> Json:
-    """The status of the TrainingJob after the operator has tried twice."""
-    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock())
+    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock(NOW_S))
     for _ in range(2):
         with suppress(Exception):  # the queue logs it, and tries again
             await controller.handle(TRAIN)
@@ -109,13 +109,11 @@ async def tried(cluster: MemoryCluster) -> Json:
 
 
 def made(status: Json) -> tuple[str, str]:
-    """The condition `ObjectsMade`."""
     found = condition_of(status, "ObjectsMade")
     return text(found, "status"), text(found, "reason")
 
 
 async def check_goes_on(cluster: MemoryCluster) -> None:
-    """Nothing hinders the job any more: all is made."""
     cluster.forbidden.clear()
     await settle(cluster, TRAIN)
     assert made(await tried(cluster)) == ("True", "AllMade")
@@ -123,15 +121,15 @@ async def check_goes_on(cluster: MemoryCluster) -> None:
 
 
 @each_row(
-    ("reason", "forbidden", "said"),
+    ("reason", "forbidden", "message"),
     [
         ("SecretDenied", {"get Secret"}, "get Secret"),
         ("Forbidden", {"create Pod"}, "create Pod"),
         ("NameTaken", set(), "train-0"),
     ],
 )
-async def test_a_job_says_what_hinders_it_and_starts_when_that_has_gone(
-    reason: str, forbidden: set[str], said: str
+async def test_a_job_reports_a_hindrance_and_starts_after_its_end(
+    reason: str, forbidden: set[str], message: str
 ) -> None:
     cluster = MemoryCluster()
     put_job(cluster)
@@ -140,13 +138,13 @@ async def test_a_job_says_what_hinders_it_and_starts_when_that_has_gone(
         cluster.put({"kind": "Pod", "metadata": {"name": "train-0", "uid": "somebody's"}})
     status = await tried(cluster)
     assert made(status) == ("False", reason)
-    assert said in text(condition_of(status, "ObjectsMade"), "message")
+    assert message in text(condition_of(status, "ObjectsMade"), "message")
     assert text(condition_of(status, "Admitted"), "reason") == "Fits"
     cluster.objects.pop(("Pod", "train-0"), None)
     await check_goes_on(cluster)
 
 
-async def test_a_pod_that_is_forbidden_after_a_restart_is_said_and_made_later() -> None:
+async def test_a_pod_that_is_forbidden_after_a_restart_is_reported_and_made_later() -> None:
     cluster = MemoryCluster()
     put_job(cluster, restarts=1)
     await settle(cluster, TRAIN)

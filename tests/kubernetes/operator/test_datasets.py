@@ -19,12 +19,10 @@ from .made import GOOD, NOW_S, dataset, decided, ended, reader_pod, view
 
 
 def after(seen: DatasetObject, status: DatasetStatus) -> DatasetObject:
-    """The object with another status."""
     return decode_dataset({**seen.raw, "status": encode(status)})
 
 
 def started(spec: Json | None = None) -> tuple[DatasetObject, Json]:
-    """A Dataset after its first Job was made, and that Job."""
     seen = dataset(spec)
     decision = decided(seen)
     (job,) = decision.create
@@ -51,7 +49,7 @@ def test_a_new_dataset_gets_a_job_and_an_event() -> None:
     assert [each["reason"] for each in decision.events] == ["Running"]
 
 
-def test_a_running_job_is_waited_for_and_its_progress_shown() -> None:
+def test_a_running_job_shows_its_progress() -> None:
     seen, job = started()
     running = view(job)
     progress = Progress(entries=5, percent=50)
@@ -107,7 +105,7 @@ def test_an_error_that_stays_fails_the_dataset_at_once(error: str, reason: str) 
         ("", "Interrupted"),
     ],
 )
-def test_an_error_that_may_go_away_is_tried_again_with_pauses(error: str, reason: str) -> None:
+def test_an_error_that_may_end_is_tried_again_with_pauses(error: str, reason: str) -> None:
     seen, job = started({"preparation": {"retries": 1}})
     report: Json = {"error": error, "message": "away", "advice": ""} if error else {}
     first = ended(job, report, failed=True)
@@ -126,7 +124,7 @@ def test_an_error_that_may_go_away_is_tried_again_with_pauses(error: str, reason
     assert not last.create
 
 
-def test_a_deadline_is_no_reason_to_try_again() -> None:
+def test_a_job_past_its_deadline_is_not_tried_again() -> None:
     seen, job = started({"preparation": {"deadlineSeconds": 60}})
     assert at(job, "spec", "activeDeadlineSeconds") == 60
     late = replace(ended(job, {}, failed=True), reason="DeadlineExceeded")
@@ -177,7 +175,7 @@ def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> 
         ({"source": {"existing": {}}, "keep": 1}, "spec.keep"),
     ],
 )
-def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
+def test_a_senseless_spec_is_refused_by_name(spec: Json, field: str) -> None:
     decision = decided(dataset(spec))
     assert (decision.status.phase, reason_of(decision.status)) == ("Failed", "InvalidSpec")
     message = decision.status.condition("Ready").message
@@ -204,12 +202,12 @@ def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) ->
     ],
     ids=["versions to keep", "what users name is one argument", "archives with a manifest"],
 )  # fmt: skip
-def test_what_a_preparation_puts(spec: Json, words: list[str]) -> None:
+def test_the_arguments_of_a_preparation(spec: Json, words: list[str]) -> None:
     (job,) = decided(dataset(spec)).create
     assert arguments(job)[2:] == ["--describe=pets", *words]
 
 
-def test_an_existing_dataset_is_only_looked_at() -> None:
+def test_an_existing_dataset_is_only_read() -> None:
     (job,) = decided(dataset({"source": {"existing": {"version": 9}}})).create
     assert arguments(job)[2:] == ["--describe=pets@9"]
 
@@ -282,7 +280,6 @@ def test_nodes_have_a_share_of_a_task_and_cached_ones_stay() -> None:
 
 
 def pod_of(job: Json, status: Json) -> Json:
-    """The pod of a Job."""
     return {"metadata": {"labels": {"job-name": at(job, "metadata", "name")}}, "status": status}
 
 
@@ -299,9 +296,7 @@ def test_a_pod_may_report_anything(message: str) -> None:
 
 
 @each_row(("version", "is_done"), [(0, True), (7, False)])
-def test_a_store_that_is_not_there_holds_a_dataset_only_if_it_was_there_before(
-    version: int, is_done: bool
-) -> None:
+def test_a_missing_store_holds_only_an_existing_dataset(version: int, is_done: bool) -> None:
     gone = dataset(DELETE, {"version": version}, finalizers=[RECLAIM_FINALIZER], deleted=True)
     (reclaim,) = decided(gone).create
     report: Json = {"error": "ObjectMissing", "message": "no store"}
@@ -309,7 +304,7 @@ def test_a_store_that_is_not_there_holds_a_dataset_only_if_it_was_there_before(
     assert decision.remove_finalizer == is_done
 
 
-def test_a_pod_that_cannot_start_says_why() -> None:
+def test_a_pod_that_cannot_start_reports_the_reason() -> None:
     seen, job = started()
     why = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     pod = pod_of(job, {"conditions": [why]})

@@ -1,4 +1,4 @@
-"""What nodes report, and what becomes of it: parsing, merging with the estimate, placement."""
+"""The reports of nodes and their use: parsing, merging with the estimate, placement."""
 
 import json
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, fields, items
 from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
-from .memory_cluster import ManualClock, MemoryCluster
+from .memory_cluster import MemoryCluster
 from .test_controller import PETS
 
 IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
@@ -53,30 +54,23 @@ held_datasets = st.builds(
 
 
 def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
-    """The share of `pets` on a node, for pods of its namespace."""
     return HeldDataset("default", IDENTITY, version, share, disk, used)
 
 
 def report(
     node: str, *datasets: HeldDataset, complete: bool = True, at_s: float = NOW_S
 ) -> NodeReport:
-    """The report of a node."""
     return make_report(node, at_s, datasets, is_complete=complete)
 
 
 def nodes_of(
-    *reports: NodeReport,
-    status: Json = READY,
-    pods: Sequence[Json] = (),
-    now_s: float = NOW_S,
+    *reports: NodeReport, status: Json = READY, pods: Sequence[Json] = (), now_s: float = NOW_S
 ) -> list[Json]:
-    """The nodes in the status of `pets` after these reports."""
     decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)
     return [encode(each) for each in decision.status.nodes or ()]
 
 
 def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
-    """A node of a status that was measured."""
     return {
         "name": name, "state": state, "share": share, "keeps": keeps, "diskShare": disk,
         "measured": True,
@@ -102,7 +96,7 @@ def test_a_report_of_too_many_datasets_names_the_largest_and_is_incomplete() -> 
 
 
 def raw_report(**changes: object) -> Json:
-    """A ConfigMap with a report, of which some fields were changed; None: left out."""
+    """A ConfigMap with a report, with some fields changed; None leaves a field out."""
     entry = {"namespace": "default", "identity": str(IDENTITY), "version": 7, "share": 50,
              "disk": 20, "used": False}  # fmt: skip
     entry |= {name: value for name, value in changes.items() if name in entry}
@@ -133,7 +127,7 @@ MALFORMED: list[dict[str, object]] = [
 
 
 @each_row("changes", MALFORMED)
-def test_what_is_no_report_is_refused_whole(changes: dict[str, object]) -> None:
+def test_a_malformed_report_is_refused_whole(changes: dict[str, object]) -> None:
     assert parse_config_map(raw_report()).datasets == (held(50, 20),)
     with pytest.raises(FormatError):
         parse_config_map(raw_report(**changes))
@@ -143,7 +137,7 @@ def test_what_is_no_report_is_refused_whole(changes: dict[str, object]) -> None:
 
 
 def test_a_node_has_the_share_that_it_reports() -> None:
-    """Two nodes of a task, of which one has loaded less than its half, and one does not report."""
+    """Two nodes of a task: one has loaded less than its half, and one does not report."""
     pods = [reader_pod(name, task="t") for name in ("a", "b")]
     found = nodes_of(report("a", held(20, used=True)), pods=pods)
     assert found == [
@@ -155,7 +149,7 @@ def test_a_node_has_the_share_that_it_reports() -> None:
     ]  # fmt: skip
 
 
-def test_what_stays_on_a_disk_is_measured_until_it_is_gone() -> None:
+def test_the_share_on_a_disk_is_measured_until_it_is_gone() -> None:
     active = nodes_of(report("a", held(90, 30, used=True)), pods=[reader_pod("a", cacheDir="c")])
     assert active == [measured("a", "Active", 90, 30, keeps=True)]
     status = {**READY, "nodes": active}
@@ -168,7 +162,7 @@ def test_what_stays_on_a_disk_is_measured_until_it_is_gone() -> None:
     ]
 
 
-def test_a_plugin_that_is_gone_leaves_the_last_share_on_the_disk() -> None:
+def test_a_plugin_that_has_ended_leaves_the_last_share_on_the_disk() -> None:
     status = {**READY, "nodes": [measured("a", "Active", 90, 30, keeps=True)]}
     last = {"name": "a", "state": "Cached", "share": 30, "keeps": True, "measured": False}
     assert nodes_of(status=status) == [last]
@@ -184,14 +178,14 @@ def test_a_report_is_used_while_it_is_fresh(age_s: float) -> None:
     assert bool(found) == (abs(age_s) <= AGE_S_MAX)
 
 
-def test_nodes_where_others_read_a_dataset_count() -> None:
+def test_nodes_whose_other_pods_read_a_dataset_count() -> None:
     found = nodes_of(report("a", held(40, 40, used=True)), report("b", held(10)))
     assert found == [
         measured("a", "Active", 40, 40, keeps=True), measured("b", "Cached", 10, 0, keeps=False)
     ]  # fmt: skip
 
 
-def test_what_is_held_for_others_is_not_told() -> None:
+def test_shares_for_others_are_not_reported() -> None:
     """Pods of another namespace, another dataset, or a Dataset without an identity."""
     strange = replace(held(80), namespace="others"), replace(held(80), identity=OTHER)
     assert nodes_of(report("a", *strange)) == []
@@ -208,7 +202,7 @@ def test_the_identity_comes_from_the_preparation() -> None:
     described = {**fields(GOOD, "dataset"), "identity": str(IDENTITY)}
     done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status.identity == str(IDENTITY)
-    described["identity"] = "../no identity"  # whoever wrote the report of the pod
+    described["identity"] = "../no identity"  # any pod may have written its report
     seen = dataset(status=replace(decision.status, identity=str(OTHER)))
     done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status.phase == "Ready"
@@ -225,7 +219,7 @@ class Operated:
 
     def __init__(self, driver_namespace: str = "diesel-system") -> None:
         self.cluster = MemoryCluster()
-        self.clock = ManualClock()
+        self.clock = ManualClock(NOW_S)
         self.woken: list[Key] = []
         self.controller = Reconciler(
             self.cluster,
@@ -239,7 +233,6 @@ class Operated:
         self.cluster.put(config_map(given, "diesel-system", None))
 
     async def shares(self) -> list[object]:
-        """The nodes of `pets` and their shares, after all Datasets were looked at."""
         for key in (PETS, OTHERS):
             await self.controller.handle(key)
             await self.controller.handle(key)
@@ -247,9 +240,7 @@ class Operated:
         return [(at(each, "name"), at(each, "share")) for each in nodes]
 
 
-async def test_reports_reach_the_datasets_that_they_concern(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_reports_reach_their_datasets(caplog: pytest.LogCaptureFixture) -> None:
     made = Operated()
     cluster, refresh = made.cluster, made.controller.refresh_holdings
     cluster.put(dataset(status=READY).raw)
@@ -275,9 +266,9 @@ async def test_reports_reach_the_datasets_that_they_concern(
     made.put_report(report("a", held(70), at_s=made.clock.now_s))
     await refresh()
     assert await made.shares() == [("a", 70)]
-    said = [each.getMessage() for each in caplog.records]
-    assert len([each for each in said if "diesel-node-b" in each]) == 1
-    assert len([each for each in said if "may not find ConfigMap" in each]) == 1
+    messages = [each.getMessage() for each in caplog.records]
+    assert len([each for each in messages if "diesel-node-b" in each]) == 1
+    assert len([each for each in messages if "may not find ConfigMap" in each]) == 1
 
 
 async def test_a_node_that_begins_to_report_corrects_the_estimate() -> None:

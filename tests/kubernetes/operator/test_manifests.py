@@ -31,7 +31,7 @@ def test_manifests_have_the_published_schemas() -> None:
     check_schemas(MANIFESTS)
 
 
-def test_what_the_operator_makes_has_the_published_schemas() -> None:
+def test_objects_that_the_operator_makes_have_the_published_schemas() -> None:
     spec: Json = {
         "secretName": "account",
         "url": "file:///data/store",
@@ -54,7 +54,7 @@ def test_what_the_operator_makes_has_the_published_schemas() -> None:
     check_schemas(made)
 
 
-def test_the_examples_are_taken() -> None:
+def test_the_examples_are_accepted() -> None:
     (example,) = read(EXAMPLES / "dataset.yaml")
     spec = parse_dataset(decode_dataset(example), DEFAULTS)
     assert spec.put[-3:] == (

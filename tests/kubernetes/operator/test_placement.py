@@ -23,7 +23,6 @@ NAMES = [f"node-{number}" for number in range(6)]
 
 
 def node(name: str, free: int, cpu: int = 8, preemptible: int = 0) -> NodeState:
-    """A node with free bytes, beside the preemptible ones."""
     return NodeState(
         name=name,
         hostname=name,
@@ -91,9 +90,7 @@ def test_a_job_is_admitted_if_its_datasets_fit(
         ({"share": 50, "keeps": False, "measured": False}, 50, 0),
     ],
 )
-def test_the_score_has_whole_shares_and_admission_those_on_disks(
-    node: Json, share: int, on_disk: int
-) -> None:
+def test_scores_count_memory_and_admission_does_not(node: Json, share: int, on_disk: int) -> None:
     status = decode(DatasetStatus, {"bytes": 7, "nodes": [{"name": "a", **node}]})
     assert holding_of(status) == Holding(7, {"a": Fraction(share, 100)})
     kept = holding_on_disks(status)

@@ -18,7 +18,6 @@ from tests.waiting import wait_until
 
 
 def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """The program, with a repository in a folder."""
     program = [sys.executable, "-m", "diesel_kubernetes.operator.prepare"]
     return subprocess.Popen(
         [*program, f"--result={folder / 'result'}", *arguments],
@@ -29,7 +28,7 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def put(folder: Path, source: str, *options: str) -> tuple[int, str, JobReport]:
-    """The exit code of a preparation that puts a folder, its output, and its report."""
+    """Prepare by putting a folder. Returns the exit code, its output, and its report."""
     words = ("--", "put", str(folder / source), "pets")
     process = start(folder, "--describe=pets", *options, *words)
     _, errors = process.communicate()
@@ -48,24 +47,24 @@ def test_a_put_is_described_and_old_versions_are_kept(tmp_path: Path) -> None:
 def test_an_error_is_reported_with_its_class_and_exit_code(tmp_path: Path) -> None:
     code, errors, report = put(tmp_path, "none")
     assert (code, report.error) == (10, "NotFoundError")
-    assert "there is no file or folder" in errors  # the pod's log says it, too
+    assert "there is no file or folder" in errors  # the pod's log has it, too
 
 
-def test_progress_is_told_and_sigterm_ends_it_without_a_report(tmp_path: Path) -> None:
-    """A pipe that nobody writes to keeps `put --tar` waiting."""
+def test_progress_is_reported_and_sigterm_ends_it_without_a_report(tmp_path: Path) -> None:
+    """An open pipe without a writer keeps `put --tar` waiting."""
     (port,) = free_ports(1)
     fifo = tmp_path / "input.tar"
     subprocess.run(["mkfifo", fifo], check=True)
     process = start(tmp_path, f"--listen=127.0.0.1:{port}", "--", "put", "--tar", str(fifo), "pets")
 
-    def told() -> object:
+    def is_shown() -> object:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/progress", timeout=5) as answer:
                 return json.load(answer) == {}
         except OSError:
             return False
 
-    wait_until(told)
+    wait_until(is_shown)
     wait_until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
     process.send_signal(signal.SIGTERM)
     process.communicate()
@@ -80,6 +79,6 @@ def test_progress_has_percents_only_if_the_total_is_known() -> None:
     assert progress_of({**found, "entries_total": 4})["percent"] == 100
 
 
-@each_row(("code", "is_told"), [(1, True), (-9, False), (143, False)])
-def test_an_end_without_an_error_is_told_unless_it_was_a_signal(code: int, is_told: bool) -> None:
-    assert bool(error_report(["Traceback\n"], code)) == is_told
+@each_row(("code", "is_reported"), [(1, True), (-9, False), (143, False)])
+def test_an_end_without_an_error_is_reported_but_no_signal(code: int, is_reported: bool) -> None:
+    assert bool(error_report(["Traceback\n"], code)) == is_reported

@@ -1,4 +1,4 @@
-"""The work queue: an object has one worker at a time, and one that fails comes again."""
+"""The work queue: an object has one worker at a time, and a failed one is handled again."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ A, B = Key("datasets", "default", "a"), Key("datasets", "default", "b")
 
 
 async def run(queue: WorkQueue, until: Callable[[], bool]) -> None:
-    """Run a queue until a condition holds."""
     task = asyncio.create_task(queue.run())
     async with asyncio.timeout(30):
         while not until():  # noqa: ASYNC110  # the queue has no event for this
@@ -27,7 +26,7 @@ def handled(
 ) -> list[Key]:
     """The first keys that are handled of those that were added, for now or for much later.
 
-    `answer` gets the keys that were handled, and says when the last one is to come again.
+    `answer` gets the keys that were handled, and returns when the last one comes again.
     """
     seen: list[Key] = []
 
@@ -47,11 +46,11 @@ def handled(
     return seen
 
 
-def test_what_is_added_often_is_handled_once() -> None:
+def test_a_key_that_is_added_often_is_handled_once() -> None:
     assert handled([A, A, B, A], 2) == [A, B]
 
 
-def test_a_failure_does_not_stop_the_others_and_comes_again() -> None:
+def test_a_failure_does_not_stop_the_others_and_is_tried_again() -> None:
     def fail_first(seen: list[Key]) -> None:
         if seen == [A]:
             raise ValueError("away")
@@ -59,14 +58,14 @@ def test_a_failure_does_not_stop_the_others_and_comes_again() -> None:
     assert handled([A, B], 3, fail_first) == [A, B, A]
 
 
-def test_a_later_look_comes_in_time_and_an_event_comes_first() -> None:
+def test_a_delayed_key_comes_in_time_and_an_event_comes_first() -> None:
     def soon_twice(seen: list[Key]) -> float | None:
         return 0.01 if len(seen) < 3 else None
 
     assert handled([A], 3, soon_twice, later=[A]) == [A, A, A]
 
 
-def test_an_object_that_changes_meanwhile_is_handled_again_but_never_twice_at_once() -> None:
+def test_a_changed_object_is_handled_again_but_never_twice_at_once() -> None:
     active: set[Key] = set()
     count = 0
 

@@ -25,7 +25,6 @@ READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "versio
 
 
 def node(name: str, free: int = 10**9, **labels: str) -> NodeState:
-    """A node with some free bytes."""
     return NodeState(name, f"host-{name}", labels, {STORAGE: Fraction(free), "cpu": Fraction(4)})
 
 
@@ -40,7 +39,6 @@ def decided(
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
 ) -> TrainingDecision:
-    """The decision on a TrainingJob of two pods."""
     found = {each.name: each for each in datasets}
     given = tuple(decode(Pod, each) for each in pods)
     there = None if nodes is None else tuple(nodes)
@@ -49,7 +47,6 @@ def decided(
 
 
 def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> TrainingStatus:
-    """The status of a job that was admitted."""
     made = dataset({"url": url, "secretName": "account"}, READY)
     decision = decided(spec, datasets=[made])
     assert decision.status.phase == "Starting", decision.status
@@ -61,12 +58,10 @@ def pods_of(decision: TrainingDecision) -> list[Json]:
 
 
 def names(status: TrainingStatus) -> list[str]:
-    """The nodes in the order of their scores."""
     return [each.name for each in status.nodes or ()]
 
 
 def in_phase(pods: Sequence[Json], *phases: str) -> list[Json]:
-    """Pods with these phases."""
     return [{**pod, "status": {"phase": phase}} for pod, phase in zip(pods, phases, strict=True)]
 
 
@@ -93,7 +88,7 @@ def test_a_job_waits_until_its_dataset_is_ready(found: list[DatasetObject], reas
     assert [each["reason"] for each in decision.events] == [reason]
 
 
-def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
+def test_nodes_are_chosen_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
     """The decision is in the status then."""
     assert decided(nodes=None).wants_survey
     assert not decided(datasets=[], nodes=None).wants_survey
@@ -156,7 +151,7 @@ def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
         assert at(pod, "spec", "affinity", "podAntiAffinity")
 
 
-def test_a_template_keeps_what_it_has() -> None:
+def test_a_template_keeps_its_own_fields() -> None:
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     template: Json = {
         "metadata": {"labels": {"team": "x"}, "annotations": {"note": "y"}},
@@ -193,9 +188,7 @@ def test_a_template_keeps_what_it_has() -> None:
         ("file:///data/store", False, "account"),
     ],
 )
-def test_a_task_has_a_key_of_its_own_only_where_nobody_else_gives_it(
-    url: str, task: bool, secret: str
-) -> None:
+def test_a_task_has_its_own_key_if_no_secret_gives_one(url: str, task: bool, secret: str) -> None:
     decision = decided(status=admitted(url=url))
     csi = fields(pods_of(decision)[0], "spec", "volumes", 0, "csi")
     assert ("task" in texts(csi, "volumeAttributes")) == task
@@ -258,13 +251,13 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
         ({"datasets": [{"name": "pets", "mountPath": f"/{n}"} for n in "ab"]}, "name"),
     ],
 )
-def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
+def test_a_senseless_spec_is_refused_by_name(spec: Json, field: str) -> None:
     status = decided(spec).status
     assert status.phase == "Failed"
     assert field in status.condition("Admitted").message
 
 
-def test_selectors_of_datasets_and_template_hold_together() -> None:
+def test_selectors_of_datasets_and_template_both_hold() -> None:
     placed = [dataset({"placement": {"nodeSelector": {"disk": "ssd"}}}, READY)]
     nodes = [node("a", disk="ssd"), node("b"), node("c", disk="hdd")]
     status = decided(datasets=placed, nodes=nodes).status
@@ -275,7 +268,7 @@ def test_selectors_of_datasets_and_template_hold_together() -> None:
     assert decided(contrary, datasets=placed, nodes=nodes).status.phase == "Failed"
 
 
-def test_a_survey_counts_what_is_left_on_nodes() -> None:
+def test_a_survey_counts_the_remaining_room_of_nodes() -> None:
     def pod(phase: str) -> Pod:
         resources = {"requests": {"cpu": "500m"}, "limits": {STORAGE: "100", "cpu": "2"}}
         spec = {"nodeName": "a", "containers": [{"resources": resources}] * 2}

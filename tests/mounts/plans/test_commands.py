@@ -47,7 +47,6 @@ class Bench:
         return answer
 
     def settle(self) -> list[int]:
-        """Report all decisions as done. Returns the entries pushed, in order."""
         pushed: list[int] = []
         for _ in range(1000):
             match self.residency.next(self.now_s):
@@ -236,7 +235,6 @@ def test_N3_a_hostile_list_of_importances_changes_nothing(change: Message, match
 
 
 def nested(depth: int) -> Message:
-    """A message of maps in maps, so deep."""
     found: Message = {}
     for _ in range(depth):
         found = {"a": found}
@@ -294,7 +292,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES, VALUES | st.sampled_from(["announce", "replace", "value"])))
 def test_any_message_is_answered(message: Message) -> None:
-    """With a result or a named error; handlers raise nothing else."""
+    """The answer is a result or a named error; handlers raise nothing else."""
     body = msgpack.packb(message)
     try:
         read = unpack(body)
@@ -343,7 +341,7 @@ def test_the_next_epoch_is_predicted_and_its_list_confirms_it() -> None:
     bench.settle()
     bench.messages.predict_next_epochs(bench.now_s + 2)
     announced = bench.residency.views.plan
-    assert len(announced["filelist"].epochs) == 1, "nobody follows it yet"
+    assert len(announced["filelist"].epochs) == 1, "no reader follows it yet"
     middle = len(orders[0]) // 2 + 600
     for entry in orders[0][:middle].tolist():
         bench.residency.opened(entry, bench.now_s)
@@ -392,24 +390,24 @@ def test_lists_leave_streams_for_announced_plans(bench: Bench) -> None:
     assert names == {f"shuffle:{number}" for number in last}
 
 
-def test_check_asks_the_kernel_of_what_was_pushed_and_is_not_watched(bench: Bench) -> None:
-    """A watched file must not be opened: that would look like a reader's open."""
-    asked: list[int] = []
+def test_check_queries_the_kernel_about_pushed_files_that_are_not_watched(bench: Bench) -> None:
+    """Opening a watched file would look like a reader's open."""
+    checked: list[int] = []
 
     def ask_kernel(entries: Sequence[int]) -> list[bool]:
-        asked.extend(entries)
+        checked.extend(entries)
         return [entry % 2 == 0 for entry in entries]
 
     bench.messages = PlanCommands(bench.snapshot, bench.residency, ask_kernel)
     files = bench.snapshot.files()
     few = pack_entries(files[:60])
     assert not any(bits_of(bench.ask(do="check", **OF_VERSION, **few)))
-    assert asked == []
+    assert checked == []
     bench.ask(do="announce", stream="s", **OF_VERSION, epochs=[{"epoch": 0, **pack_entries(files)}])
     bench.settle()
     watched = {int(files[0]), int(files[-1]), *files[::256].tolist()}
     found = bits_of(bench.ask(do="check", **OF_VERSION, **few))
-    assert sorted(asked) == sorted({*files[:60].tolist()} - watched)
+    assert sorted(checked) == sorted({*files[:60].tolist()} - watched)
     expected = [entry % 2 == 0 or entry in watched for entry in files[:60].tolist()]
     assert found == expected
     assert bits_of(bench.ask(do="resident", **OF_VERSION, **few)) == expected
@@ -419,7 +417,6 @@ def test_check_asks_the_kernel_of_what_was_pushed_and_is_not_watched(bench: Benc
 
 
 def bits_of(answer: Message) -> list[bool]:
-    """The bits of an answer, as CONTROL.md describes them."""
     bitmap, count = answer["bitmap"], answer["count"]
     assert isinstance(bitmap, bytes)
     assert isinstance(count, int)

@@ -45,7 +45,6 @@ def at(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Path]
 
 @pytest.fixture
 def control(at: Path) -> Iterator[Control]:
-    """A connection to a mount that takes plans."""
     with Control.connect(at) as made:
         yield made
 
@@ -54,15 +53,15 @@ def view(at: Path) -> Snapshot:
     return Snapshot((at / ".diesel/snapshot").read_bytes())
 
 
-def test_the_hello_says_what_the_mount_shows(at: Path, session: str) -> None:
+def test_the_hello_describes_the_mount(at: Path, session: str) -> None:
     with Control.connect(at) as made:
         snapshot = view(at)
         assert made.hello["dataset"] == "ds"
         assert made.hello["entries"] == len(snapshot)
         assert (made.identity, made.version) == (str(snapshot.identity), snapshot.version)
         assert made.accepts_plans == (session != "pyfuse3")
-        told = made.stats()
-        assert (told["dataset"], told["session"]) == ("ds", session)
+        found = made.stats()
+        assert (found["dataset"], found["session"]) == ("ds", session)
 
 
 @pytest.mark.only_session("pyfuse3")
@@ -85,7 +84,7 @@ def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
         for path in view(at).paths(order[part::97]):
             (at / os.fsdecode(path)).read_bytes()
         counts.append(count_of_reads(at))
-    # The machine may take an idle page away, not always one of these.
+    # The machine may take an idle page away, but not the same one each time.
     assert any(after == before for before, after in itertools.pairwise(counts))
     control.progress("mine", 300)
     assert streams(control)["mine"]["position"] == 300
@@ -104,11 +103,11 @@ def streams(control: Control) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.only_session("native", "kernel")
-def test_requests_are_answered_while_a_push_waits_for_the_store(
+def test_requests_are_answered_during_a_push(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read of the store takes 8 s, so the push of 8 chunks lasts longer than an answer may:
-    where requests wait for its end, the first one fails."""
+    """Each read of the store takes 8 s, so the push of 8 chunks lasts longer than an answer may. If
+    requests waited for its end, the first one would fail."""
     url = (tmp_path / "store").as_uri()
     for chunk in range(8):
         put(url, {f"{chunk}-{number}": b"%d" % number * 9_000 for number in range(4)})
@@ -160,7 +159,7 @@ def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Contro
     control.withdraw("both")
 
 
-# who may speak ------------------------------------------------------------------------------------
+# which processes may send ------------------------------------------------------------------------
 
 
 AS_NOBODY = f"""if True:
@@ -177,11 +176,11 @@ AS_NOBODY = f"""if True:
 
 
 @pytest.mark.only_session("native")
-@pytest.mark.alone  # it opens folders that are to be private
+@pytest.mark.alone  # it opens folders that must be private
 @needs_root
 def test_S6_another_user_gets_no_answer(at: Path) -> None:
-    """The socket has a random name, and its folder keeps other users out; if that did not, the
-    socket would refuse them."""
+    """The socket has a random name, and its folder keeps other users out. If the folder did not,
+    the socket would refuse them."""
     path = Path(os.readlink(at / ".diesel/control"))
     assert stat.S_ISSOCK(path.stat().st_mode)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -190,24 +189,23 @@ def test_S6_another_user_gets_no_answer(at: Path) -> None:
     assert (stat.S_IMODE(folder.st_mode), folder.st_uid) == (0o700, os.geteuid())
     assert len(path.name) >= 16
     ask = [sys.executable, "-I", "-S", "-c", AS_NOBODY, str(path)]
-    told = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout == "PermissionError\n"
+    result = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "PermissionError\n"
     opened = [path, *[each for each in path.parents if each != Path("/")]]
     modes = {each: each.stat().st_mode for each in opened}
     try:
         for each in opened:
             each.chmod(0o777)
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True)
     finally:
         for each, mode in modes.items():
             each.chmod(stat.S_IMODE(mode))
-    assert told.stdout in ("cut off\n", "ConnectionResetError\n", "BrokenPipeError\n")
+    assert result.stdout in ("cut off\n", "ConnectionResetError\n", "BrokenPipeError\n")
     assert f"belongs to user {NOBODY}" in (at.parent / "log").read_text()
 
 
 @pytest.fixture
 def empty(tmp_path: Path, session: str) -> MountRequest:
-    """A request for a dataset without files."""
     url = (tmp_path / "store").as_uri()
     put(url, {})
     return MountRequest(
@@ -216,7 +214,7 @@ def empty(tmp_path: Path, session: str) -> MountRequest:
 
 
 @pytest.mark.only_session("native")
-def test_the_socket_goes_with_the_mount_and_dead_ones_with_the_next(empty: MountRequest) -> None:
+def test_umount_removes_the_socket_and_the_next_mount_dead_ones(empty: MountRequest) -> None:
     dead, new = (runtime_folder() / name for name in ("control-dead", ".new-control-late"))
     for each in (dead, new):
         with socket.socket(socket.AF_UNIX) as left:
@@ -250,7 +248,7 @@ def test_a_mount_without_a_folder_for_the_socket_works_without_it(
 def test_a_mount_that_fails_leaves_no_control_socket(
     empty: MountRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it fails after the socket was made: here the mount point is removed meanwhile."""
+    """It may fail after the socket was made: here the mount point is removed meanwhile."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "mount").mkdir()
     program = (sys.executable, "-c", REMOVES_ITS_PLACE, empty.mountpoint)
@@ -274,10 +272,10 @@ REMOVES_ITS_PLACE = """if True:
 
 @pytest.mark.only_session("native", "kernel")
 def test_the_worker_is_known_when_mount_returns(empty: MountRequest) -> None:
-    """Statistics have the worker's process number at once, however long it takes to begin."""
+    """Statistics have the worker's process number at once, even if the worker starts slowly."""
     with mounted(empty, (sys.executable, "-c", BEGINS_LATE)) as folder:
-        told = stats(folder)
-        assert figures(told, "residency")["pid"] in children_of(figures(told)["pid"])
+        found = stats(folder)
+        assert figures(found, "residency")["pid"] in children_of(figures(found)["pid"])
 
 
 BEGINS_LATE = """if True:

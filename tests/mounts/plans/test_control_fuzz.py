@@ -1,4 +1,5 @@
-"""Whatever a client sends to the control socket, and when: it gets answers, or its connection ends.
+"""Any bytes that a client sends to the control socket, at any time, get answers or end its
+connection.
 
 The socket is the real one, in this process; behind it is a real `PlanCommands` as the worker.
 """
@@ -51,20 +52,17 @@ FRAMES = (
 
 
 class Client:
-    """A connection to the socket."""
-
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
 
     async def send(self, *frames: bytes, eof: bool = False) -> None:
-        with suppress(trio.BrokenResourceError):  # it was cut off
+        with suppress(trio.BrokenResourceError):  # the server has closed the connection
             for each in frames:
                 await self.stream.send_all(each)
             if eof:
                 await self.stream.send_eof()
 
     async def answer(self) -> Message | None:
-        """The next message; None where the connection has ended."""
         try:
             length = await self._received(LENGTH.size)
             return unpack(await self._received(*LENGTH.unpack(length))) if length else None
@@ -89,20 +87,19 @@ class Client:
         return found
 
     async def is_served(self) -> None:
-        """Asserts that this new connection works."""
         progress = framed({"do": "progress", "stream": "nobody", "position": 1})
         await self.send(HELLO, progress, STATS)
-        hello, refused, told = [await self.answer() for _ in range(3)]
+        hello, refused, answer = [await self.answer() for _ in range(3)]
         assert hello is not None
         assert hello["dataset"] == "ds"
         assert refused is not None
         assert "no stream" in str(refused["message"])
-        assert told is not None
-        assert "stats" in told
+        assert answer is not None
+        assert "stats" in answer
 
 
 class ServedSocket:
-    """A control socket, and a worker that carries its requests out."""
+    """A control socket, and a worker that carries out its requests."""
 
     def __init__(self, folder: Path, frame_deadline_s: float = DEADLINE_S) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -136,7 +133,6 @@ class ServedSocket:
             yield Client(stream)
 
     async def _work(self) -> None:
-        """Answer messages as the worker does."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
         decoder = MessageDecoder()
         async for received in stream:
@@ -154,9 +150,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @examples(150, suppress=(HealthCheck.function_scoped_fixture,))
 @given(frames=st.lists(FRAMES, max_size=6), greeted=st.booleans())
-def test_any_frames_are_answered_or_end_their_connection(
-    folder: Path, frames: list[bytes], greeted: bool
-) -> None:
+def test_any_frames_get_answers_or_an_end(folder: Path, frames: list[bytes], greeted: bool) -> None:
     async def talk() -> None:
         socket = ServedSocket(folder)
         async with socket.serving(), socket.connected() as client:
@@ -191,7 +185,8 @@ GARBAGE = [
     [*((frames, 0) for frames in WITHOUT_HELLO), *(([HELLO, STATS, each], 2) for each in GARBAGE)],
 )
 async def test_garbage_ends_its_connection(folder: Path, frames: list[bytes], answers: int) -> None:
-    """After the answers to what came before it. A frame that is too long is not waited for."""
+    """The messages before it are answered first. The socket does not wait for a frame that is too
+    long."""
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client, served.connected() as other:
         is_too_long = frames[-1] in (GARBAGE[0], *WITHOUT_HELLO[1], *WITHOUT_HELLO[2])
@@ -217,20 +212,18 @@ async def test_another_protocol_version_is_refused_with_ours(folder: Path) -> No
         {"do": "stats", "id": 1}, {"do": "withdraw"}, {"do": "withdraw", "stream": None},
     ],
 )  # fmt: skip
-async def test_internal_requests_are_refused_and_the_connection_stays(
-    folder: Path, message: dict[str, object]
-) -> None:
+async def test_internal_requests_are_only_refused(folder: Path, message: dict[str, object]) -> None:
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client:
         await client.send(HELLO, framed(message), STATS, eof=True)
-        hello, refused, told = await client.answers()
+        hello, refused, answer = await client.answers()
         assert hello["diesel_control"] == PROTOCOL
         assert refused["error"] == "UsageError"
-        assert "stats" in told
+        assert "stats" in answer
 
 
 async def test_connections_keep_their_limit(folder: Path) -> None:
-    """Those who have gone do not count."""
+    """Clients that have gone do not count."""
     served = ServedSocket(folder)
     async with served.serving(), AsyncExitStack() as stack:
         talking = [

@@ -65,7 +65,7 @@ def test_bad_names_of_lists_are_refused(text: bytes) -> None:
 @each_row("snapshot", [dataset(5, 40), odd_dataset()])
 @each_row("name", [ListName(1, 2, 2), ListName(1, 3, 2, 1, 3), ListName(0, 0, 1, 6, 7)])
 def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -> None:
-    """And its size is the one that was computed before."""
+    """The size that was computed before the list was made is its size."""
     order = chunk_shuffle(
         snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank, world=name.world
     )
@@ -79,7 +79,8 @@ def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -
 
 
 def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> None:
-    """A newline in a file's own name or a folder's; a folder without files does not matter."""
+    """The newline may be in a file's own name or in a folder's. A folder without files does not
+    matter."""
     (tmp_path / "em\npty").mkdir()
     (tmp_path / "a").touch()
     assert PathLists(Snapshot(snapshot_of(tmp_path))).text(ListName(0, 0), nul=False).content.size
@@ -98,15 +99,12 @@ class CountingObserver(ListObserver):
         self.events: list[str] = []
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list that had been read."""
         self.events.append("looked up")
 
     def on_read(self, ref: ListRef) -> None:
-        """From its start."""
         self.events.append("reading")
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """Its content."""
         self.events.append("made")
 
 
@@ -181,7 +179,6 @@ def at(tmp_path: Path, session: str) -> Iterator[Path]:
 
 
 def expected(at: Path, epoch: int, rank: int = 0, world: int = 1) -> bytes:
-    """The list of an epoch, made from the snapshot."""
     view = Snapshot((at / ".diesel/snapshot").read_bytes())
     order = chunk_shuffle(view, SEED, epoch, group_size=GROUP, rank=rank, world=world)
     return b"".join(path + b"\n" for path in view.paths(order))
@@ -216,7 +213,7 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
-    """Also where the worker has not yet read their events."""
+    """The worker may not have read their events yet."""
     worker = Processes.of(at).worker
     text = (at / ".diesel/filelist").read_bytes()
     middle = text[: len(text) // 2].rindex(b"\n") + 1
@@ -237,8 +234,8 @@ def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
 
 @pytest.mark.fuse
 def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Path) -> None:
-    """By all ways to read one: again and again, by two readers at once, by cp, which takes as many
-    bytes as stat said, and by the library."""
+    """Reads them again and again, by two readers at once, by cp, which reads the size that stat
+    gave, and by the library."""
     hidden = at / ".diesel"
     for _ in range(3):
         assert (hidden / "filelist").read_bytes() == expected(at, 0)
@@ -264,18 +261,18 @@ def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Pat
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel")
 def test_reading_a_list_pushes_its_files(at: Path) -> None:
-    """Reading it makes its files resident ahead; looking at it does not. Each reading counts, also
-    where the kernel had the list's pages."""
+    """Looking at a list does not push. Each reading counts, also if the kernel has the list's
+    pages."""
     path = at / ".diesel/shuffle/seed=9,epoch=0,group=2"
     assert path.stat().st_size
-    time.sleep(1.0)  # a push would have begun
+    time.sleep(1.0)  # by then a push would have begun
     assert residency(at)["pushed_entries"] == 0
     text = path.read_bytes()
     wait_until(lambda: residency(at)["resident_entries"] + residency(at)["lost_entries"] >= FILES)
     with Control.connect(at) as control:
         control.withdraw(f"shuffle:9.{GROUP}.0.1")
         assert path.read_bytes() == text
-        control.progress(f"shuffle:9.{GROUP}.0.1", 0)  # it is there again
+        control.progress(f"shuffle:9.{GROUP}.0.1", 0)  # the list is shown again
 
 
 def residency(at: Path) -> Counter[str]:

@@ -37,7 +37,7 @@ _CLONE_DEVICE = 0x8004E500
 
 
 Place = tuple[int, int]
-"""The chunk of a content, and where it begins there."""
+"""The chunk of a content, and its begin there."""
 
 CHUNK_FILES = 64
 
@@ -114,7 +114,7 @@ class ContentServer:
         return count
 
     def fill(self, address: int, content: bytes) -> None:
-        """What READs bring from an address on."""
+        """The bytes that READs bring from an address on."""
         os.pwrite(self._store, content, address)
 
     def content_bytes(self) -> int:
@@ -134,7 +134,7 @@ class ContentMount:
     def __init__(
         self, folder: Path, contents: dict[bytes, bytes], earlier: "ContentMount | None" = None
     ) -> None:
-        """`earlier` is a mount of another version, whose content file is used."""
+        """`earlier` is a mount of another version; its content file is used."""
         version = 1 if earlier is None else earlier.snapshot.version + 1
         self.contents = contents
         self._places: dict[tuple[bytes, bytes], Place] = dict(earlier._places if earlier else ())
@@ -171,7 +171,7 @@ class ContentMount:
         return self.contents[self.snapshot.path(entry)]
 
     def address(self, entry: int) -> int:
-        """Where a file's content begins in the content file."""
+        """The begin of a file's content in the content file."""
         return self.image.first_block.item(entry) * BLOCK_BYTES
 
     def path(self, entry: int) -> Path:
@@ -236,7 +236,7 @@ def serve(device: int, store: int, counts_file: int) -> None:
                     reply(unique, 2)
             case 3:  # GETATTR
                 reply(unique, 0, struct.pack("<Q2I", FOREVER_S, 0, 0) + _attributes(node))
-            case 14:  # OPEN, keeping what is cached, and no FLUSH
+            case 14:  # OPEN, keeping cached pages, without FLUSH
                 reply(unique, 0, struct.pack("<Q2I", 0, 2 | 1 << 5, 0))
             case 15:  # READ
                 _, offset, size = struct.unpack_from("<2QI", buffer, 40)

@@ -1,10 +1,10 @@
-"""Simulates the ranks of a training job on one node, in virtual time: who waits for whose data.
+"""Simulates the ranks of a training job on one node in virtual time, and how long each waits.
 
 Each rank has files of its own and an order that the planner knows. In each iteration a rank reads a
 batch as soon as all its files are pushed; then all wait for the slowest rank, and compute. Contents
-come from places with a latency and a bandwidth each, and are read ahead as `CoalescingReader` does:
-within a limit of memory, and what is no longer announced is given up. The worker makes one push at
-a time, and waits for its contents.
+come from places with a latency and a bandwidth each. They are read ahead as `CoalescingReader`
+does: within a limit of memory, and given up if they are no longer announced. The worker makes one
+push at a time, and waits for its contents.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ TICK_S = 0.002
 
 @dataclass
 class Place:
-    """Where contents lie. All reads share `bytes_per_s`, one read gets at most `read_bytes_per_s`,
-    and its first bytes come after `latency_s`."""
+    """A source of contents. All reads share `bytes_per_s`, one read gets at most
+    `read_bytes_per_s`, and its first bytes come after `latency_s`."""
 
     latency_s: float
     bytes_per_s: float
@@ -64,7 +64,7 @@ class Job:
     files: int = 1_920
     compute_s: float = 0.06
     costs: Callable[["Job"], UnitCosts] | None = None
-    stands_still: int = -1  # a rank that never reads, and that nobody waits for
+    stands_still: int = -1  # a rank that never reads; the others do not wait for it
     change: Callable[["Job", int], None] | None = None  # called at the start of each iteration
     now_s: float = 100.0
     iterations: list[list[float]] = field(default_factory=list)  # how long each rank waited

@@ -1,6 +1,6 @@
 """Simulates a page cache, readers and a prefetch worker, in one thread and virtual time.
 
-It shares no code with the planner: it keeps a plain set of what is really resident, and counts.
+It shares no code with the planner: it keeps a plain set of the resident files, and counts.
 """
 
 import random
@@ -106,7 +106,7 @@ class Machine:
     entry_count: int
     pushed_files_per_s: float = 100_000.0
     now_s: float = START_S
-    cached: set[int] = field(default_factory=set)  # what is really resident
+    cached: set[int] = field(default_factory=set)  # the resident files
     watched: set[int] = field(default_factory=set)
     pushes_of: Counter[int] = field(default_factory=Counter)  # per chunk
     pushed: int = 0
@@ -206,7 +206,7 @@ def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0)
 
 
 def pushed_ahead(part: float, *streams: Stream) -> Machine:
-    """A machine that has pushed what it can for these streams; the budget is `part` of the
+    """A machine that has pushed all it can for these streams, with a budget of `part` of the
     dataset."""
     machine = Machine(make_planner(N, part), N)
     for each in streams:

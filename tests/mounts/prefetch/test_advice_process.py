@@ -1,4 +1,4 @@
-"""The process that advises the kernel does as it is told, reports it, and ends with its worker."""
+"""The process that advises the kernel: order, answers, and its end with the worker."""
 
 import logging
 import os
@@ -55,8 +55,8 @@ def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
 
 
 def test_no_file_of_the_worker_is_open_in_it(tmp_path: Path) -> None:
-    """Above all not the FUSE connection, which would then outlive the mount's processes. Nothing is
-    started before there is something to drop."""
+    """An open FUSE connection would outlive the mount's processes. Nothing is started before there
+    is something to drop."""
     with (tmp_path / "of the worker").open("w"):
         process = AdviceProcess(recording(tmp_path / "log"))
         process.advise(DROP, whole_files(np.empty(0, np.uint32)), lambda: None)
@@ -86,7 +86,7 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_is_no_error(tmp_path: Path) -> None:
-    """The kernel frees what was not dropped when it needs the memory."""
+    """The kernel frees the pages that were not dropped when it needs the memory."""
     process = AdviceProcess(recording(tmp_path / "log"))
     process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
     first = process.pid
@@ -101,8 +101,8 @@ def test_a_killed_process_is_no_error(tmp_path: Path) -> None:
 def test_a_failing_process_is_logged_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
-    monkeypatch.setattr(logging.getLogger("diesel.mount"), "handlers", [said])
+    handler = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
+    monkeypatch.setattr(logging.getLogger("diesel.mount"), "handlers", [handler])
     made = tmp_path / "made"
     made.write_text("")
 

@@ -1,5 +1,5 @@
-"""Ranks of one node that wait for each other: the prefetcher serves them by their slack, so that
-one whose files are slow to come delays the others little (Lobster, section 4.2)."""
+"""Ranks of one node that wait for each other: the prefetcher serves them by their slack, so that a
+rank with slow files delays the others little (Lobster, section 4.2)."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,14 @@ def unlucky(bytes_per_s: float = 100e6) -> list[Place]:
 
 
 def free(units: Sequence[Entries]) -> list[tuple[float, float]]:
-    """Costs of nothing, whatever is true."""
+    """Costs of 0 for all units."""
     return [(0.0, 0.0)] * len(units)
 
 
 @pytest.mark.parametrize("bytes_per_s", [100e6, 200e6])
 def test_a_rank_that_misses_everything_delays_the_others_less(bytes_per_s: float) -> None:
-    """Between the slowest and the fastest rank, an iteration has a fourth of the gap at most that
-    it has without costs."""
+    """The gap between the slowest and the fastest rank is at most a fourth of that without
+    costs."""
     with_costs = Job(unlucky(bytes_per_s), costs=lambda job: job.true_costs).run().gaps_s()
     without = Job(unlucky(bytes_per_s)).run().gaps_s()
     assert with_costs.mean() < without.mean() / 4
@@ -45,7 +45,7 @@ def test_a_store_that_is_too_slow_is_never_idle() -> None:
 
 
 @pytest.mark.parametrize("bytes_per_s", [100e6, 200e6])
-def test_costs_that_are_wrong_are_corrected_by_what_pushes_take(bytes_per_s: float) -> None:
+def test_wrong_costs_are_corrected_by_the_times_of_pushes(bytes_per_s: float) -> None:
     """The store is predicted to be as near as memory."""
     wrong = Job(unlucky(bytes_per_s), costs=lambda _: free).run().gaps_s()
     without = Job(unlucky(bytes_per_s)).run().gaps_s()
@@ -63,7 +63,7 @@ def test_costs_that_are_too_high_harm_nobody() -> None:
     assert (job.gaps_s()[3:] < 0.001).all()
 
 
-def test_a_rank_whose_files_become_slow_is_balanced_again() -> None:
+def test_a_rank_is_balanced_again_when_its_files_become_slow() -> None:
     """In the middle, the store takes over for another rank, and memory for the first one."""
 
     def swap(job: Job, iteration: int) -> None:
@@ -79,7 +79,7 @@ def test_a_rank_whose_files_become_slow_is_balanced_again() -> None:
 
 
 def test_a_stream_that_stands_still_does_not_block_others() -> None:
-    """Nobody reads the files of the unlucky rank: the others do not wait for its contents."""
+    """The unlucky rank does not read: the others do not wait for its contents."""
     job = Job(unlucky(20e6), costs=lambda job: job.true_costs, stands_still=0).run()
     least_s = len(job.iterations) * job.compute_s
     assert job.now_s - 100.0 < 1.25 * least_s

@@ -1,4 +1,4 @@
-"""The page cache of a native mount: pushes, the staging area, and what is dropped."""
+"""The page cache of a native mount: pushes, the staging area and drops."""
 
 import os
 import random
@@ -54,7 +54,7 @@ def whole_pages(contents: dict[bytes, bytes]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_pushed_is_read_without_a_request(tmp_path: Path, seed: int) -> None:
+def test_pushed_files_are_read_without_a_request(tmp_path: Path, seed: int) -> None:
     """On a busy machine a kernel may reclaim a page before it is read, but not each time."""
     reads: list[int] = []
     while 0 not in reads:
@@ -99,7 +99,7 @@ def reads_of_what_was_pushed(at: Path, seed: int) -> int:
 
 
 def test_memory_is_held_once_when_all_is_settled(tmp_path: Path) -> None:
-    """What is resident is known before and after."""
+    """`resident_bytes` is right before and after."""
     contents = files(500)
     with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
         entries = mounted.entries()
@@ -115,7 +115,7 @@ def test_memory_is_held_once_when_all_is_settled(tmp_path: Path) -> None:
 
 
 def test_the_staging_area_is_bounded(tmp_path: Path) -> None:
-    """What has no room is settled, and is read without a request."""
+    """Files without room are settled, and read without a request."""
     contents, staging_bytes = files(2_000), 2 << 20
     with content_mount(tmp_path, contents) as mounted, page_cache(mounted, staging_bytes) as cache:
         entries = mounted.entries()
@@ -128,8 +128,8 @@ def test_the_staging_area_is_bounded(tmp_path: Path) -> None:
         assert mounted.server.reads == 0
 
 
-def test_what_is_dropped_is_dropped_on_both_sides(tmp_path: Path) -> None:
-    """It can be pushed again, and again."""
+def test_files_are_dropped_on_both_sides(tmp_path: Path) -> None:
+    """They can be pushed again, and again."""
     contents = files(300)
     with content_mount(tmp_path, contents) as mounted, page_cache(mounted, 1 << 20) as cache:
         entries = mounted.entries()
@@ -172,20 +172,20 @@ def test_only_opens_by_readers_are_reported(tmp_path: Path) -> None:
     with content_mount(tmp_path, files(600)) as mounted, page_cache(mounted, 1 << 20) as cache:
         entries = mounted.entries()
         watched = entries[::50].tolist()
-        cache.watch(watched)
+        cache.opens.watch(watched)
         cache.store(mounted.batch(entries))
         settle_all(cache, mounted)
-        assert cache.read_opens() == []
+        assert cache.opens.read() == []
         for entry in entries[:201].tolist():
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
-        assert cache.read_opens() == watched[:5]
-        cache.unwatch(watched)
+        assert cache.opens.read() == watched[:5]
+        cache.opens.unwatch(watched)
         mounted.path(watched[0]).read_bytes()
-        assert cache.read_opens() == []
+        assert cache.opens.read() == []
         assert mounted.server.reads == 0
 
 
-def test_what_reads_have_brought_is_held_once(tmp_path: Path) -> None:
+def test_contents_that_reads_have_brought_are_held_once(tmp_path: Path) -> None:
     contents = files(100)
     with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
         for entry in mounted.entries().tolist():
@@ -220,8 +220,8 @@ def test_a_killed_process_leaves_all_readable(tmp_path: Path) -> None:
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
 
 
-def test_another_version_takes_over_what_is_staged(tmp_path: Path) -> None:
-    """Of what it has unchanged. All else is read with a request, and all bytes are right."""
+def test_another_version_takes_over_the_staging_area(tmp_path: Path) -> None:
+    """If files are unchanged. Others are read with a request, and all bytes are right."""
     before = files(200)
     after = {name: content for name, content in before.items() if not name.endswith(b"7")}
     changed = [name for name in after if name.endswith(b"3")]

@@ -9,7 +9,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
 from diesel_fs.mounts.prefetch.stream_views import STILL_S
-from diesel_fs.orders.plan import STREAMS_MAX, Epoch
+from diesel_fs.orders.plan import STREAMS_MAX, Epoch, Stream
 from tests.rows import each_row
 
 from .simulated_kernel import (
@@ -119,7 +119,7 @@ def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
         assert isinstance(decision, Idle)
         assert decision.until_s is not None
         machine.now_s = max(decision.until_s, machine.now_s + 0.001)
-    assert 2 <= failures <= 4  # it is not asked for all that is planned
+    assert 2 <= failures <= 4  # not one for each planned push
     machine.now_s += PAUSE_S_MAX
     machine.run_until_idle()
     machine.run({"a": Reader(order, 10_000, start_s=machine.now_s - 100)})
@@ -127,8 +127,8 @@ def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
 
 
 @each_row("failed", [True, False])
-def test_what_a_push_left_out_is_pushed_again_only_if_the_push_failed(failed: bool) -> None:
-    """Else it is damaged, would be found damaged again, and is left to reads."""
+def test_files_missing_from_a_push_are_pushed_again_only_if_it_failed(failed: bool) -> None:
+    """Otherwise they are damaged, would be found damaged again, and are left to READs."""
     planner = make_planner(N, 1.2, "oneshot")
     push = next_push(planner, 100.0)
     planner.pushed(push, push.entries[:10], [], 100.0, failed=failed)
@@ -176,7 +176,7 @@ def test_a_new_stream_name_for_each_epoch_is_never_refused() -> None:
             machine.open_and_read("x", entry)
         machine.run_until_idle()
     assert len(machine.planner.stats()["streams"]) <= STREAMS_MAX
-    for number in range(STREAMS_MAX):  # but of those that are under way there are only so many
+    for number in range(STREAMS_MAX):  # streams under way are not removed
         machine.planner.streams.announce(stream(f"new-{number}", order), machine.now_s)
     with pytest.raises(UsageError):
         machine.planner.streams.announce(stream("more", order), machine.now_s)
@@ -186,13 +186,13 @@ def test_positions_may_exceed_2_to_the_31() -> None:
     """They do after some days of a short epoch."""
     machine = Machine(make_planner(N, 0.1), N)
     machine.planner.streams.announce(stream("a", shuffled(1)), machine.now_s)
-    follow = machine.planner.streams.trackers["a"]
-    follow.epoch_states.clear()
-    follow.frontier_index = 0
-    follow.end = follow.floor = follow.low = follow.high = (1 << 31) + 5
-    follow._append((Epoch(1, np.array(shuffled(2))),))
+    tracker = machine.planner.streams.trackers["a"]
+    first = (1 << 31) + 5
+    tracker.order.epochs.clear()
+    tracker.order.end = tracker.claims.floor = tracker.reader.low = tracker.reader.high = first
+    tracker.order.extend(Stream("a", (Epoch(1, np.array(shuffled(2))),)))
     machine.run_until_idle()
-    assert min(at for at, _ in follow.watched) == (1 << 31) + 5
+    assert tracker.claims.watched.first() == first
     machine.open_and_read("a", shuffled(2)[0])
     assert reader_position(machine) == (1, 1)
 

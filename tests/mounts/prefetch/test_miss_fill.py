@@ -28,7 +28,9 @@ def test_a_miss_pushes_the_rest_of_its_chunk() -> None:
 
 
 @each_row(("size", "later_s", "pushed"), [(4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)])
-def test_what_a_READ_has_just_brought_is_not_pushed(size: int, later_s: float, pushed: int) -> None:
+def test_a_file_that_a_READ_has_just_brought_is_not_pushed(
+    size: int, later_s: float, pushed: int
+) -> None:
     """But they are if that was long ago, or if the file is large: a READ brings only a part."""
     planner = make_planner(256, 2, "oneshot", file_bytes=size)
     planner.missed(5, 100.0)
@@ -58,7 +60,7 @@ def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
         machine.open_and_read("x", entry)
         machine.run_until_idle()
         if not machine.planner.resident([entry])[0]:
-            machine.cached.discard(entry)  # the kernel frees what it alone has kept
+            machine.cached.discard(entry)  # the kernel frees files that were not pushed
     assert machine.dropped == 0
     assert machine.planner.resident_set.bytes == int(0.1 * N) * ENTRY_BYTES
     assert 0.9 * 0.1 * N < machine.pushed < 0.1 * N  # the rest was brought by READs
@@ -82,7 +84,7 @@ def test_misses_are_wanted_while_one_may_lead_to_a_push() -> None:
     assert planner.resident(np.arange(CHUNK_ENTRIES)).all()
     assert not planner.wants_misses
     planner.streams.announce(stream("a", [7, 8]), machine.now_s)
-    assert planner.wants_misses  # they tell where the reader is
+    assert planner.wants_misses  # they are signs of the reader
 
 
 def test_oneshot_fills_the_budget_missed_chunks_first() -> None:

@@ -141,14 +141,13 @@ def residency(at: Path) -> dict[str, int]:
 
 
 @pytest.mark.deep
-@pytest.mark.alone  # it needs its share of the processors: what is read must be dropped in time
+@pytest.mark.alone  # it needs processors: files that were read must be dropped in time
 @pytest.mark.parametrize(("policy", "memory_share"), [("on-demand", 0.0), ("oneshot", 0.9)])
 def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(
     tmp_path: Path, url: str, policy: str, memory_share: float
 ) -> None:
-    """The mount and its reader are in one group, whose limit has room for its processes, too. When
-    the reader is through, each content is in memory once, and a second epoch makes hardly any
-    request."""
+    """The mount and its reader are in one group, with room for their processes, too. After the
+    epoch, each content is in memory once, and a second epoch makes hardly any request."""
     contents_bytes = DATASET_BYTES * 3 // 2
     memory_bytes = int(contents_bytes * memory_share)
     with (
@@ -165,8 +164,8 @@ def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(
         assert store["fetched_bytes"] < 1.1 * DATASET_BYTES
 
 
-def test_what_exceeds_the_staging_area_becomes_resident_once(tmp_path: Path, url: str) -> None:
-    """With `oneshot`; the staging area is an eighth of the memory for pages."""
+def test_files_beyond_the_staging_area_become_resident_once(tmp_path: Path, url: str) -> None:
+    """With `oneshot`; the staging area is a sixteenth of the memory for pages."""
     memory_bytes = DATASET_BYTES * 3 // 2
     at = tmp_path / "mount"
     with mounting(url, at, policy="oneshot", memory_bytes=memory_bytes) as made:
@@ -180,7 +179,7 @@ def test_what_exceeds_the_staging_area_becomes_resident_once(tmp_path: Path, url
 
 
 @pytest.mark.deep
-def test_what_is_behind_the_window_of_a_plan_is_dropped_on_both_sides(tmp_path: Path) -> None:
+def test_files_behind_the_window_of_a_plan_are_dropped_on_both_sides(tmp_path: Path) -> None:
     """The memory of the mount is a tenth of the dataset. Files that a reader has passed are neither
     in the tree nor in the content file; it finds nearly all files without a request."""
     count, size, memory_bytes = 24_000, 4_096, 12 * MIB

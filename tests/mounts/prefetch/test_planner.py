@@ -120,7 +120,7 @@ def test_eight_ranks_and_a_validation_set_share_one_budget() -> None:
     assert max(machine.pushes_of.values()) <= 2  # the parts of two ranks may share a chunk
 
 
-def test_two_streams_share_what_is_pushed_for_both() -> None:
+def test_two_streams_share_their_pushes() -> None:
     """Two readers of one order, one of them 500 files behind: each file is pushed once for both."""
     order = chunk_wise(CHUNKS, 4, 5)
     machine = pushed_ahead(0.3, stream("a", order), stream("b", order))
@@ -208,7 +208,7 @@ def test_progress_that_a_reader_reports_overrides_opens_of_marker_files() -> Non
         machine.planner.streams.progress("a", N + 1, machine.now_s)
 
 
-def test_what_is_resident_is_not_fetched_ahead() -> None:
+def test_resident_files_are_not_fetched_ahead() -> None:
     planner = make_planner(N, 0.5)
     planner.streams.announce(stream("a", shuffled(1)), START_S)
     push_next(planner)
@@ -265,7 +265,7 @@ def test_files_between_workers_that_read_far_apart_are_kept() -> None:
     assert machine.misses["a"] <= 0.1 * N
 
 
-def test_a_smaller_budget_drops_what_is_farthest() -> None:
+def test_a_smaller_budget_drops_the_farthest_files() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.2, stream("a", order))
     machine.planner.memory.set_budget(int(0.05 * N * ENTRY_BYTES))
@@ -289,7 +289,7 @@ def test_names_that_the_kernel_knows_count_in_the_budget(known: int, charged: in
 
 @pytest.fixture
 def filled() -> Machine:
-    """A machine whose whole budget is filled with 32 chunks that were missed."""
+    """A machine with its budget filled by 32 chunks that were missed."""
     machine = Machine(make_planner(N, 0.1), N)
     for chunk in range(32):
         machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
@@ -300,7 +300,7 @@ def filled() -> Machine:
 
 @pytest.mark.parametrize("switches", [False, True])
 def test_the_least_valuable_are_dropped_first(filled: Machine, switches: bool) -> None:
-    """Another version takes over what is important."""
+    """Another version takes over the importances."""
     precious, twos = np.arange(512, 1_536), np.full(1_024, 2, np.float32)
     planner = filled.planner
     assert planner.importances.set(precious, twos) == 1
@@ -322,7 +322,7 @@ def test_important_entries_that_are_still_read_outlive_more_important_ones() -> 
     everything = np.arange(count, dtype=np.uint32)
     columns = Columns(np.zeros(count, np.int32), np.ones(count, np.uint32), 1)
     entries = ResidentSet(columns)
-    entries.set_importances(everything, 1 + everything.astype(np.float32))
+    entries.eviction.set_importances(everything, 1 + everything.astype(np.float32))
     entries.add(everything)
     needed = count * 3 // 4
 
@@ -334,11 +334,11 @@ def test_important_entries_that_are_still_read_outlive_more_important_ones() -> 
     assert victims.min() >= needed
     entries.victims_dropped(victims)
     rest = entries.victims(count * PAGE_BYTES, next_use)
-    assert len(rest) == count - len(victims)  # all go where all have to
+    assert len(rest) == count - len(victims)  # all go if all have to
 
 
-def test_chunks_are_worth_what_this_mount_does_not_keep() -> None:
-    """Whether entries are important, and how many of them a chunk has."""
+def test_the_value_of_a_chunk_is_that_of_the_files_that_this_mount_does_not_keep() -> None:
+    """With and without `keeps_important`."""
     chunk = np.repeat([0, 1, 2], 10)
     importance = np.where(np.arange(30) < 6, 1.0, 0.25).astype(np.float32)  # a fifth of all
     for keeps, of_first in ((True, 1.0), (False, 7.0)):
@@ -571,14 +571,14 @@ TestAnyReports = AnyReports.TestCase
 TestAnyReports.settings = examples(60, steps=40)
 
 
-# What the task's master is told of the streams: their epochs, and how far they are claimed or read
+# Reports to the task's master: the epochs of streams, and how far they are claimed or read
 
 
 def whole(*numbers: int) -> tuple[Epoch, ...]:
     return tuple(Epoch(number, np.arange(64, dtype=np.uint32)) for number in numbers)
 
 
-def test_what_is_claimed_need_not_be_fetched_again() -> None:
+def test_claimed_files_need_not_be_fetched_again() -> None:
     planner = make_planner(64, 1, chunk_entries=8)
     assert planner.views.progress_of_streams() == {}
     known = whole(3, 4)
@@ -586,13 +586,13 @@ def test_what_is_claimed_need_not_be_fetched_again() -> None:
     assert planner.views.progress_of_streams() == {"train": (known, 3, 0)}
     push = push_next(planner)
     planner.next(START_S)
-    told, epoch, position = planner.views.progress_of_streams()["train"]
-    assert (told, epoch) == (known, 3)
+    epochs, epoch, position = planner.views.progress_of_streams()["train"]
+    assert (epochs, epoch) == (known, 3)
     assert position >= len(push.entries) > 0, "before the reader has read anything"
 
 
 def test_a_reader_ahead_of_the_pushes_counts_as_far_as_it_is() -> None:
-    """A stream that nobody follows yet is not told."""
+    """A stream that nobody follows yet is not reported."""
     planner = make_planner(64, 1, chunk_entries=8)
     planner.streams.announce(Stream("list", whole(0), tentative=True), 0.0)
     planner.streams.announce(Stream("train", whole(3, 4)), 0.0)

@@ -48,7 +48,9 @@ def test_memory_is_divided_as_accesses_are_frequent() -> None:
     [(1 << 20, 1 << 19), (1 << 27, AHEAD_BYTES_MIN), (1 << 34, 1 << 30)],
     ids=["half of a small part", "at least 32 MiB", "a sixteenth of a large part"],
 )
-def test_streams_share_a_part_of_what_is_not_for_important_entries(part: int, ahead: int) -> None:
+def test_streams_share_a_part_of_the_memory_that_is_not_for_important_entries(
+    part: int, ahead: int
+) -> None:
     assert ahead_bytes(part) == ahead
 
 

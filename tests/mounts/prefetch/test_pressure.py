@@ -73,7 +73,7 @@ def forgets(mounted: LiveMount) -> int:
 
 @contextmanager
 def limited_group(limit_bytes: int) -> Iterator[ControlGroup]:
-    """A control group with so much memory."""
+    """A control group with this much memory."""
     with control_group() as group:
         if group is None:
             pytest.skip("no control group of memory can be made here")
@@ -109,7 +109,7 @@ def drop_caches() -> None:
     ("session", "policy"), [("kernel", "oneshot"), ("native", "oneshot"), ("native", "on-demand")]
 )
 def test_Z2_bytes_are_right_with_little_memory(tmp_path: Path, session: str, policy: str) -> None:
-    """Pages for which their group has no room are freed and read again. (The kernel may free inodes
+    """Pages without room in their group are freed and read again. (The kernel may free inodes
     as well; the next test makes it do so.)"""
     source = source_of_many(tmp_path)
     with (
@@ -143,7 +143,7 @@ def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: LiveMount) -
 
 
 def test_forgotten_files_are_not_believed_resident(many_files: LiveMount) -> None:
-    """A FORGET tells that the pages of a file are freed as well."""
+    """A FORGET means that the pages of a file are freed as well."""
 
     def is_resident() -> bool:
         for number in range(0, FILES, 7):

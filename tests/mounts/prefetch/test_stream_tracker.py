@@ -1,4 +1,4 @@
-"""Where the planner believes a stream's reader to be, by signs that may be another program's."""
+"""The planner's belief of a reader's position, by signs that may be another program's."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def followed(lag: int = 0) -> PrefetchPlanner:
 
 
 def first_pushed(planner: PrefetchPlanner) -> int:
-    # What READs have brought by then counts no longer.
+    # Files that READs have brought do not count as resident any more then.
     return int(next_push(planner, START_S + 2).entries.min())
 
 
@@ -34,15 +34,15 @@ def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
     assert first_pushed(planner) == 600
 
 
-def test_what_the_reader_has_passed_before_its_push_is_told() -> None:
-    """Order logs want it: READs have brought it, some of which named other files."""
+def test_files_that_the_reader_has_passed_before_their_push_are_reported() -> None:
+    """Order logs need them: READs have brought them, perhaps READs of other files."""
     planner = followed()
     planner.streams.set_logged(lambda _: False)
     for entry in range(1_400):
         planner.missed(entry, 100.1)
     first = first_pushed(planner)
-    told = np.concatenate(planner.streams.take_skipped())
-    assert np.unique(told).tolist() == [*range(first)]
+    skipped = np.concatenate(planner.streams.take_skipped())
+    assert np.unique(skipped).tolist() == [*range(first)]
     assert first >= 1_000
     assert planner.streams.take_skipped() == []
 
@@ -80,8 +80,8 @@ def test_entries_that_slower_workers_want_are_pushed() -> None:
 
 @each_row(("lag", "first"), [(0, 65), (256, 0)])
 def test_entries_that_other_workers_hold_at_the_start_are_pushed(lag: int, first: int) -> None:
-    """The stream said how far apart they read. Before its first entry, one of the second batch was
-    read; without the word of the stream, the first batch would be taken as read."""
+    """The stream says how far apart they read. An entry of the second batch is read first; without
+    that report the first batch would count as read."""
     planner = followed(lag)
     planner.missed(64, 100.1)
     assert first_pushed(planner) == first
@@ -104,7 +104,7 @@ def test_a_marker_that_a_READ_brought_counts_as_opened() -> None:
     assert planner.stats()["streams"][0]["low"] > 1_700
 
 
-def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of_this_one() -> None:
+def test_an_open_of_the_next_epochs_first_file_in_this_epoch_does_not_begin_it() -> None:
     """The file is watched for the next epoch, and opened in this one."""
     planner = make_planner(500, 2, chunk_entries=500)
     first = list(range(500))
@@ -122,8 +122,7 @@ def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of
 
 
 def test_scattered_signs_do_not_move_the_reader() -> None:
-    """Of many scattered signs, some are near each other by chance. A reader that jumps makes most
-    signs."""
+    """Some of them are near each other by chance. A reader that jumps makes most signs."""
     count = 200_000
     planner = make_planner(count, 0.1, chunk_entries=1_000)
     planner.streams.announce(stream("a", list(range(count))), 100.0)

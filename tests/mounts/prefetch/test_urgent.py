@@ -1,4 +1,4 @@
-"""Readers that follow a plan from a slow store: how long they wait in the first epoch.
+"""How long readers of a plan wait for a slow store in the first epoch.
 
 The store and the reader are simulated in virtual time. The reader needs 60 % of the store's
 bandwidth, and waits for each file until it is pushed; all files fit the memory.
@@ -50,7 +50,7 @@ def read(
     """Read an epoch. Each file of a push that is not of one chunk takes `file_s` more."""
     planner = planner_of(order, is_slow=is_slow)
     pushed, pushed_s = np.zeros(COUNT, np.int64), np.full(COUNT, np.inf)
-    now_s = told_s = reader_s = 0.0  # `reader_s`: when the reader has read the last file
+    now_s = reported_s = reader_s = 0.0  # `reader_s`: when the reader has read the last file
     position = 0
     while position < COUNT:
         decision = planner.next(now_s)
@@ -71,8 +71,8 @@ def read(
         while position < COUNT and max(reader_s, pushed_s[order[position]]) <= now_s:
             reader_s = max(reader_s, pushed_s[order[position]]) + 1 / rate
             position += 1
-        if now_s >= told_s + TICK_S:
-            told_s = now_s
+        if now_s >= reported_s + TICK_S:
+            reported_s = now_s
             planner.streams.progress("a", position, now_s)
     return Outcome(reader_s, pushed)
 
@@ -120,7 +120,7 @@ def test_the_next_epoch_is_not_urgent_before_the_reader_comes_to_it() -> None:
     assert next_push(planner, 0.0).is_urgent
 
 
-def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> None:
+def test_a_loop_behind_its_workers_moves_nothing_back() -> None:
     """The workers have read some batches that the loop has not received."""
     order = some_chunk_wise(10)
     planner = planner_of(order, lag=512, is_slow=False)

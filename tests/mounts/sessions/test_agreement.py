@@ -1,6 +1,6 @@
 """All sessions, and ext4, over the same trees: the result or errno of each call must be the same.
 
-The device number may differ (st_dev, f_fsid), and what `PAIRS` names.
+The device number may differ (st_dev, f_fsid), and the results that `PAIRS` names.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ def make_tree(root: Path, seed: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """One tree: its source; and by name, where it is mounted by a session, and as ext4."""
+    """One tree: its source, and its mount points, by the session's name or `ext4`."""
 
     source: Path
     at: Mapping[str, Path]
@@ -89,10 +89,7 @@ class Trees:
         return self.at[names[0]], self.at[names[1]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=fast_first(SEEDS),
-)
+@pytest.fixture(scope="module", params=fast_first(SEEDS))
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trees]:
@@ -175,7 +172,8 @@ def listed(path: bytes) -> object:
 
 
 def raw_listed(room_bytes: int) -> Call:
-    """getdents64(2) with a buffer of this size: inode numbers, offsets, types, names."""
+    """The answers of getdents64(2) with a buffer of this size: inode numbers, offsets, types,
+    names."""
 
     def work(descriptor: int) -> object:
         room = ctypes.create_string_buffer(room_bytes)
@@ -241,10 +239,10 @@ CALLS: dict[str, Call] = {
 }
 
 
-# What differs: SEMANTICS.md has the list, and `test_differences.py` the tests.
+# The differences: SEMANTICS.md has the list, and `test_differences.py` the tests.
 
 Known = Callable[[object, bool], object]
-"""What is left of an outcome, of a folder or not, without what may differ."""
+"""Takes an outcome, and whether it is a folder's, and leaves out the parts that may differ."""
 
 
 def nothing(outcome: object, is_folder: bool) -> object:
@@ -317,7 +315,7 @@ def whole(outcome: object, is_folder: bool) -> object:
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @each_row("name", sorted(CALLS))
 def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[str, str]) -> None:
-    """On each path of the tree: values, order, errno; but for the known differences."""
+    """Values, order and errno agree on each path of the tree, but for the known differences."""
     noise = random.Random(name)
     below = paths_below(trees.source)
     paths = [path for path in below if not path.startswith(b"large/")]
@@ -340,8 +338,8 @@ def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[st
 @pytest.mark.parametrize("pair", [("kernel", "pyfuse3"), ("kernel", "native")], ids=" and ".join)
 @each_row("room_bytes", [300, 1024, 4096, 65_536])
 def test_folders_are_listed_alike(trees: Trees, room_bytes: int, pair: tuple[str, str]) -> None:
-    """Entries, their types, and, but for native mounts, inode numbers and offsets agree, also
-    across the parts of a large folder."""
+    """Entries, types, and, but for native mounts, inode numbers and offsets agree, also across the
+    parts of a large folder."""
     top = os.fsencode(trees.source)
     folders = [
         path
@@ -420,10 +418,11 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
         )  # in a native mount some are read ahead, too
 
 
-def test_auto_falls_back_where_the_kernel_lacks_something(
+def test_auto_falls_back_if_the_kernel_lacks_something(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pyfuse3 session serves then, the log says why, and no other mount is left below."""
+    """The pyfuse3 session serves then, the log gives the reason, and no other mount is left
+    below."""
     monkeypatch.setenv(LACKING, str(int(Flag.NO_OPENDIR_SUPPORT)))
     with mounting(source, tmp_path / "mount", "auto") as mounted:
         assert stats(mounted.at)["session"] == "pyfuse3"

@@ -1,7 +1,7 @@
-"""Damaged entries, lost stores, killed readers: only reads of what is lost fail, and others are
+"""Damaged entries, lost stores, killed readers: only reads of lost bytes fail, and others are
 right.
 
-The datasets are real ones, whose chunks the tests damage on the disk.
+The datasets are real ones; the tests damage their chunks on the disk.
 """
 
 import errno
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import pytest
 
 from diesel_fs.mounts import MountRequest, stats
 from tests.mounts.conftest import mounting
-from tests.mounts.observed import figures, mounted, noise, put, state_of, waiting_reads
+from tests.mounts.observed import figures, mounted, noise, put, waiting_reads
+from tests.processes import open_files, state_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
@@ -33,13 +34,10 @@ DAMAGED = "17"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A dataset, its contents by name, and the folder of its store."""
-
     contents: dict[str, bytes]
     store: Path
 
     def place(self, content: bytes) -> tuple[Path, int]:
-        """The chunk in which these bytes lie, and where."""
         for path in self.store.glob("datasets/*/chunks/*/*"):
             if (at := path.read_bytes().find(content)) >= 0:
                 return path, at
@@ -47,7 +45,8 @@ class Stored:
 
     @contextmanager
     def damaged(self, content: bytes) -> Iterator[str]:
-        """Flips some bytes of this content in its chunk, whose name it gives; mends them again."""
+        """Flip some bytes of this content in its chunk, yield the chunk's name, and mend them at
+        the end."""
         path, at = self.place(content)
         whole = path.read_bytes()
         middle = at + len(content) // 2
@@ -60,7 +59,7 @@ class Stored:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a chunk, which a reader may have mapped, in the place of the one that was there."""
+    """Replace a chunk, which a reader may have mapped, by a new file."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.rename(path)
@@ -139,7 +138,6 @@ def test_a_damaged_entry_is_EIO_and_its_neighbours_are_whole(
 def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
     stored: Stored, session: str, tmp_path: Path
 ) -> None:
-    """When the store is mended, the entry can be read again."""
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         with stored.damaged(stored.contents[DAMAGED]):
             command = [sys.executable, "-I", "-S", "-c", MAP, str(at / DAMAGED)]
@@ -156,8 +154,9 @@ def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
 
 
 def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
-    """Also right after the failure, and where a read crosses the boundary it gets all until it. The
-    kernel repeats READs that failed, page by page; the store is not asked each time."""
+    """They can be read right after the failure. A read that crosses the boundary gets all bytes up
+    to it. The kernel repeats READs that failed, page by page; not each of them reaches the
+    store."""
     content = stored.contents["large"]
     with (
         stored.damaged(content[5_000_000:5_000_300]),
@@ -177,7 +176,7 @@ def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_
         assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
 
 
-def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
+def test_read_contents_outlive_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
     away = stored.store.with_name("away")
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         assert (at / "00").read_bytes() == stored.contents["00"]
@@ -195,16 +194,7 @@ def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path
         wait_until(lambda: read_or_errno(at / "large") == stored.contents["large"])
 
 
-def open_files(pid: int) -> list[str]:
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile: the program still starts
-            found.append(os.readlink(each))
-    return found
-
-
 def started_reader(command: list[str], path: Path) -> subprocess.Popen[bytes]:
-    """A reader that has the file open, and waits for its content."""
     started = subprocess.Popen(command, stdout=subprocess.PIPE)
     wait_until(lambda: str(path) in open_files(started.pid))
     wait_until(lambda: state_of(started.pid) in "DS")
@@ -219,7 +209,7 @@ def kill(reader: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("program", [READ, MAP], ids=["read", "map"])
 @pytest.mark.parametrize("size", [3000, 300_000])
-def test_readers_killed_in_a_read_leave_no_zeros(
+def test_killed_readers_leave_no_zeros(
     session: str, tmp_path: Path, program: str, size: int
 ) -> None:
     """Others that wait for the same pages, and later ones, get the right bytes."""

@@ -1,4 +1,4 @@
-"""What differs in a native mount: each line of the table in SEMANTICS.md, beside a FUSE mount.
+"""The differences of a native mount: each line of the table in SEMANTICS.md, beside a FUSE mount.
 
 Contents, kinds, names, sizes, times and modes do not differ (`test_agreement.py`).
 """
@@ -26,7 +26,6 @@ FILES = 50
 
 @pytest.fixture(scope="module")
 def fuse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMount]:
-    """A mount by the kernel session."""
     source = tmp_path_factory.mktemp("both") / "source"
     (source / "folder").mkdir(parents=True)
     for number in range(FILES):
@@ -39,7 +38,6 @@ def fuse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMount]:
 
 @pytest.fixture(scope="module")
 def native(fuse: LiveMount) -> Iterator[LiveMount]:
-    """A native mount of the same folder."""
     with mounting(fuse.source, fuse.at.parent / "native", "native", allow_other=True) as mounted:
         yield mounted
 
@@ -65,8 +63,8 @@ def all_below(at: Path) -> list[Path]:
 
 
 def test_inode_numbers(fuse: LiveMount, native: LiveMount) -> None:
-    """By FUSE, an entry's is its index + 1. By EROFS it is another number that is as unique, the
-    same in listings and attributes and after each mount."""
+    """By FUSE, an entry's is its index + 1. By EROFS it is another unique number, the same in
+    listings and attributes and after each mount."""
     numbers = [path.lstat().st_ino for path in all_below(native.at)]
     assert len(set(numbers)) == len(numbers)
     assert min(numbers) > 0
@@ -93,8 +91,8 @@ def test_sizes_and_blocks(fuse: LiveMount, native: LiveMount) -> None:
 
 
 def test_statfs(fuse: LiveMount, native: LiveMount) -> None:
-    """EROFS counts the blocks of contents, each file's rounded up, and of the tree; it does not say
-    how many inodes there are. The type differs, too."""
+    """EROFS counts the blocks of contents, each file's rounded up, and of the tree, and no inodes.
+    The type differs, too."""
     shown, by_fuse = os.statvfs(native.at), os.statvfs(fuse.at)
     whole = sum(-(-path.lstat().st_size // 4096) for path in all_below(fuse.at) if path.is_file())
     assert by_fuse.f_blocks <= whole <= shown.f_blocks <= whole + 100
@@ -103,7 +101,7 @@ def test_statfs(fuse: LiveMount, native: LiveMount) -> None:
 
 
 def test_extended_attributes(fuse: LiveMount, native: LiveMount) -> None:
-    """There are none; EROFS says so as ext4 does, and FUSE that they are not supported."""
+    """There are none. EROFS answers as ext4 does; FUSE answers that they are not supported."""
     assert os.listxattr(native.at / "folder/000") == []
     assert errno_of(lambda: os.getxattr(native.at / "folder/000", "user.x")) == "ENODATA"
     acl = "system.posix_acl_access"
@@ -125,8 +123,8 @@ def test_direct_reads(fuse: LiveMount, native: LiveMount) -> None:
     assert errno_of(lambda: on_file(native.at / "folder/000", read, flags)) == "EINVAL"
 
 
-def test_fsync_of_what_cannot_be_written(fuse: LiveMount, native: LiveMount) -> None:
-    """fsync of a file or folder is EINVAL, as of a pipe."""
+def test_fsync_of_a_read_only_file(fuse: LiveMount, native: LiveMount) -> None:
+    """In a native mount, fsync of a file or folder is EINVAL, as of a pipe."""
     for name in ("folder/000", "folder"):
         on_file(fuse.at / name, os.fsync)
         on_file(fuse.at / name, os.fdatasync)
@@ -166,10 +164,10 @@ def test_seeking_in_a_folder(fuse: LiveMount, native: LiveMount) -> None:
     assert on_file(native.at / "folder", at_end) == (native.at / "folder").stat().st_size
 
 
-def test_what_the_statistics_count(fuse: LiveMount, native: LiveMount) -> None:
+def test_requests_that_the_statistics_count(fuse: LiveMount, native: LiveMount) -> None:
     """Look-ups, attributes, listings and opens reach no process of a native mount."""
 
-    def asked(mounted: LiveMount) -> int:
+    def requests(mounted: LiveMount) -> int:
         before, own = (figures(fresh_stats(mounted), "requests") for _ in range(2))
         for path in all_below(mounted.at):
             assert not path.with_name(f"no {path.name}").exists()
@@ -178,5 +176,5 @@ def test_what_the_statistics_count(fuse: LiveMount, native: LiveMount) -> None:
         kinds = ("lookup", "getattr", "readdirplus")
         return sum(after.get(k, 0) - 2 * own.get(k, 0) + before.get(k, 0) for k in kinds)
 
-    assert asked(native) == 0
-    assert asked(fuse) > FILES
+    assert requests(native) == 0
+    assert requests(fuse) > FILES

@@ -15,6 +15,7 @@ from diesel_fs.mounts import stats
 from tests.mounts.conftest import mounting
 from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import current_stats, figures
+from tests.processes import resident_bytes
 from tests.tiers import fast_first
 
 pytestmark = pytest.mark.fuse
@@ -44,7 +45,6 @@ class Folder:
         self._stream = ctypes.c_void_p(libc.fdopendir(os.open(path, os.O_RDONLY)))
 
     def read(self) -> bytes:
-        """The next name; the empty one at the end."""
         found = libc.readdir(self._stream)
         return bytes(found.contents.name) if found else b""
 
@@ -61,7 +61,6 @@ class Folder:
         libc.closedir(self._stream)
 
     def rest(self) -> list[bytes]:
-        """All names from here on."""
         return list(iter(self.read, b""))
 
 
@@ -69,14 +68,13 @@ FIRST_REQUESTS_MAX = 5
 """Requests before the first name is there. The whole listing takes many times as many."""
 
 SERVER_BYTES_MAX = 32 << 20
-"""Memory that listings may add to the server. To keep a million names would take 50 MB or more."""
+"""Memory that listings may add to the server. Keeping a million names would take 50 MB or more."""
 
 
 @pytest.fixture(scope="module", params=fast_first([100_000, 1_000_000]))
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, session: str
 ) -> Iterator[tuple[Path, list[bytes]]]:
-    """A folder of so many entries, without files behind them, and their names."""
     base, count = tmp_path_factory.mktemp("many"), request.param
     (base / "source").mkdir()
     with mounting(base / "source", base / "mount", session, dataset=f"{MANY}{count}") as mounted:
@@ -88,19 +86,13 @@ def listing_requests(at: Path) -> int:
     return sum(count for name, count in counts.items() if "readdir" in name.lower())
 
 
-def memory_bytes(pid: int) -> int:
-    """The memory of a process, without what it maps of files."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) << 10
-
-
 def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], session: str) -> None:
-    """The first ones come at once, and the server keeps no memory for them; that of a native mount
-    is not asked. Positions of telldir stay valid, in the same stream and in another."""
+    """The first ones come at once, and the server keeps no memory for them, except in a native
+    mount. Positions of telldir stay valid, in the same stream and in another."""
     at, inside = many
     names = [b".", b"..", *inside]
     server = figures(stats(at.parent))["server_pid"]
-    before, before_bytes = listing_requests(at.parent), memory_bytes(server)
+    before, before_bytes = listing_requests(at.parent), resident_bytes(server)
     with os.scandir(at) as entries:
         next(entries)
     first = listing_requests(at.parent) - before
@@ -111,11 +103,11 @@ def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], se
         found.append(name)
         places.append(folder.tell())
     assert found == names
-    asked = listing_requests(at.parent) - before
+    requests = listing_requests(at.parent) - before
     if session == "native":
-        assert asked == 0
+        assert requests == 0
     elif session == "kernel":
-        assert 0 < first <= FIRST_REQUESTS_MAX < asked / 4
+        assert 0 < first <= FIRST_REQUESTS_MAX < requests / 4
     noise = random.Random(1)
     for place in [0, 1, 2, 1023, len(names) - 1, len(names), *noise.sample(range(len(names)), 200)]:
         for each in (folder, other):
@@ -125,11 +117,11 @@ def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], se
         each.rewind()
         assert each.rest() == names
         each.close()
-    assert memory_bytes(server) - before_bytes < SERVER_BYTES_MAX
+    assert resident_bytes(server) - before_bytes < SERVER_BYTES_MAX
 
 
 def test_H8_readers_at_once_get_all_entries(many: tuple[Path, list[bytes]]) -> None:
-    """At different positions of one folder, and by `ls`."""
+    """They read one folder at different positions, and by `ls`."""
     at, inside = many
     one, two = Folder(at), Folder(at)
     found: tuple[list[bytes], list[bytes]] = ([], [])

@@ -1,7 +1,7 @@
-"""From where the kernel reads a native mount: from files, through FUSE, or from loop devices.
+"""Where the kernel reads a native mount from: files, files through FUSE, or loop devices.
 
-The ways are chosen by what the kernel can do, so the tests let the mount's daemon meet other
-kernels (`other_kernels.py`).
+The mount chooses by the kernel's abilities, so the tests let its daemon meet other kernels
+(`other_kernels.py`).
 """
 
 import os
@@ -30,7 +30,7 @@ ROOT_FILE = "memfd:diesel-root (deleted)"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Images of their own, and loop devices that no other test uses meanwhile."""
+    """Images of its own, and no other test uses loop devices meanwhile."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with only_user_of_loop_devices():
@@ -53,7 +53,7 @@ def loops() -> list[str]:
     return [
         name
         for name in files_of_loop_devices()
-        # The image of this dataset has a name that begins so.
+        # The name of this dataset's image begins so.
         if name == ROOT_FILE or name.startswith(("content-", IDENTITY_PREFIX))
     ]
 
@@ -67,11 +67,11 @@ def assert_same(source: Path, shown: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["", "no-file-mounts", "zeros"])
-def test_the_tree_is_the_same_whatever_the_kernel_reads_it_from(
+def test_the_tree_is_the_same_on_files_and_on_loop_devices(
     kernel: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loop devices are used only where files cannot be, and end with the mount; `.diesel` stays
-    hidden, and the source is the dataset."""
+    """Loop devices are used only if files cannot be, and end with the mount; `.diesel` stays
+    hidden, and the mount's source is the dataset."""
     monkeypatch.setenv(KERNEL, kernel)
     with mounting(source, tmp_path / "mount", "native") as mounted:
         assert len(loops()) == (3 if kernel else 0)
@@ -104,10 +104,10 @@ def test_an_image_on_tmpfs_is_read_through_the_mount(
         ("zeros no-loop-devices", "shows zeros"),
     ],
 )
-def test_a_kernel_that_cannot_have_native_mounts_is_told_of(
+def test_a_kernel_without_native_mounts_gives_an_error(
     kernel: str, words: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mount fails with the reason, and leaves nothing behind."""
+    """The error has the reason, and nothing is left mounted."""
     monkeypatch.setenv(KERNEL, kernel)
     at = tmp_path / "mount"
     with pytest.raises(PermissionDenied, match=words) as caught:
@@ -120,7 +120,6 @@ def test_a_kernel_that_cannot_have_native_mounts_is_told_of(
 def test_loop_devices_end_with_a_mount_whose_processes_were_killed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`umount` of the dead mount frees them."""
     monkeypatch.setenv(KERNEL, "no-file-mounts")
     with mounting(source, tmp_path / "mount", "native") as mounted:
         for pid in Processes.of(mounted.at)[:2]:

@@ -1,5 +1,5 @@
-"""What a native mount does when its server stops or dies, or its image is spoilt: nobody hangs,
-resident files stay readable, and the kernel has nothing to complain of.
+"""A native mount whose server stops or dies, or whose image is spoilt: no reader hangs, resident
+files stay readable, and the kernel logs no complaint.
 
 Files are *resident* when they lie in the kernel's page cache.
 """
@@ -24,7 +24,7 @@ from tests.mounts.folder_daemon import WATCHDOG
 from tests.mounts.observed import Processes, locked_in_memory, log_of, noise, waiting_reads
 from tests.waiting import wait_until
 
-# They listen to the kernel's log
+# These tests read the kernel's log.
 pytestmark = [pytest.mark.deep, pytest.mark.fuse, pytest.mark.alone]
 
 FILES = 1500
@@ -32,8 +32,8 @@ FILE_BYTES = 20_000
 RESIDENT = range(50)
 CALL_S = 30.0  # no call may take longer; those that hang are killed
 
-# Calls each function on each path, and prints the errno, or "" where it succeeded. A spoilt image
-# may tell any size of a file, so that a read to its end would take minutes.
+# Calls each function on each path, and prints the errno, or "" for success. A spoilt image may give
+# a file any size, so that a read to its end would take minutes.
 TRY = f"""if True:
     import errno, json, os, sys
     def read(path):
@@ -68,7 +68,6 @@ def path_of(mounted: LiveMount, number: int) -> Path:
 
 
 def read_resident(mounted: LiveMount) -> None:
-    """Reads the files that shall be resident, or checks that they can be read."""
     for number in RESIDENT:
         assert path_of(mounted, number).read_bytes() == content_of(number)
 
@@ -78,7 +77,6 @@ def resident_paths(mounted: LiveMount) -> list[Path]:
 
 
 def outcomes(*calls: tuple[str, Path]) -> list[str]:
-    """The errno of each call, by a process of its own, which must end in time."""
     arguments = json.dumps([(name, str(path)) for name, path in calls])
     command = [sys.executable, "-I", "-S", "-c", TRY, arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=CALL_S)
@@ -89,7 +87,7 @@ def outcomes(*calls: tuple[str, Path]) -> list[str]:
 def unpushed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[LiveMount, int]]:
-    """A native mount with some resident files, and its server, which may not answer for 3 s."""
+    """A native mount with some resident files, whose server may not answer for 3 s."""
     monkeypatch.setenv(WATCHDOG, "3")
     with mounting(source, tmp_path / "mount", "native", memory_bytes=1) as mounted:
         read_resident(mounted)
@@ -97,7 +95,8 @@ def unpushed(
 
 
 def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount, int]) -> None:
-    """And everything that the tree says. Others get an error when the watchdog has ended it."""
+    """The tree stays readable, too. Other reads get an error when the watchdog has ended the
+    server."""
     mounted, server = unpushed
     with silence(), locked_in_memory(*resident_paths(mounted)):
         os.kill(server, signal.SIGSTOP)
@@ -112,10 +111,8 @@ def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount,
 
 
 @pytest.mark.parametrize("victim", ["server", "supervisor", "all"])
-def test_resident_files_stay_readable_when_processes_are_killed(
-    unpushed: tuple[LiveMount, int], victim: str
-) -> None:
-    """Other reads fail at once, also those that wait, and mounting there again works."""
+def test_resident_files_outlive_the_processes(unpushed: tuple[LiveMount, int], victim: str) -> None:
+    """Other reads, also waiting ones, fail at once, and mounting there again works."""
     mounted, server = unpushed
     pids = {"server": [server], "supervisor": [mounted.pid], "all": [mounted.pid, server]}[victim]
     with silence():
@@ -145,8 +142,8 @@ def kept_image() -> Path:
 
 
 @pytest.mark.parametrize("spoil", ["truncated", "overwritten", "removed"])
-def test_a_spoilt_image_hangs_nobody(unpushed: tuple[LiveMount, int], spoil: str) -> None:
-    """Only its owner can write to it. Calls succeed or fail; the mount can be ended, and another
+def test_a_spoilt_image_hangs_no_reader(unpushed: tuple[LiveMount, int], spoil: str) -> None:
+    """Only its owner can write to it. Calls succeed or fail; the mount can be ended, and the next
     one gets a new image."""
     mounted, _ = unpushed
     image = kept_image()

@@ -37,7 +37,7 @@ READ = struct.Struct("<QQII16x")
 """The body of a READ or READDIRPLUS: a handle, the offset, the size and flags."""
 
 UNANSWERED = {Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT}
-# Entries of the dataset (1 is its root), `.diesel` (HIDDEN_ROOT), and numbers that are no nodes.
+# Entries of the dataset (1 is its root), `.diesel` (HIDDEN_ROOT), and numbers of no node.
 NODES = [0, 1, 2, 3, 4, 5, 99, HIDDEN_ROOT, HIDDEN_ROOT + 1, HIDDEN_ROOT + 9, (1 << 64) - 1]
 PARSERS: list[Callable[[memoryview], object]] = [
     protocol.parse_header,
@@ -86,7 +86,7 @@ class Device:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Device"]:
-        """Meanwhile the session serves; fails where it has ended."""
+        """Run the session meanwhile; fails if it has ended."""
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.session.serve, lambda: None)
@@ -107,7 +107,7 @@ class Device:
         return unique, -error, found[OUT_HEADER.size :]
 
     async def ask(self, op: int, node: int, body: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request. Returns the errno and content of the reply to it."""
+        """Send a request. Returns the errno and content of its reply."""
         unique = next(self._unique)
         await self.send(message(op, unique, node, body))
         number, error, content = await self.reply()
@@ -125,7 +125,6 @@ class Device:
 
 @pytest.fixture
 async def device(source: Path) -> AsyncIterator[Device]:
-    """A session over a small folder; its log of the bad requests is not shown."""
     (source / "link").symlink_to("a")
     (source / "folder").mkdir()
     logging.disable(logging.CRITICAL)
@@ -135,7 +134,7 @@ async def device(source: Path) -> AsyncIterator[Device]:
 
 
 async def test_every_request_gets_one_reply(device: Device) -> None:
-    """With every opcode, known or not, any node, and a random body."""
+    """It may have any opcode, known or not, any node, and a random body."""
     noise = random.Random(1)
     for op in [*range(61), 4096, (1 << 32) - 1] * 3:
         for node in NODES:
@@ -157,8 +156,8 @@ async def test_a_lookup_of_a_random_name_gives_an_entry_or_an_error(device: Devi
     assert await device.is_alive()
 
 
-async def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, source: Path) -> None:
-    """At any offset of any node; a longer reply than asked for would be rejected by the kernel."""
+async def test_a_read_gives_the_requested_bytes_up_to_the_end(device: Device, source: Path) -> None:
+    """The kernel would reject a longer reply."""
     noise = random.Random(3)
     edges = [0, 1, 4095, 4096, 4999, 5000, 5001, 1 << 20, (1 << 63) - 1, (1 << 64) - 1]
     content = (source / "a").read_bytes()
@@ -174,7 +173,7 @@ async def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, sou
 
 
 async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
-    """So the mount counts it; what comes after that is its own work."""
+    """The mount counts this wait as the worker's; the time after it is its own work."""
     status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
     device.session.attach_worker(lambda _: None, lambda _: None, status)
     file = await device.node_of(b"a")
@@ -188,7 +187,6 @@ async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device)
 
 
 async def test_garbage_is_dropped(device: Device) -> None:
-    """Bytes that are no request get no reply."""
     noise = random.Random(4)
     for _ in range(500):
         await device.send(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
@@ -198,8 +196,8 @@ async def test_garbage_is_dropped(device: Device) -> None:
 async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it gets EINTR, once and at once; also where a signal that it handles came before. Other
-    readers of the same bytes go on waiting, whatever signals come."""
+    """Then it gets EINTR, once and at once, even after an earlier signal that it handles. Other
+    readers of the same bytes go on waiting."""
     (source / "wait").write_bytes(b"w" * 5000)
     killed = {101}
     monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.was_killed", killed.__contains__)
@@ -222,7 +220,7 @@ async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
         assert replies == [(1005, 0, b"w" * 4096), (1007, 0, b"w" * 4096)]
 
 
-async def test_a_reply_that_the_kernel_rejects_becomes_EIO(
+async def test_a_rejected_reply_becomes_EIO(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a reply is a bug; the request fails, and the session goes on."""

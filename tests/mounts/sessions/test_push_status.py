@@ -52,9 +52,9 @@ def test_the_worker_leaves_out_entries_whose_READ_is_held() -> None:
 
 
 def test_a_READ_of_an_entry_that_is_being_stored_is_not_held() -> None:
-    """Else both would wait: the worker waits for the page that the READ has locked."""
+    """Otherwise both would wait: the worker waits for the page that the READ has locked."""
     server, worker = both_sides()
-    assert not server.try_hold(4)  # it is not soon
+    assert not server.try_hold(4)  # not marked as soon
     worker.mark_soon(np.array([4, 5], np.uint32))
     worker.mark_now(np.array([4]))
     assert not server.try_hold(4)
@@ -69,7 +69,7 @@ def test_a_number_that_is_no_entry_is_never_held() -> None:
     assert [server.try_hold(entry) for entry in (-1, 1000, 1 << 62)] == [False] * 3
 
 
-def test_few_of_many_misses_are_reported_where_the_worker_wants_few() -> None:
+def test_few_of_many_misses_are_reported_if_the_worker_wants_few() -> None:
     server, worker = both_sides()
     assert all(server.takes_miss() for _ in range(1000))
     worker.set_wants_all_misses(each_miss=False)
@@ -83,9 +83,8 @@ def test_few_of_many_misses_are_reported_where_the_worker_wants_few() -> None:
 
 
 def held_s(steps: int, *, pushed_at: int = 1000) -> float:
-    """How long a READ is held, in virtual seconds, while the worker makes progress for so many half
-    steps; after `pushed_at` of them it has pushed the entry.
-    """
+    """How long a READ is held, in virtual seconds, while the worker makes progress `steps` times.
+    At step `pushed_at` it has pushed the entry."""
     server, worker = both_sides()
     worker.mark_soon(np.array([7], np.uint32))
 
@@ -108,7 +107,8 @@ def held_s(steps: int, *, pushed_at: int = 1000) -> float:
 
 
 def test_a_READ_is_held_while_the_worker_makes_progress() -> None:
-    """For some steps where there is no progress; never longer than some milliseconds."""
+    """Without progress it is held for some steps. It is never held longer than some
+    milliseconds."""
     assert abs(held_s(0) - STILL_STEPS * HOLD_STEP_S) < 1e-9
     assert STILL_STEPS * HOLD_STEP_S < held_s(3) < HOLD_STEPS * HOLD_STEP_S
     assert abs(held_s(200) - HOLD_STEPS * HOLD_STEP_S) < 1e-9

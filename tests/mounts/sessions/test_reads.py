@@ -35,7 +35,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[L
 
 
 def deadline_of(session: str) -> float:
-    """In a native mount a READ of several files fails earlier, and the file is asked for again."""
+    """The read deadline. In a native mount a READ of several files fails earlier, and the kernel
+    requests the file again."""
     return 2.0 if session == "native" else 1.0
 
 
@@ -60,8 +61,7 @@ def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: st
 
 
 @each_row(
-    "fault",
-    "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split(),
+    "fault", "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split()
 )
 @pytest.mark.only_session("kernel", "pyfuse3")
 def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, fault: str) -> None:
@@ -98,7 +98,8 @@ def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, sess
     assert 0.9 * deadline_s < waited_s < most * deadline_s, "the reader waited for two deadlines"
 
     def is_logged() -> bool:
-        """The line may be left out, after so many of its kind; a later one is not."""
+        """Whether such a line is logged. After some of a kind, lines may be left out, but later
+        ones are not."""
         if f"no answer within {deadline_s:g} s" in log_of(faulty):
             return True
         assert errno_of(faulty.at / "wait0") == errno.EIO
@@ -136,12 +137,9 @@ INTERRUPTED = """if True:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGCHLD, signal.SIGSTOP])
 @pytest.mark.only_session("kernel", "native")
-def test_a_signal_that_kills_no_reader_fails_no_read(
-    tmp_path: Path, session: str, number: signal.Signals
-) -> None:
-    """The store is slow, and the signals come while the kernel waits for a READ of the reader's
-    own, in which it tells the mount of them. They may also stop the reader for a while.
-    """
+def test_handled_signals_fail_no_read(tmp_path: Path, session: str, number: signal.Signals) -> None:
+    """The store is slow, and the signals come while the kernel waits for a READ of the reader's own
+    and reports them to the mount. They may also stop the reader for a while."""
     source = tmp_path / "source"
     source.mkdir()
     # A READ ahead fails first: in a native mount that of several files, else the first of the file.

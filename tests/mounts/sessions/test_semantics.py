@@ -34,10 +34,9 @@ def everything_below(root: Path) -> Iterator[str]:
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def test_all_that_is_shown_is_that_of_the_source(tree: LiveMount, session: str) -> None:
+def test_a_mount_shows_the_source(tree: LiveMount, session: str) -> None:
     """Each path has the bytes, size, mode, mtime and link target that were put. The root folder of
-    a native mount without --allow-other has the mode that keeps other users out.
-    """
+    a native mount without --allow-other has the mode that keeps other users out."""
     paths = sorted(everything_below(tree.at))
     assert paths == sorted(everything_below(tree.source))
     assert len(paths) > len(ODD_NAMES) + 10
@@ -53,8 +52,8 @@ def test_all_that_is_shown_is_that_of_the_source(tree: LiveMount, session: str) 
             assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
 
 
-def test_cp_and_tar_take_all_of_a_mount(tree: LiveMount, tmp_path: Path) -> None:
-    """And no hidden folder."""
+def test_cp_and_tar_copy_a_whole_mount(tree: LiveMount, tmp_path: Path) -> None:
+    """They find no hidden folder."""
     subprocess.run(["cp", "-a", f"{tree.at}/.", tmp_path / "copy"], check=True)
     subprocess.run(["diff", "-r", "--no-dereference", tree.source, tmp_path / "copy"], check=True)
     assert not (tmp_path / "copy" / ".diesel").exists()
@@ -65,7 +64,7 @@ def test_cp_and_tar_take_all_of_a_mount(tree: LiveMount, tmp_path: Path) -> None
 
 @each_row("name", ODD_NAMES)
 def test_H10_names_are_bytes(tree: LiveMount, name: bytes) -> None:
-    """A name is a string of 1 to 255 bytes other than NUL and `/`; nothing folds or decodes it."""
+    """A name is 1 to 255 bytes other than NUL and `/`; nothing folds or decodes it."""
     folder = os.path.join(os.fsencode(tree.at), b"odd")
     with open(os.path.join(folder, name), "rb") as file:
         assert file.read() == b"content %d" % ODD_NAMES.index(name)
@@ -90,8 +89,8 @@ def test_a_path_below_a_file_is_no_folder(tree: LiveMount) -> None:
 
 
 def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None:
-    """The kernel keeps the reply that a name does not exist. In a native mount it needs none. The
-    statistics themselves may be looked up at any time, so the least of three turns counts."""
+    """The kernel keeps the reply that a name does not exist. In a native mount it sends no request.
+    The statistics themselves may be looked up at any time, so the least of three turns counts."""
     own = requests_of_statistics(tree)
     lookups = []
     for turn in range(3):
@@ -103,13 +102,12 @@ def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None
 
 
 def requests(mounted: LiveMount) -> Counter[str]:
-    """How many requests of each kind have come, without FORGET, which comes at any time."""
+    """The number of requests of each kind, without FORGET, which comes at any time."""
     counted = figures(fresh_stats(mounted), "requests")
     return Counter({name: n for name, n in counted.items() if "forget" not in name})
 
 
 def requests_of_statistics(mounted: LiveMount) -> Counter[str]:
-    """How many requests `requests` itself costs."""
     before = requests(mounted)
     return requests(mounted) - before
 
@@ -175,12 +173,12 @@ def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
     assert (tree.at / "empty").stat().st_size == 0
-    assert requests(tree)["read"] - before["read"] == 1  # of the statistics
+    assert requests(tree)["read"] - before["read"] == 1  # those for the statistics
 
 
 def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount, session: str) -> None:
     """Programs run, locks work, extended attributes are not supported. (`test_differences.py` has
-    what differs in a native mount.)"""
+    the differences of a native mount.)"""
     assert subprocess.run([tree.at / "program"], check=True, capture_output=True).stdout == b"ran\n"
     with open(tree.at / "page", "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -210,7 +208,6 @@ _FIEMAP = struct.Struct("=QQLLLL")  # start, length, flags, extents found, room 
 
 
 def answer(call: Callable[P, object], *args: P.args, **named: P.kwargs) -> object:
-    """What a call returns, or the name of its errno."""
     try:
         return call(*args, **named)
     except OSError as error:
@@ -218,18 +215,16 @@ def answer(call: Callable[P, object], *args: P.args, **named: P.kwargs) -> objec
 
 
 @each_row("name", ["sparse", "page"])
-def test_H13_rare_calls_are_refused_or_give_what_is_true(
-    tree: LiveMount, session: str, name: str
-) -> None:
+def test_H13_rare_calls_are_refused_or_right(tree: LiveMount, session: str, name: str) -> None:
     """RWF_NOWAIT is refused, whether the kernel has the pages or not; holes are data (zeros) and
-    count as blocks; and nobody is told where bytes lie, except within a native mount."""
+    count as blocks; no call reveals where bytes lie, except within a native mount."""
     with (tree.at / name).open("rb", buffering=0) as file:
         opened, room = file.fileno(), [bytearray(4096)]
         assert answer(os.preadv, opened, room, 0, os.RWF_NOWAIT) == "ENOTSUP"
         assert file.read() == (tree.source / name).read_bytes()
         assert answer(os.preadv, opened, room, 0, os.RWF_NOWAIT) == "ENOTSUP"
         size = os.fstat(opened).st_size
-        assert size == os.fstat(opened).st_blocks * 512  # it is dense, whatever the source had
+        assert size == os.fstat(opened).st_blocks * 512  # dense, even if the source has holes
         for offset in (0, 1, size - 1):
             assert os.lseek(opened, offset, os.SEEK_DATA) == offset
             assert os.lseek(opened, offset, os.SEEK_HOLE) == size
@@ -249,7 +244,7 @@ def test_H13_rare_calls_are_refused_or_give_what_is_true(
 
 def test_H13_statfs_is_plausible(tree: LiveMount, session: str) -> None:
     """statfs gives the dataset's size, nothing free, and never 0, because tools divide by it. EROFS
-    does not say how many inodes it has."""
+    does not count its inodes."""
     found = os.statvfs(tree.at)
     size = sum(path.stat().st_size for path in tree.source.rglob("*") if path.is_file())
     assert found.f_blocks * found.f_frsize >= size - 5000
@@ -261,7 +256,6 @@ def test_H13_statfs_is_plausible(tree: LiveMount, session: str) -> None:
 
 
 def test_H15_inode_numbers_are_unique_and_stable(tree: LiveMount) -> None:
-    """They are unique, stable and not 0; each entry has one link; `..` leads to the parent."""
     found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
     numbers = [each.st_ino for each in found.values()]
     assert 0 not in numbers
@@ -285,17 +279,16 @@ REQUESTS_A_FILE = {
 
 
 @pytest.mark.deep
-def test_how_many_requests_reading_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
-    """With pyfuse3 OPEN, READ and RELEASE; while its pages are kept, OPEN and RELEASE. With the
-    kernel session one READ, in a native mount one to three, since the kernel reads ahead over the
-    file's end; while its pages are kept, no request.
-    """
+def test_the_requests_for_reading_a_file(source: Path, tmp_path: Path, session: str) -> None:
+    """pyfuse3 gets OPEN, READ and RELEASE; while the pages are kept, OPEN and RELEASE. The kernel
+    session gets one READ, and a native mount one to three, since the kernel reads ahead over the
+    file's end; while the pages are kept, they get none."""
     counts = []
     with mounting(source, tmp_path / "mount", session) as mounted:
         os.listdir(mounted.at)
         for reads in (0, 0, 1, 1, 1, 1):
             for _ in range(reads):
-                with open(mounted.at / "a", "rb", buffering=0) as file:  # no isatty
+                with open(mounted.at / "a", "rb", buffering=0) as file:  # calls no isatty
                     file.read()
             counts.append(requests(mounted))
     own = counts[1] - counts[0]  # the requests for the statistics
@@ -309,7 +302,7 @@ def test_how_many_requests_reading_a_file_costs(source: Path, tmp_path: Path, se
 
 
 def test_a_read_at_any_offset_gives_the_bytes_there(tree: LiveMount) -> None:
-    """Reads at any offset give the bytes there; after the end there are none."""
+    """After the end there are none."""
     content = (tree.source / "large").read_bytes()
     with open(tree.at / "large", "rb", buffering=0) as file:
         for offset in (0, 1, 4095, 4096, 131_071, 4_999_999, 5_000_000, 5_000_001, 9_000_000):
@@ -321,8 +314,7 @@ KINDS = {"native": ("erofs", set()), "kernel": ("fuse.diesel", {"default_permiss
 
 def test_a_mount_has_the_fixed_options(tree: LiveMount, session: str) -> None:
     """The mount is `ro,nosuid,nodev,noatime`, of type `fuse.diesel` and with `default_permissions`,
-    or, in a native mount, of type `erofs`, with one of type `fuse.diesel` on `.diesel`.
-    """
+    or, in a native mount, of type `erofs`, with one of type `fuse.diesel` on `.diesel`."""
     lines = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     found = {at: (source, kind, options) for source, at, kind, options, *_ in lines}
     at = str(tree.at)

@@ -1,4 +1,4 @@
-"""`--session auto` takes the best session that works, and says why it is not a better one."""
+"""`--session auto` takes the best session that works, and reports why it is not a better one."""
 
 import json
 import shutil
@@ -36,8 +36,8 @@ IN_USER_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "--"]
 
 
 def mounted_as(place: Path, session: str, *by: str) -> tuple[dict[str, object], str]:
-    """What the statistics and the log say of a mount that a program makes which `by` starts; or an
-    empty session, and the error."""
+    """Mount by a program that `by` starts. Returns the session and log, or an empty session and the
+    error."""
     write(place / "source", {"file": b"content"})
     words = [*with_our_modules(place), *by]
     with Program(MOUNTED, place, session, by=words, python=user_python()) as program:
@@ -47,7 +47,6 @@ def mounted_as(place: Path, session: str, *by: str) -> tuple[dict[str, object], 
 
 
 def notes(found: dict[str, object]) -> str:
-    """The notes on the session, which are one."""
     values = found["session_notes"]
     assert isinstance(values, list)
     (value,) = values
@@ -55,7 +54,7 @@ def notes(found: dict[str, object]) -> str:
 
 
 def test_the_best_session_that_works_is_taken(source: Path, tmp_path: Path) -> None:
-    """For root on this kernel that is the native one, of which there is nothing to note."""
+    """For root on this kernel that is the native one, without a note."""
     with mounting(source, tmp_path / "mount") as mounted:
         found = stats(mounted.at)
     assert found["session"] == "native"
@@ -78,7 +77,7 @@ def test_a_kernel_without_the_best_gets_the_next_best(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log says why, and so do the statistics; it is no warning."""
+    """The log and the statistics give the reason; it is no warning."""
     monkeypatch.setenv(KERNEL, kernel)
     with mounting(source, tmp_path / "mount") as mounted:
         found = stats(mounted.at)
@@ -92,7 +91,7 @@ def test_a_kernel_without_the_best_gets_the_next_best(
 
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_user_gets_the_kernel_session(open_place: Path) -> None:
-    """Only root may mount EROFS. One line of the log says so."""
+    """Only root may mount EROFS. One line of the log gives this reason."""
     found, log = mounted_as(open_place, "auto", *as_user())
     assert found["session"] == "kernel"
     assert "it needs root" in notes(found)
@@ -101,13 +100,13 @@ def test_an_ordinary_user_gets_the_kernel_session(open_place: Path) -> None:
 
 
 def test_the_capability_decides_and_not_the_user(tmp_path: Path) -> None:
-    """Root in a container has it only where the container was started so."""
+    """Root in a container has it only if the container was started with it."""
     found, error = mounted_as(tmp_path, "native", *WITHOUT_CAPABILITY)
     assert found["session"] is None
     assert "CAP_SYS_ADMIN" in error
 
 
-@pytest.mark.alone  # the namespace keeps what other tests unmount meanwhile
+@pytest.mark.alone  # the namespace keeps mounts that other tests unmount meanwhile
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
 def test_root_of_a_user_namespace_gets_the_kernel_session(tmp_path: Path) -> None:
     """It has the capability, but the kernel lets it mount FUSE alone."""

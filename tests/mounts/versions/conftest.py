@@ -11,7 +11,6 @@ from tests.mounts.versions.followed_dataset import FollowedMount, begin
 
 @pytest.fixture
 def prepared(tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset, and the request for a mount that follows it."""
     return begin(tmp_path, session)
 
 

@@ -18,9 +18,8 @@ POLL_INTERVAL_S = 0.05
 
 
 def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
-    """Calls `attempt` with its number until it passes. The machine may take idle pages away at any
-    moment (DAMON), but not each time.
-    """
+    """Call `attempt` with its number until it passes. The machine may take idle pages away at any
+    moment (DAMON), but not each time."""
     for number in range(tries - 1):
         with suppress(AssertionError):
             return attempt(number)
@@ -46,7 +45,7 @@ class FollowedMount:
         return connect("ds", self.url, user, key, create=create)
 
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
-        """Deletes and puts files, each in a chunk of its own. Returns the version then."""
+        """Delete and put files, each in a chunk of its own. Returns the version then."""
         with self.connected(create=True) as dataset:
             for path in gone:
                 dataset.delete(path, recursive=True)
@@ -63,29 +62,23 @@ class FollowedMount:
         return cast("dict[str, object]", self.stats()["follow"])
 
     def residency(self) -> Counter[str]:
-        """The numbers in the worker's statistics, also those of what it read from the store."""
         found = figures(self.stats(), "residency")
         store = cast("dict[str, int]", found.get("store", {}))
         return Counter({k: v for k, v in {**found, **store}.items() if isinstance(v, int)})
 
     def retired_versions(self) -> list[object]:
-        """The versions that the mount still answers from, but the current one."""
         return cast("list[object]", self.follow()["retired_versions"])
 
     def wait_for_retirement(self) -> None:
-        """Waits until the mount answers from the current version alone."""
         wait_until(lambda: self.retired_versions() == [])
 
     def wait_for(self, version: int) -> None:
-        """Waits until the mount has switched to a version, and the kernel knows it."""
         wait_until(lambda: self.follow()["told"] == version)
 
     def change(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> None:
-        """Deletes and puts files, and waits until the mount shows it."""
         self.wait_for(self.put(files, gone))
 
     def put_together(self, files: Mapping[str, bytes]) -> None:
-        """Puts files by one commit, and waits until the mount shows them."""
         with self.connected() as dataset:
             for path, content in files.items():
                 dataset.put(content, path)
@@ -96,7 +89,6 @@ class FollowedMount:
         return sum(text in line for line in self.log.read_text().splitlines())
 
     def read_bytes(self) -> int:
-        """The bytes of READs that have reached the mount."""
         return figures(self.stats(), "reads")["bytes"]
 
     def snapshot(self) -> Snapshot:
@@ -108,7 +100,7 @@ class FollowedMount:
 
     @contextmanager
     def served_by_page_cache(self) -> Iterator[None]:
-        """Asserts that reads meanwhile are served by pages that the kernel keeps.
+        """Assert that reads meanwhile are served by pages that the kernel keeps.
 
         The machine may take idle pages away (see `tried`), mostly single ones; a file whose pages
         were dropped is read whole.
@@ -127,7 +119,6 @@ FILES = {
 def begin(
     folder: Path, session: str, url: str = "", credentials: Credentials | None = None
 ) -> FollowedMount:
-    """A new dataset, not mounted yet, by default in a repository in the folder."""
     at, log = folder / "mount", folder / "log"
     at.mkdir()
     url = url or (folder / "store").as_uri()

@@ -1,5 +1,6 @@
-"""Mounts that follow their dataset, over every session: what changes at a switch, and what
-stays."""
+"""Mounts that follow their dataset, over every session: which parts a switch changes, and which
+stay.
+"""
 
 import errno
 import mmap
@@ -36,11 +37,11 @@ FUSE = ("kernel", "pyfuse3")
 """The sessions in which all versions are one file system."""
 
 PUSHING = ("native", "kernel")
-"""Those in which contents are pushed."""
+"""The sessions that push contents."""
 
 
 def node_of(file: int | Path) -> tuple[int, int]:
-    """What identifies a file: the number of its file system, and its inode number."""
+    """The identity of a file: the number of its file system, and its inode number."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
 
@@ -94,7 +95,7 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_on(followed: Followed
 
 
 @pytest.mark.only_session("kernel")
-def test_pages_of_unchanged_files_stay_and_are_still_counted_and_new_files_are_pushed(
+def test_a_switch_keeps_pages_of_unchanged_files_and_pushes_new_ones(
     followed: FollowedMount,
 ) -> None:
     """In the new version entries have other indices, and nodes are no indices."""
@@ -142,7 +143,7 @@ def test_a_miss_after_a_switch_pushes_the_right_chunk(followed: FollowedMount) -
 
 @pytest.mark.only_session(*FUSE)
 def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
-    """Over ten versions in which entries come, go, come back and change."""
+    """In ten versions, entries come, go, come back and change."""
     at = followed.at
     seen: dict[int, tuple[str, int, int]] = {}
     for step in range(10):
@@ -159,7 +160,7 @@ def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
 
 
 def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
-    """An entry that was neither added nor removed is listed once, wherever the reader was."""
+    """An entry that was neither added nor removed is listed once, at any position of the reader."""
     at = followed.at
     names = [f"{number:04}" for number in range(2000)]
     followed.put_together({f"many/{name}": b"" for name in names})
@@ -175,7 +176,7 @@ def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
     assert set(names) - {"1500"} <= set(found) | {"0007"}
 
 
-def test_a_folder_that_is_gone_can_be_used_from_within(followed: FollowedMount) -> None:
+def test_a_removed_folder_can_be_used_from_within(followed: FollowedMount) -> None:
     at = followed.at
     inside = os.open(at / "left", os.O_RDONLY | os.O_DIRECTORY)
     followed.change({"0": b"0"}, gone=("left",))
@@ -192,10 +193,8 @@ def test_a_folder_that_is_gone_can_be_used_from_within(followed: FollowedMount) 
     followed.wait_for_retirement()
 
 
-def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
-    followed: FollowedMount, tmp_path: Path
-) -> None:
-    """Also where the folder above lists the same names: its listing contains attributes."""
+def test_listings_show_a_folders_new_mode_and_time(followed: FollowedMount, tmp_path: Path) -> None:
+    """The folder above lists the same names, but its listing contains attributes."""
     (source := tmp_path / "source").mkdir()
     for path in ("above/inner/f", "above/g"):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -273,8 +272,8 @@ def test_hidden_names_follow_and_open_hidden_files_do_not(followed: FollowedMoun
 
 @pytest.mark.only_session(*PUSHING)
 def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
-    """Until it is withdrawn, or was read to its end. A plan of the old version is refused after the
-    switch; the client learns the new version."""
+    """The switch comes when the plan is withdrawn, or was read to its end. A plan of the old
+    version is refused after that; the client learns the new version."""
     for number in range(2):
         with Control.connect(followed.at) as control:
             entries, old = followed.entries(FILES), control.version
@@ -297,7 +296,7 @@ def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
         assert (followed.at / f"{number}new").read_bytes() == b"0"
 
 
-# when the dataset cannot be followed --------------------------------------------------------------
+# a dataset that cannot be followed ------------------------------------------------------------
 
 
 @pytest.mark.only_session("kernel")
@@ -323,10 +322,10 @@ def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: Follo
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.rename(store.with_name("away"))
     wait_until(lambda: followed.warnings("cannot follow"))
-    time.sleep(2 * POLL_INTERVAL_S)  # a check under way may have met the store half gone
-    said = followed.warnings("cannot follow")
+    time.sleep(2 * POLL_INTERVAL_S)  # a check under way may have met the store half moved
+    logged = followed.warnings("cannot follow")
     time.sleep(10 * POLL_INTERVAL_S)
-    assert followed.warnings("cannot follow") == said <= 2
+    assert followed.warnings("cannot follow") == logged <= 2
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.with_name("away").rename(store)
     wait_until(lambda: followed.warnings("following ds again"))
@@ -334,10 +333,8 @@ def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: Follo
     assert (at / "0new").read_bytes() == b"0"
 
 
-def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_old(
-    followed: FollowedMount,
-) -> None:
-    """It is never other bytes, also where a file of the same name and size has taken its place."""
+def test_E11_a_purged_chunk_is_EIO_and_the_log_has_the_reason(followed: FollowedMount) -> None:
+    """It is never other bytes, even if a file of the same name and size has taken its place."""
     store = Path(followed.url.removeprefix("file://"))
     held = os.open(followed.at / "gone", os.O_RDONLY)
     before = set(store.rglob("*"))

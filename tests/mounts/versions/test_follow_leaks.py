@@ -48,8 +48,7 @@ class Figures(NamedTuple):
 
     def has_grown(self, before: "Figures") -> bool:
         """Whether a figure has grown by more than `ROOM`, which comes and goes. A leak in each
-        switch would add 45 of its kind, and 45 MiB of memory for contents.
-        """
+        switch would add 45 of its kind, and 45 MiB of memory for contents."""
         most = Figures(*map(sum, zip(before, ROOM, strict=True)))
         return any(now > limit for now, limit in zip(self, most, strict=True))
 
@@ -58,7 +57,6 @@ ROOM = Figures(10, 10, 30, 16 << 10)
 
 
 def master_of(runtime: Path) -> int:
-    """The process ID of the only master with a socket in this runtime folder."""
     [place] = runtime.glob("diesel/tasks/*/0/socket")
     with socket.socket(socket.AF_UNIX) as link:
         connect_unix(link, str(place))
@@ -83,7 +81,6 @@ def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
 
 
 def switch(followed: FollowedMount, number: int) -> None:
-    """Makes the mount switch to another version, and reads all of it."""
     changed = noise(number, CHANGED_BYTES)
     followed.change({"changed": changed})
     for path, content in {**FILES, "changed": changed}.items():

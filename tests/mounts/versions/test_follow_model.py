@@ -73,8 +73,6 @@ def write_tree(top: Path, tree: dict[str, Entry]) -> None:
 
 @dataclass
 class OpenFile:
-    """An open file, and its content when it was opened."""
-
     descriptor: int
     content: bytes
     mapped: "mmap.mmap | None"
@@ -89,7 +87,7 @@ class OpenFile:
             return cls(descriptor, file.read(), mapped)
 
     def check(self) -> None:
-        """Reads the file again from the mount, not from kept pages."""
+        """Read the file again from the mount, not from kept pages."""
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         assert os.pread(self.descriptor, 100_000, 0) == self.content
         assert os.fstat(self.descriptor).st_size == len(self.content)
@@ -107,8 +105,8 @@ class OpenFile:
 def test_after_each_switch_the_mount_is_the_tree(
     session: str, tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, Entry | None]]
 ) -> None:
-    """Unchanged entries keep their nodes, others get new ones but not in a native mount; open files
-    stay as they were."""
+    """Unchanged entries keep their nodes; changed ones get new ones, except in a native mount; open
+    files stay as they were."""
     base = tmp_path_factory.mktemp("model")
     (at := base / "mount").mkdir()
     url, source = (base / "store").as_uri(), base / "source"
@@ -117,7 +115,7 @@ def test_after_each_switch_the_mount_is_the_tree(
         "ds",
         str(at),
         session=session,
-        allow_other=True,  # else the root folder of a native mount is closed to others
+        allow_other=True,  # otherwise the root folder of a native mount is closed to others
         follow=True,
         follow_interval_s=POLL_INTERVAL_S,
         log_file=str(base / "log"),

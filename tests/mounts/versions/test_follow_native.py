@@ -21,15 +21,7 @@ from diesel_fs.mounts.sessions.session import SessionUnsupported
 from diesel_fs.mounts.tree.vfs import STATS_MAX_AGE_S
 from diesel_fs.system import syscalls
 from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
-from tests.mounts.observed import (
-    Processes,
-    Program,
-    bound,
-    mounted,
-    mounts_below,
-    noise,
-    put,
-)
+from tests.mounts.observed import Processes, Program, bound, mounted, mounts_below, noise, put
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.versions.followed_dataset import (
     FILES,
@@ -83,7 +75,7 @@ def put_number(followed: FollowedMount, number: int) -> None:
 
 @pytest.mark.deep
 def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> None:
-    """8 of them read all the time during 20 switches."""
+    """8 readers read all the time during 20 switches."""
     put_number(followed, 0)
     command = [sys.executable, "-c", READER, str(followed.at), str(FILES_EACH)]
     readers = [
@@ -95,15 +87,15 @@ def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> 
             put_number(followed, number)
     finally:
         followed.at.with_name("mount-stop").touch()
-        told = [reader.communicate(timeout=60) for reader in readers]
-    assert [text[1] for text in told] == [""] * len(readers)
-    assert all(int(text[0]) > 20 for text in told)
+        output = [reader.communicate(timeout=60) for reader in readers]
+    assert [text[1] for text in output] == [""] * len(readers)
+    assert all(int(text[0]) > 20 for text in output)
     followed.wait_for_retirement()
     assert len(mounts_below(followed.at)) == 2
 
 
 def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> None:
-    """So does what is opened from it; its path is known to nobody any more."""
+    """So do files that are opened from it; no process knows its path any more."""
     program = """if True:
         import os, sys
         os.chdir(sys.argv[1])
@@ -120,14 +112,15 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
     with Program(program, followed.at) as inside:
         followed.change({"0new": b"0"}, gone=("d/gone",))
         assert followed.retired_versions()
-        told = inside.end()
-    assert told.splitlines() == ["['gone', 'kept']", "no path", f"{followed.at} ['kept']"]
+        output = inside.end()
+    assert output.splitlines() == ["['gone', 'kept']", "no path", f"{followed.at} ['kept']"]
     followed.wait_for_retirement()
 
 
 @pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
-def test_what_is_open_of_an_old_version_is_busy(followed: FollowedMount, what: str) -> None:
-    """The process is named. Lazily, the mount goes at once, and the daemon with its last user."""
+def test_open_files_of_an_old_version_are_busy(followed: FollowedMount, what: str) -> None:
+    """The error names the process. With `--lazy`, the mount goes at once, and the daemon with its
+    last user."""
     program = """if True:
         import mmap, os, sys
         at, what = sys.argv[1:]
@@ -159,7 +152,7 @@ def test_what_is_open_of_an_old_version_is_busy(followed: FollowedMount, what: s
 
 
 def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_path: Path) -> None:
-    """On the mount point, or inside; the log says so once."""
+    """It may be on the mount point, or inside. The log reports it once."""
     at, other = followed.at, tmp_path / "other"
     other.mkdir()
     for place, trouble in ((at, "another file system"), (at / "d", "is mounted inside")):
@@ -175,7 +168,7 @@ def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_pa
 
 
 def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path) -> None:
-    """As does a mount namespace that gets no mounts of this one."""
+    """So does a mount namespace that gets no mounts of this one."""
     with bound(followed.at, tmp_path / "elsewhere", "--make-private") as elsewhere:
         followed.change({"changed": noise(60)}, gone=("gone",))
         followed.change({"changed": noise(61)})
@@ -186,7 +179,7 @@ def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path)
     followed.wait_for_retirement()
 
 
-def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path: Path) -> None:
+def test_a_mount_namespace_with_propagation_switches_too(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     with bound(shared, shared):
@@ -204,7 +197,7 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
             assert os.listdir(there) == []
 
 
-def test_what_is_resident_survives_a_switch_without_the_store(prepared: FollowedMount) -> None:
+def test_resident_files_survive_a_switch_without_the_store(prepared: FollowedMount) -> None:
     """Small files, and one of several chunks. The first version then ends."""
     contents = {f"many/{number:03}": noise(number) for number in range(200)}
     contents["large"] = random.Random(3).randbytes(9 << 20)
@@ -234,7 +227,6 @@ def test_what_is_resident_survives_a_switch_without_the_store(prepared: Followed
 
 
 def umount_by_system(at: Path, pid: int) -> None:
-    """By umount(8), which takes one tree at a time, and may find it in use for a moment."""
     command = ["umount", "--recursive", str(at)]
     wait_until(lambda: subprocess.run(command, check=False).returncode == 0 or not mounts_below(at))
 
@@ -250,10 +242,10 @@ UNMOUNTS: Mapping[str, Callable[[Path, int], object]] = {
 
 @pytest.mark.parametrize("moment", ["made", "beneath", "detached"])
 @pytest.mark.parametrize("how", fast_first(UNMOUNTS))
-def test_an_umount_during_a_switch_takes_all_away(
+def test_an_umount_during_a_switch_removes_both_trees(
     prepared: FollowedMount, moment: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a switch takes long, which it does not; and all processes end."""
+    """All processes end. A switch is made to take longer here than it does."""
     monkeypatch.setenv(DIES, "nobody")
     monkeypatch.setenv(MOMENT, moment)
     with mounted(prepared.request, OTHER_KERNEL):
@@ -273,7 +265,7 @@ def test_an_umount_during_a_switch_takes_all_away(
 def test_a_kernel_that_puts_no_mount_beneath_another_keeps_its_version(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log and the statistics say so once; everything else goes on."""
+    """The log and the statistics report it once; everything else goes on."""
     monkeypatch.setenv(KERNEL, "no-mounts-beneath")
     with mounted(prepared.request, OTHER_KERNEL):
         prepared.put({"0new": b"0"})
@@ -301,10 +293,9 @@ def test_a_kernel_whose_detached_mounts_are_alone_switches_too(
         umount(prepared.at)
 
 
-def test_a_mount_that_is_to_follow_is_native_only_where_it_can_switch(
+def test_auto_is_native_for_a_following_mount_only_if_it_can_switch(
     monkeypatch: pytest.MonkeyPatch, session: str
 ) -> None:
-    """Where the user has not asked for a native one."""
     assert session == "native"
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     assert syscalls.can_mount_beneath() == (release >= (6, 5))
@@ -315,7 +306,7 @@ def test_a_mount_that_is_to_follow_is_native_only_where_it_can_switch(
 
 
 @pytest.mark.parametrize("kernel", ["", "no-file-mounts"])
-def test_a_version_whose_image_is_of_another_chain_has_a_content_file_of_its_own(
+def test_a_version_of_another_chain_has_its_own_content_file(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     """Here no image can be kept, so each one begins a chain."""

@@ -65,7 +65,8 @@ KERNEL = pytest.mark.only_session("kernel")
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("moment", "victim"), [
-    *(pytest.param("told", victim, marks=KERNEL) for victim in ("worker", "server", "supervisor")),
+    *(pytest.param("notified", victim, marks=KERNEL)
+      for victim in ("worker", "server", "supervisor")),
     *(pytest.param("beneath", victim, marks=NATIVE)
       for victim in ("worker", "server", "supervisor")),
     pytest.param("made", "server", marks=NATIVE),
@@ -75,8 +76,7 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     prepared: FollowedMount, moment: str, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed after a part of the notifications, and the server sends the rest for the worker;
-    or while there are two trees. Then one umount takes all away.
-    """
+    or while there are two trees. Then one umount takes all away."""
     followed = prepared
     put(followed.url, many_names(3000, "a"))
     monkeypatch.setenv(DIES, victim)
@@ -120,7 +120,7 @@ def test_readers_get_no_error_but_ENOENT_during_switches(followed: FollowedMount
 
     def read(seed: int) -> None:
         chance = random.Random(seed)
-        while not stop.wait(0.001):  # else three threads leave the one that puts little time
+        while not stop.wait(0.001):  # otherwise the put gets little time
             number = chance.randrange(40)
             try:
                 content = (at / f"many/s{number}").read_bytes()

@@ -48,7 +48,6 @@ def prepared(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedM
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test, as a new node has."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return cache
@@ -66,7 +65,6 @@ def check_pages_stay(prepared: FollowedMount, number: int) -> None:
 
 
 def check_following(prepared: FollowedMount) -> None:
-    """Open files stay, names lead to the new version, pages of unchanged files stay."""
     at = prepared.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     node = os.stat(at / "kept").st_ino
@@ -86,7 +84,7 @@ def check_following(prepared: FollowedMount) -> None:
 def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Or whose Redis goes away. Meanwhile files in memory can be read. The mount has a lease on
+    """Its Redis may go away, too. Meanwhile files in memory can be read. The mount has a lease on
     each version that it serves."""
     with mounted(prepared.request):
         held = os.open(prepared.at / "d/gone", os.O_RDONLY)
@@ -142,7 +140,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
 
 @pytest.mark.only_session("native", "kernel")
 def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithRedis) -> None:
-    """Also while the mount waits for its answer."""
+    """The mount may be waiting for the server's answer."""
     (stopped,) = server.servers
     with mounted(prepared.request):
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
@@ -158,7 +156,7 @@ def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithR
                 os.kill(pid, signal.SIGCONT)
 
 
-# What is fetched ----------------------------------------------------------------------------------
+# Fetched bytes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.only_session("kernel")
@@ -168,7 +166,7 @@ def test_a_node_fetches_a_snapshot_from_a_server_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second mount only asks which version is current."""
+    """The second mount only requests the number of the current version."""
     with prepared.connected() as dataset:
         for number in range(3000):
             dataset.put(b"", f"many/{number:05}")

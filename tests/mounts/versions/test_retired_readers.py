@@ -1,13 +1,9 @@
-"""Readers of retired versions: however many have open files, their memory has one bound."""
+"""Readers of retired versions: their memory has one bound for any number of open files."""
 
 import random
 import threading
 
-from diesel_fs.mounts.versions.versioned_vfs import (
-    RETIRED_READERS_MAX,
-    LazyReader,
-    RetiredReaders,
-)
+from diesel_fs.mounts.versions.versioned_vfs import RETIRED_READERS_MAX, LazyReader, RetiredReaders
 
 VERSIONS = 15
 

@@ -1,4 +1,4 @@
-"""The leases of a mount, tested without a mount: on which versions, and what failures do."""
+"""The leases of a mount, without a mount: their versions, and the effect of failures."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +44,7 @@ def leases(source: LeasingSource, tmp_path: Path) -> VersionLeases:
     return VersionLeases(MountRequest(tmp_path.as_uri(), "ds", str(tmp_path)), source)
 
 
-def test_there_are_leases_on_the_given_versions_and_no_others(
-    leases: VersionLeases, source: LeasingSource
-) -> None:
+def test_the_leases_are_on_the_given_versions(leases: VersionLeases, source: LeasingSource) -> None:
     leases.set_versions([version(1)])
     leases.set_versions([version(2), version(1)])
     assert source.held == [1, 2]

@@ -5,6 +5,7 @@ violate the protocol. S3, S4: TLS, and a process between two masters, which is d
 Its data plane has tests of its own (`test_data_plane.py`), and so have bad requests.
 """
 
+import os
 import random
 import socket
 import ssl
@@ -31,6 +32,7 @@ from diesel_fs.peers.master.acceptor import Acceptor
 from diesel_fs.peers.master.peer import Peer
 from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import FAILED, GIVEN, LOAD, NOT_MINE, THROUGH, Hello, Proofs
+from tests.processes import resident_bytes
 from tests.rows import each_row
 
 from ...waiting import soon
@@ -42,15 +44,15 @@ from ..connected_masters import (
     Node,
     RawPeer,
     answering,
-    asked,
-    asking,
     authenticated_raw,
+    connected_peer,
     content,
     gather,
     lines,
     me,
     open_raw,
     read,
+    read_request,
     wait_for,
 )
 
@@ -58,7 +60,7 @@ from ..connected_masters import (
 async def test_requests_of_all_kinds_on_many_connections_of_a_client(node: Node) -> None:
     clients = [await authenticated_raw(node.port, is_client=True) for _ in range(5)]
     for raw_peer in clients:
-        await raw_peer.send(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
+        await raw_peer.send(read_request(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
         head, statuses, payload = await raw_peer.answer()
         assert (head.id, statuses) == (5, bytes(2))
         assert payload == content(*SMALL) + content(1, 0, 10)
@@ -84,9 +86,7 @@ async def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     assert is_logged == isinstance(error, RuntimeError)
 
 
-async def test_F6_a_refused_connector_is_told_the_reason(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_F6_refusals_have_the_reason(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """The reasons are another task's secret, another dataset, another version and another rank.
     They are logged, without the secrets."""
     caplog.set_level("DEBUG")
@@ -98,8 +98,8 @@ async def test_F6_a_refused_connector_is_told_the_reason(
         (me(0), 2, "rank 1 is here, not 2"),
     ):
         raw_peer = await open_raw(node.port)
-        told = await raw_peer.handshake(mine, to=to)
-        assert told["message"] == why
+        reply = await raw_peer.handshake(mine, to=to)
+        assert reply["message"] == why
         assert await raw_peer.receive_all() == b""
     assert await state_of(node.port, replace(me(0), version=9)) == "open"
     assert len(lines(caplog.messages)) == 5
@@ -110,7 +110,7 @@ async def test_F6_a_refused_connector_is_told_the_reason(
 
 
 async def state_of(port: int, mine: LocalIdentity) -> object:
-    async with asking(port, mine) as peer:
+    async with connected_peer(port, mine) as peer:
         await read(peer, SMALL)
         return peer.stats()["state"]
 
@@ -132,19 +132,19 @@ async def test_switching_the_version_ends_all_connections(node: Node) -> None:
 
 
 async def test_clients_of_this_node_are_served_on_a_socket_that_is_handed_over(node: Node) -> None:
-    """They alone may have other nodes asked."""
+    """Only they may have the master ask other nodes."""
     ours, theirs = socket.socketpair()
     node.acceptor.adopt_local(theirs)
     ours.setblocking(False)
     async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
         raw_peer = RawPeer(stream)
-        await raw_peer.send(asked(1, SMALL))
+        await raw_peer.send(read_request(1, SMALL))
         assert (await raw_peer.answer())[2] == content(*SMALL)
         node.answers.hold(hot=False)
-        await raw_peer.send(asked(2, SMALL, flags=LOAD | THROUGH))
+        await raw_peer.send(read_request(2, SMALL, flags=LOAD | THROUGH))
         assert (await raw_peer.answer())[0] == (2, wire.WORKING, 0, 0)
         assert (await raw_peer.answer())[2] == content(*SMALL)
-        assert node.answers.asked == [(1, 1, True, True)]
+        assert node.answers.requested == [(1, 1, True, True)]
         assert node.acceptor.stats()["local_connections"] == 1
         node.acceptor.set_identity(me(1))
         assert await raw_peer.receive_all() == b""
@@ -157,15 +157,15 @@ def test_a_socket_that_is_handed_over_too_late_is_closed() -> None:
         assert ours.recv(1) == b""
 
 
-async def test_a_request_for_a_version_that_is_no_more_is_answered_NOT_MINE(node: Node) -> None:
-    """Its chunks have other numbers now. The source is not asked."""
+async def test_a_request_for_a_retired_version_is_answered_NOT_MINE(node: Node) -> None:
+    """Its chunks have other numbers now. The request does not reach the source."""
     raw_peer = await authenticated_raw(node.port)
     node.answers.hold(hot=False)
     node.answers.table = ChunkTable(SIZES)
-    await raw_peer.send(asked(1, SMALL, SMALL))
+    await raw_peer.send(read_request(1, SMALL, SMALL))
     head, statuses, _ = await raw_peer.answer()
     assert (head.id, statuses) == (1, bytes([NOT_MINE] * 2))
-    assert not node.answers.asked
+    assert not node.answers.requested
 
 
 # Connectors that are no masters, or violate the protocol
@@ -175,20 +175,18 @@ TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
 
 
 async def check_served(node: Node) -> None:
-    """Check that a proper master is served."""
-    async with asking(node.port) as peer:
+    async with connected_peer(node.port) as peer:
         assert await read(peer, SMALL) == [GIVEN]
 
 
 async def greeted(node: Node) -> tuple[RawPeer, bytes]:
-    """A connection after the greetings, and the acceptor's nonce."""
     raw_peer = await open_raw(node.port)
     await raw_peer.send(wire.greeting())
     return raw_peer, (await raw_peer.exactly(48))[16:]
 
 
 @each_row(
-    ("said", "named"),
+    ("sent", "named"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
         (TLS_HELLO, "TLS"),
@@ -197,11 +195,11 @@ async def greeted(node: Node) -> tuple[RawPeer, bytes]:
     ],
 )
 async def test_F7_another_protocol_gets_no_answer_and_one_log_line(
-    said: bytes, named: str, node: Node, caplog: pytest.LogCaptureFixture
+    sent: bytes, named: str, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw_peer = await open_raw(node.port)
     with suppress(trio.BrokenResourceError):
-        await raw_peer.send(said)
+        await raw_peer.send(sent)
     assert await raw_peer.receive_all() == b""
     await check_served(node)
     [line] = lines(caplog.messages)
@@ -209,15 +207,15 @@ async def test_F7_another_protocol_gets_no_answer_and_one_log_line(
 
 
 @each_row(
-    "said", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
+    "sent", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
-             frame({"proof": b"p" * 32}, wire.HELLO_LIMITS), asked(1, SMALL)]
+             frame({"proof": b"p" * 32}, wire.HELLO_LIMITS), read_request(1, SMALL)]
 )  # fmt: skip
-async def test_S1_F7_nothing_beyond_a_small_hello_is_read_or_answered_before_the_proof(
-    said: bytes, node: Node, caplog: pytest.LogCaptureFixture
+async def test_S1_F7_only_a_small_hello_is_read_before_the_proof(
+    sent: bytes, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw_peer, _ = await greeted(node)
-    await raw_peer.send(said)
+    await raw_peer.send(sent)
     assert (await raw_peer.frame())["message"] == "no hello"
     assert await raw_peer.receive_all() == b""
     assert node.acceptor.stats()["requests"] == 0
@@ -225,12 +223,12 @@ async def test_S1_F7_nothing_beyond_a_small_hello_is_read_or_answered_before_the
 
 
 async def test_S2_replayed_and_reflected_proofs_are_rejected(node: Node) -> None:
-    """A hello is sent again; a connector sends the acceptor's own proof back."""
+    """A connector sends a hello twice, or sends the acceptor's own proof back."""
 
     def hello(nonce: bytes, own: bytes, *, is_reflected: bool = False) -> bytes:
-        said = Hello(0, False, bytes(16), 1, me(0).identity, 3, own)
-        proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, said)
-        return wire.hello_frame(said, proofs.acceptor if is_reflected else proofs.connector)
+        sent = Hello(0, False, bytes(16), 1, me(0).identity, 3, own)
+        proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, sent)
+        return wire.hello_frame(sent, proofs.acceptor if is_reflected else proofs.connector)
 
     first, nonce = await greeted(node)
     recorded = hello(nonce, b"n" * 32)
@@ -245,7 +243,6 @@ async def test_S2_replayed_and_reflected_proofs_are_rejected(node: Node) -> None
 
 
 async def test_S1_S2_an_acceptor_without_the_secret_gets_no_requests() -> None:
-    """It sends the connector's own proof back."""
     got = []
 
     async def echo(stream: trio.SocketStream) -> None:
@@ -257,7 +254,7 @@ async def test_S1_S2_an_acceptor_without_the_secret_gets_no_requests() -> None:
 
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, echo, 0, host="127.0.0.1"))
-        async with asking(listener.socket.getsockname()[1]) as peer:
+        async with connected_peer(listener.socket.getsockname()[1]) as peer:
             await read(peer, SMALL)
             assert peer.stats()["state"] == "open"
         await soon(lambda: got)
@@ -265,12 +262,12 @@ async def test_S1_S2_an_acceptor_without_the_secret_gets_no_requests() -> None:
     assert got == [b""]
 
 
-@each_row("said", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
+@each_row("sent", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
 async def test_F7_a_connector_without_a_hello_has_five_seconds(
-    said: bytes, node: Node, jumping_clock: MockClock, caplog: pytest.LogCaptureFixture
+    sent: bytes, node: Node, jumping_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw_peer = await open_raw(node.port)
-    await raw_peer.send(said)
+    await raw_peer.send(sent)
     begun_s = trio.current_time()
     await raw_peer.receive_all()
     took_s = trio.current_time() - begun_s
@@ -279,10 +276,7 @@ async def test_F7_a_connector_without_a_hello_has_five_seconds(
     assert len(lines(caplog.messages)) == 1
 
 
-async def test_F7_slow_loris_one_byte_a_second_does_not_help(
-    node: Node, jumping_clock: MockClock
-) -> None:
-    """`test_data_plane.py` has the same law for requests."""
+async def test_F7_slow_loris_a_byte_a_second_is_late(node: Node, jumping_clock: MockClock) -> None:
     raw_peer = await open_raw(node.port)
     begun_s = trio.current_time()
     with suppress(trio.BrokenResourceError):
@@ -296,7 +290,7 @@ async def test_S12_connections_without_a_hello_are_limited_and_do_not_block_othe
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The oldest are closed: a real master's hello takes milliseconds. The log does not grow with
-    them."""
+    their number."""
     async with answering(pending_handshakes_max=40, pending_handshakes_per_address=10) as node:
         held = [await open_raw(node.port) for _ in range(300)]
         before = time.perf_counter()
@@ -321,11 +315,6 @@ async def test_S12_connections_are_limited() -> None:
         assert await raw_peer.exactly(length) == b"too many connections"
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 async def test_F7_S12_memory_stays_flat_under_garbage(node: Node) -> None:
     chance = random.Random(3)
 
@@ -337,16 +326,16 @@ async def test_F7_S12_memory_stays_flat_under_garbage(node: Node) -> None:
                 await raw_peer.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
             else:
                 raw_peer = await authenticated_raw(node.port, 2)
-                said = struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0)
-                await raw_peer.send(said, bytes(20_000))
+                sent = struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0)
+                await raw_peer.send(sent, bytes(20_000))
             await raw_peer.stream.aclose()
 
     for number in range(200):
         await annoy(number)
-    before = resident_bytes()
+    before = resident_bytes(os.getpid(), "VmRSS")
     for number in range(2000):
         await annoy(number)
-    assert resident_bytes() - before < 8 << 20
+    assert resident_bytes(os.getpid(), "VmRSS") - before < 8 << 20
     assert node.acceptor.stats()["connections"] <= 1
     await check_served(node)
 
@@ -365,11 +354,11 @@ async def secure(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @each_row("digest", [THEIRS.digest, b""])
 async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
-    """With a registered digest, and with `--peers`, where only the proofs are bound to the
-    certificate."""
+    """The peer's digest is registered, or only the proofs are bound to the certificate
+    (`--peers`)."""
     secure.answers.hold()
     secure.answers.ready = wait_for(0.002)
-    async with asking(secure.port, me(0, MINE), digest) as peer:
+    async with connected_peer(secure.port, me(0, MINE), digest) as peer:
         for records in ([SMALL], [(2, i * 9000, 8000) for i in range(200)],
                         [(2, 0, 6 << 20)], [(3, 0, 40 << 20)]):  # fmt: skip
             assert await read(peer, *records) == [GIVEN] * len(records)
@@ -387,14 +376,14 @@ async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
 
 @asynccontextmanager
 async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A process in the middle: it speaks TLS with a certificate of its own and forwards all that it
-    receives."""
-    heard: list[bytes] = []
+    """A process in the middle: it speaks TLS with a certificate of its own and forwards all
+    bytes."""
+    received: list[bytes] = []
 
     async def pass_on(source: trio.abc.Stream, target: trio.abc.Stream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while some := await source.receive_some(65536):
-                heard.append(bytes(some))
+                received.append(bytes(some))
                 await target.send_all(some)
 
     async def one(stream: trio.SocketStream) -> None:
@@ -407,7 +396,7 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, one, 0, host="127.0.0.1"))
-        yield listener.socket.getsockname()[1], heard
+        yield listener.socket.getsockname()[1], received
         nursery.cancel_scope.cancel()
 
 
@@ -416,11 +405,11 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the first byte, if the digest is registered; otherwise by the proofs, which a process
+    """A registered digest shows it before the first byte; otherwise the proofs do, which a process
     in the middle cannot make."""
     theirs = me(1, THEIRS if to_tls else None)
-    async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, heard):
-        async with asking(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
+    async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, received):
+        async with connected_peer(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
             assert await read(peer, SMALL) != [GIVEN]
             with trio.move_on_after(2):
                 while peer.stats()["state"] == "closed":
@@ -429,7 +418,7 @@ async def test_S3_S4_another_certificate_is_refused(
             assert peer.stats()["state"] == "open"
         assert node.acceptor.stats()["accepted"] == 0
         assert node.acceptor.stats()["requests"] == 0
-        assert not (known and heard)
+        assert not (known and received)
     why = "certificate is not the registered one" if known else "the wrong secret"
     assert any(why in line for line in caplog.messages)
 
@@ -443,7 +432,7 @@ async def test_S3_TLS_cannot_be_downgraded_to_plaintext(node: Node, secure: Node
         (node, me(0), THEIRS.digest),
         (secure, me(0), b""),
     ):
-        async with asking(there.port, mine, digest) as peer:
+        async with connected_peer(there.port, mine, digest) as peer:
             await read(peer, SMALL)
             assert peer.stats()["connected"] is False
     assert node.acceptor.stats()["accepted"] == 0
@@ -468,14 +457,14 @@ async def test_S3_F7_plaintext_and_old_TLS_are_refused(
 
 
 async def test_S3_a_proof_is_bound_to_the_certificate(secure: Node) -> None:
-    """A connector that has the secret, but has seen another certificate, is not let in."""
+    """A connector that has the secret, but has seen another certificate, is refused."""
     for binding in (THEIRS.digest, BETWEEN.digest, NO_BINDING):
         raw_peer = await open_raw(secure.port, client_context())
-        told = await raw_peer.handshake(me(0), binding=binding)
-        assert ("proof" in told) is (binding == THEIRS.digest)
+        reply = await raw_peer.handshake(me(0), binding=binding)
+        assert ("proof" in reply) is (binding == THEIRS.digest)
 
 
-def test_keys_are_new_each_time_and_in_no_file(
+def test_keys_are_always_new_and_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

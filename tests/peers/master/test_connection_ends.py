@@ -1,5 +1,6 @@
-"""However a node ends its TLS connection to another node's master, and at whatever byte, the other
-end notices at once: no reader waits, and no thread runs without end."""
+"""When a node ends its TLS connection to another node's master, in any way and at any byte, the
+other end notices at once: no reader waits, and no thread runs without end.
+"""
 
 import os
 import socket
@@ -30,21 +31,24 @@ from ...net.connection_ends import (
     NoEndError,
     RawTls,
     accepting,
+    end_one,
     promptly,
+    rows,
+    secured,
 )
 from ...net.connection_ends import unexpected_eof as unexpected_eof
 from ...waiting import soon
 from ..connected_masters import (
     FakeAnswers,
     answering,
-    asked,
-    asking,
+    connected_peer,
     content,
     hello,
     me,
     member,
     proof,
     read,
+    read_request,
 )
 from ..fake_owner import HEAD, READ, RECORD
 
@@ -56,7 +60,7 @@ NOT_IN_MEMORY = (1, 0, 1000)
 
 @pytest.fixture(autouse=True)
 def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deadline ends a connection or a read here: an end must be noticed by itself."""
+    """No deadline ends a connection or a read here, so an end must be noticed by itself."""
     for module, name in (
         (acceptor, "HELLO_S"),
         (handshake, "HELLO_S"),
@@ -72,14 +76,6 @@ def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 # Masters of clients that end ----------------------------------------------------------------------
 
 
-def connected(port: int) -> RawTls:
-    return RawTls(socket.create_connection(("127.0.0.1", port)))
-
-
-def secured(port: int) -> RawTls:
-    return connected(port).shake_hands()
-
-
 def greeted(port: int) -> RawTls:
     raw = secured(port)
     raw.send(wire.greeting())
@@ -87,8 +83,7 @@ def greeted(port: int) -> RawTls:
     return raw
 
 
-def let_in(port: int) -> RawTls:
-    """A client's connection after its handshake."""
+def authenticated(port: int) -> RawTls:
     raw = greeted(port)
     nonce, binding = raw.exactly(NONCE_BYTES), certificate_digest(raw.peer_certificate)
     raw.send(hello(me(0), nonce, binding, is_client=True))
@@ -96,38 +91,23 @@ def let_in(port: int) -> RawTls:
     return raw
 
 
-STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
-    "after the TLS handshake": (secured, b""),
-    "within the greeting": (secured, wire.greeting()[:7]),
-    "after the greeting": (greeted, b""),
-    "after the hello": (let_in, b""),
-    "within the head of a request": (let_in, asked(1, SOME, FEW)[:9]),
-    "between head and parts of a request": (let_in, asked(1, SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (let_in, asked(1, SOME, FEW)[:-3]),
-    "after a request": (let_in, asked(1, SOME, FEW)),
-    "after a request and a half": (let_in, (2 * asked(1, SOME, FEW))[:-3]),
-    "while a request waits": (let_in, asked(1, NOT_IN_MEMORY)),
-}
-
-ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
-    *((f"within the TLS handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
-    *(
-        (f"{stage}: {end.name}", begin, last, end)
-        for stage, (begin, last) in STAGES.items()
-        for end in ENDS
-    ),
-]
-
-
-def end_one(
-    port: int, begin: Callable[[int], RawTls], last: bytes, way: End | HandshakeEnd
-) -> RawTls:
-    raw = begin(port)
-    if isinstance(way, HandshakeEnd):
-        raw.end_handshake(way)
-    else:
-        raw.end(way, last)
-    return raw
+ROWS = rows(
+    {
+        "after the TLS handshake": (secured, b""),
+        "within the greeting": (secured, wire.greeting()[:7]),
+        "after the greeting": (greeted, b""),
+        "after the hello": (authenticated, b""),
+        "within the head of a request": (authenticated, read_request(1, SOME, FEW)[:9]),
+        "between head and parts of a request": (
+            authenticated,
+            read_request(1, SOME, FEW)[: HEAD.size],
+        ),
+        "within the parts of a request": (authenticated, read_request(1, SOME, FEW)[:-3]),
+        "after a request": (authenticated, read_request(1, SOME, FEW)),
+        "after a request and a half": (authenticated, (2 * read_request(1, SOME, FEW))[:-3]),
+        "while a request waits": (authenticated, read_request(1, NOT_IN_MEMORY)),
+    }
+)
 
 
 def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpected_eof: str) -> None:
@@ -141,7 +121,7 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpecte
         answers.ready = trio.sleep_forever
         async with (
             answering(me(1, certificate), answers) as node,
-            asking(node.port, me(0, certificate), certificate.digest) as peer,
+            connected_peer(node.port, me(0, certificate), certificate.digest) as peer,
         ):
             assert await read(peer, FEW) == [GIVEN]
             with ExitStack() as opened:
@@ -165,7 +145,6 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpecte
 
 
 def _is_alone(master: acceptor.Acceptor) -> bool:
-    """Whether one connection is left."""
     stats = master.stats()
     return (stats["connections"], stats["pending_handshakes"]) == (1, 0)
 
@@ -185,7 +164,7 @@ SENT = {  # bytes of the answer before the end
 @contextmanager
 def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) -> Iterator[int]:
     """A master with TLS, at a port. It ends the first connections in these ways, each after a
-    number of bytes of the first answer, and all others not at all."""
+    number of bytes of the first answer, and no others."""
     left = list(ways)
 
     def serve(plain: socket.socket) -> None:
@@ -211,19 +190,18 @@ def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) ->
 
 
 def _welcome(raw: RawTls, certificate: Certificate) -> None:
-    """The master's part of the handshake."""
     raw.exactly(GREETING_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     raw.send(wire.welcome(nonce))
-    heard = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
-    raw.send(proof(me(1), nonce, heard, certificate.digest))
+    sent = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
+    raw.send(proof(me(1), nonce, sent, certificate.digest))
 
 
 def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> None:
     async def main() -> None:
         mine = me(0, certificate)
         with a_master(certificate, (way, sent)) as port:
-            async with asking(port, mine, certificate.digest) as peer:
+            async with connected_peer(port, mine, certificate.digest) as peer:
                 assert await read(peer, SOME) != [GIVEN]
                 stats = peer.stats()
                 if isinstance(way, HandshakeEnd):
@@ -243,7 +221,7 @@ def check_owner_link(certificate: Certificate, way: End | HandshakeEnd, sent: in
             assert _read(link) is None
             if isinstance(way, HandshakeEnd):
                 assert (link.counts["connections"], link.is_refused) == (0, False)
-            else:  # it asks once more itself
+            else:  # the link itself repeats the request once
                 assert (link.counts["connections"], link.counts["failed"]) == (2, 1)
                 assert _read(link) == content(*SOME)
                 assert link.read_one(*FEW) == content(*FEW)

@@ -1,7 +1,8 @@
 """The data plane on real sockets: answers from memory, requests that it leaves to the control
 plane, its limits, and the ends of connections. Also its table of chunks, and random requests
-against a plain list of bytes, which are packed and parsed here again, from the description in
-PEERS.md."""
+against a plain list of bytes; these are packed and parsed independently, from the description in
+PEERS.md.
+"""
 
 import random
 import socket
@@ -24,14 +25,13 @@ from tests.examples import examples
 from tests.rows import each_row
 
 from ...waiting import wait_until
-from ..connected_masters import SIZES, SMALL, asked, content, whole
+from ..connected_masters import SIZES, SMALL, content, read_request, whole
 from ..planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_plane
 
 
 def check_served(plane: Plane) -> None:
-    """Check that a new connection is served."""
     end = plane.connect(rank=99)
-    end.sendall(asked(1, SMALL))
+    end.sendall(read_request(1, SMALL))
     assert answer(end).payload == content(*SMALL)
     end.close()
 
@@ -48,13 +48,11 @@ def check_served(plane: Plane) -> None:
     ids=["one part", "no bytes", "40 MB", "128 parts", "some empty", "2500 parts", "most parts",
          "30 MiB"],
 )  # fmt: skip
-def test_parts_in_memory_come_in_their_order(
-    kind: str, records: list[tuple[int, int, int]]
-) -> None:
+def test_parts_in_memory_come_in_order(kind: str, records: list[tuple[int, int, int]]) -> None:
     with running_plane() as plane:
         end = plane.connect_as(kind)
         for number in (7, 0xFFFFFFFF):
-            end.sendall(asked(number, *records))
+            end.sendall(read_request(number, *records))
             found = answer(end)
             assert found[:3] == (number, wire.READ, bytes(len(records)))
             assert found.payload == b"".join(content(*record) for record in records)
@@ -67,8 +65,8 @@ def test_parts_in_memory_come_in_their_order(
 def send_all(
     end: socket.socket, stream: bytes, before: threading.Thread | None = None
 ) -> threading.Thread | None:
-    """Send in a thread, behind the bytes of the thread `before`; with TLS, as its sockets are for
-    one thread, at once: the kernel has room for the answers."""
+    """Send in a thread, behind the bytes of the thread `before`. With TLS, send at once, since its
+    sockets are for one thread: the kernel has room for the answers."""
 
     def send() -> None:
         if before is not None:
@@ -94,7 +92,9 @@ def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
                 [(0, chance.randrange(1 << 19), chance.randrange(20))] * (1 + (i % 50 == 0) * 9)
                 for i in range(3000)
             ]
-            sender = send_all(end, b"".join(asked(i, *each) for i, each in enumerate(wanted)))
+            sender = send_all(
+                end, b"".join(read_request(i, *each) for i, each in enumerate(wanted))
+            )
             for number, records in enumerate(wanted):
                 found = answer(end)
                 assert found.id == number
@@ -108,7 +108,7 @@ def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
 def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -> None:
     """The master receives no more requests than it can answer soon."""
     count = 3000
-    stream = b"".join(asked(i, (0, i, 4)) for i in range(count))
+    stream = b"".join(read_request(i, (0, i, 4)) for i in range(count))
 
     def ask() -> None:
         sender = send_all(end, stream)
@@ -125,7 +125,7 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
         other, took = plane.connect(rank=1), []
         for _ in range(50):
             before = time.perf_counter()
-            other.sendall(asked(1, SMALL))
+            other.sendall(read_request(1, SMALL))
             answer(other)
             took.append(time.perf_counter() - before)
             for each in list(plane.data._connections.values()):
@@ -137,14 +137,14 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
 
 
 def test_an_answer_leaves_as_fast_as_its_reader_takes_it(plane: Plane) -> None:
-    """With small buffers in the kernel; further requests wait."""
+    """The kernel has small buffers here; further requests wait."""
     end = plane.connect(send_buffer=50_000)
     records = [(2, i * 11_000, 10_000) for i in range(100)]
     for number in range(3):
-        end.sendall(asked(number, *records))
+        end.sendall(read_request(number, *records))
     assert end.recv(1, socket.MSG_PEEK)
     other = plane.connect(rank=1)
-    other.sendall(asked(1, SMALL))
+    other.sendall(read_request(1, SMALL))
     assert answer(other).payload == content(*SMALL), "others are served meanwhile"
     for number in range(3):
         head = wire.parse_answer(exactly(end, wire.HEAD_BYTES))
@@ -161,7 +161,7 @@ def test_reads_are_recorded_for_the_eviction_policy(plane: Plane) -> None:
     for is_recorded in (False, True):
         plane.table.records_reads = is_recorded
         for records in ([SMALL], [(1, 0, 5), (2, 0, 6), (1, 9, 7)]):
-            end.sendall(asked(1, *records))
+            end.sendall(read_request(1, *records))
             answer(end)
         found = [(list(chunks), size) for chunks, size in plane.table.take_reads()]
         assert found == ([([0], 4096), ([1, 2, 1], 18)] if is_recorded else [])
@@ -175,10 +175,10 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
     with running_plane() as plane:
         end = plane.connect_as(kind)
         del plane.table.views[1]
-        end.sendall(asked(1, (1, 0, 10)))
-        end.sendall(asked(2, SMALL, (1, 20, 30), flags=LOAD))
-        end.sendall(asked(3, SMALL))
-        assert answer(end).id == 3, "what is in memory does not wait"
+        end.sendall(read_request(1, (1, 0, 10)))
+        end.sendall(read_request(2, SMALL, (1, 20, 30), flags=LOAD))
+        end.sendall(read_request(3, SMALL))
+        assert answer(end).id == 3, "parts in memory do not wait"
         first, second = plane.next_forwarded(), plane.next_forwarded()
         assert (first.id, first.flags, first.size) == (1, 0, 10)
         assert (second.id, second.flags, second.size) == (2, LOAD, 4126)
@@ -201,23 +201,23 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
     ids=["64 requests", "64 MiB"],
 )
 @each_row("kind", KINDS)
-def test_a_connection_has_at_most_so_much_in_flight(
+def test_the_bytes_in_flight_of_a_connection_are_limited(
     kind: str, count: int, record: tuple[int, int, int], in_flight: int
 ) -> None:
-    """Further requests are left in the socket, at no cost; other connections are answered."""
+    """Further requests stay in the socket, at no cost; other connections are answered."""
     with running_plane() as plane:
         end = plane.connect_as(kind)
         del plane.table.views[record[0]]
-        end.sendall(b"".join(asked(number, record) for number in range(count)))
+        end.sendall(b"".join(read_request(number, record) for number in range(count)))
         waiting = [plane.next_forwarded() for _ in range(in_flight)]
-        end.sendall(b"".join(asked(number, record) for number in range(count, 2 * count)))
+        end.sendall(b"".join(read_request(number, record) for number in range(count, 2 * count)))
         time.sleep(0.1)
         before_s = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before_s < 0.2
         assert plane.forwarded.empty()
         other = plane.connect(rank=1)
-        other.sendall(asked(1, (1, 0, 9)))
+        other.sendall(read_request(1, (1, 0, 9)))
         assert answer(other).payload == content(1, 0, 9)
         for number in range(2 * count):
             each = waiting.pop(0)
@@ -233,7 +233,7 @@ def test_F15_nothing_is_left_of_the_requests_of_a_closed_connection(plane: Plane
     end = plane.connect()
     del plane.table.views[1]
     for number in range(10):
-        end.sendall(asked(number, (1, 0, 10)))
+        end.sendall(read_request(number, (1, 0, 10)))
     waiting = [plane.next_forwarded() for _ in range(10)]
     end.close()
     wait_until(lambda: not plane.data.stats()["connections"], HOPE_S)
@@ -244,16 +244,16 @@ def test_F15_nothing_is_left_of_the_requests_of_a_closed_connection(plane: Plane
     check_served(plane)
 
 
-def test_only_local_clients_may_have_other_nodes_asked(plane: Plane) -> None:
+def test_only_local_clients_may_make_the_master_ask_other_nodes(plane: Plane) -> None:
     local, remote = plane.connect(is_local=True), plane.connect()
     del plane.table.views[1]
-    local.sendall(asked(1, SMALL, flags=LOAD | THROUGH))
+    local.sendall(read_request(1, SMALL, flags=LOAD | THROUGH))
     assert answer(local).payload == content(*SMALL)
-    local.sendall(asked(2, (1, 0, 10), flags=LOAD | THROUGH))
+    local.sendall(read_request(2, (1, 0, 10), flags=LOAD | THROUGH))
     assert plane.next_forwarded().flags == LOAD | THROUGH
     for record in (SMALL, (1, 0, 10)):
         remote = plane.connect()
-        remote.sendall(asked(1, record, flags=LOAD | THROUGH))
+        remote.sendall(read_request(1, record, flags=LOAD | THROUGH))
         assert is_closed(remote)
     assert plane.forwarded.empty()
 
@@ -275,7 +275,7 @@ def test_F8_the_newest_connection_of_a_master_stays_and_clients_have_many(plane:
 
 def test_dropping_all_ends_all_connections_and_new_ones_are_served(plane: Plane) -> None:
     ends = [plane.connect(), plane.connect(is_local=True), plane.connect(is_client=False)]
-    ends[0].sendall(asked(1, SMALL))
+    ends[0].sendall(read_request(1, SMALL))
     answer(ends[0])
     assert plane.data.stats()["local_connections"] == 1
     plane.data.drop_all()
@@ -307,7 +307,7 @@ def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_releas
         memory = np.zeros(int(SIZES[3]), np.uint8)
         gone = weakref.ref(memory)
         plane.table.views[3] = memory.data
-        end.sendall(b"".join(asked(i, (3, 0, 40 << 20)) for i in range(5)))
+        end.sendall(b"".join(read_request(i, (3, 0, 40 << 20)) for i in range(5)))
         assert end.recv(1)
         del memory, plane.table.views[3]
         time.sleep(0.1)
@@ -317,14 +317,14 @@ def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_releas
         check_served(plane)
 
 
-def test_F7_a_reader_that_is_slow_all_the_same_keeps_its_connection(
+def test_F7_a_slow_reader_keeps_its_connection(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
-    """It takes longer than the grace, but more than the least rate."""
+    """It takes longer than the grace time, but more than the least rate."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.3)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
     end = plane.connect(send_buffer=50_000)
-    end.sendall(asked(1, (2, 0, 1 << 20)))
+    end.sendall(read_request(1, (2, 0, 1 << 20)))
     exactly(end, wire.HEAD_BYTES + 1)
     found = bytearray()
     while len(found) < 1 << 20:  # about 1 MB/s
@@ -333,23 +333,21 @@ def test_F7_a_reader_that_is_slow_all_the_same_keeps_its_connection(
     assert found == content(2, 0, 1 << 20)
 
 
-def test_F7_slow_loris_one_byte_at_a_time_does_not_help(
-    monkeypatch: pytest.MonkeyPatch, plane: Plane
-) -> None:
-    """A request must come whole within its time, however long the connection was idle before."""
+def test_F7_slow_loris_byte_by_byte_is_late(monkeypatch: pytest.MonkeyPatch, plane: Plane) -> None:
+    """A request must arrive within its time, even after a long idle time."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.6)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
-    said = asked(1, *[SMALL] * 9)
+    request = read_request(1, *[SMALL] * 9)
     end, proper = plane.connect(), plane.connect()
     time.sleep(1.0)
-    proper.sendall(said[:20])
+    proper.sendall(request[:20])
     time.sleep(0.2)
-    proper.sendall(said[20:])
+    proper.sendall(request[20:])
     assert len(answer(proper).payload) == 9 * 4096
     end.settimeout(0.05)
     began_s = time.monotonic()
-    for at in range(len(said)):
-        end.sendall(said[at : at + 1])
+    for at in range(len(request)):
+        end.sendall(request[at : at + 1])
         try:
             assert is_closed(end)
             break
@@ -359,7 +357,7 @@ def test_F7_slow_loris_one_byte_at_a_time_does_not_help(
     check_served(plane)
 
 
-def test_an_idle_connection_from_another_node_ends_and_a_local_or_a_busy_one_does_not(
+def test_an_idle_connection_ends_unless_it_is_local_or_busy(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
     monkeypatch.setattr(data_plane, "IDLE_S", 0.5)
@@ -367,14 +365,14 @@ def test_an_idle_connection_from_another_node_ends_and_a_local_or_a_busy_one_doe
     idle, busy, local = plane.connect(), plane.connect(), plane.connect(is_local=True)
     waiting = plane.connect()
     del plane.table.views[1]
-    waiting.sendall(asked(1, (1, 0, 10)))
+    waiting.sendall(read_request(1, (1, 0, 10)))
     forwarded = plane.next_forwarded()
     for number in range(12):
         time.sleep(0.1)
         busy.sendall(wire.request(number, wire.PING))
         assert answer(busy).id == number
     assert is_closed(idle)
-    local.sendall(asked(1, SMALL))
+    local.sendall(read_request(1, SMALL))
     assert answer(local).payload == content(*SMALL)
     plane.answer(forwarded, bytes([ABSENT]), b"")
     assert answer(waiting).statuses == bytes([ABSENT])
@@ -386,14 +384,14 @@ def test_an_idle_connection_from_another_node_ends_and_a_local_or_a_busy_one_doe
 BAD_REQUESTS = {
     "garbage": random.Random(2).randbytes(4000),
     "4 GB of records": struct.pack("<IBBHII", 1, 1, 0, 0, 0xFFFFFFFF, 0),
-    "no chunk": asked(1, (99, 0, 1)),
-    "no chunk of many": asked(1, *[SMALL] * 9, (99, 0, 1)),
-    "behind its chunk": asked(1, (1, 299_999, 2)),
-    "around": asked(1, (1, 0xFFFFFFFF, 2)),
-    "too many bytes": asked(1, (3, 0, 30 << 20), (3, 0, 3 << 20)),
+    "no chunk": read_request(1, (99, 0, 1)),
+    "no chunk of many": read_request(1, *[SMALL] * 9, (99, 0, 1)),
+    "behind its chunk": read_request(1, (1, 299_999, 2)),
+    "around": read_request(1, (1, 0xFFFFFFFF, 2)),
+    "too many bytes": read_request(1, (3, 0, 30 << 20), (3, 0, 3 << 20)),
     "no parts": struct.pack("<IBBHII", 1, 1, 0, 0, 0, 0),
     "no kind": struct.pack("<IBBHII", 1, 9, 0, 0, 0, 0),
-    "a flag": asked(1, SMALL, flags=4),
+    "a flag": read_request(1, SMALL, flags=4),
     "not zero": struct.pack("<IBBHIIIII", 1, 1, 0, 1, 1, 0, *SMALL),
     "not zero at the end": struct.pack("<IBBHIIIII", 1, 1, 0, 0, 1, 1, *SMALL),
     "a hello": wire.greeting(),
@@ -405,19 +403,17 @@ def test_F7_a_bad_request_ends_its_connection_alone_with_one_line(
     bad: str, plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, end = plane.connect(rank=3), plane.connect(rank=4)
-    end.sendall(asked(1, SMALL) + BAD_REQUESTS[bad])
+    end.sendall(read_request(1, SMALL) + BAD_REQUESTS[bad])
     assert answer(end).payload == content(*SMALL)
     assert is_closed(end)
-    good.sendall(asked(1, SMALL))
+    good.sendall(read_request(1, SMALL))
     assert answer(good).payload == content(*SMALL)
     assert plane.forwarded.empty()
     [line] = [line for line in caplog.messages if line.startswith("refused")]
     assert "node 4" in line
 
 
-def test_an_unexpected_error_ends_its_connection_alone(
-    caplog: pytest.LogCaptureFixture, plane: Plane
-) -> None:
+def test_an_error_ends_its_connection_alone(caplog: pytest.LogCaptureFixture, plane: Plane) -> None:
     good, end = plane.connect(), plane.connect()
     del plane.table.views[1]
 
@@ -425,28 +421,28 @@ def test_an_unexpected_error_ends_its_connection_alone(
         raise RuntimeError("a bug")
 
     plane.data._forward = fail
-    end.sendall(asked(1, (1, 0, 10)))
+    end.sendall(read_request(1, (1, 0, 10)))
     assert is_closed(end)
-    good.sendall(asked(1, SMALL))
+    good.sendall(read_request(1, SMALL))
     assert answer(good).payload == content(*SMALL)
     assert "a bug" in caplog.text
 
 
 def test_a_view_that_is_being_sent_outlives_its_chunk(plane: Plane) -> None:
-    """The control plane gives a chunk up while its bytes leave."""
+    """The control plane drops a chunk while its bytes are sent."""
     end = plane.connect(send_buffer=50_000)
-    end.sendall(asked(1, (2, 0, 6 << 20)))
+    end.sendall(read_request(1, (2, 0, 6 << 20)))
     exactly(end, wire.HEAD_BYTES + 1)
     del plane.table.views[2]
     assert exactly(end, 6 << 20) == whole(2)
-    end.sendall(asked(2, (2, 0, 6 << 20)))
+    end.sendall(read_request(2, (2, 0, 6 << 20)))
     assert plane.next_forwarded().id == 2
 
 
 # The table of chunks that the two threads of a master share
 
 
-def test_of_very_many_reads_the_oldest_are_forgotten() -> None:
+def test_the_oldest_of_very_many_reads_are_forgotten() -> None:
     table = ChunkTable(SIZES)
     table.records_reads = True
     for size in range(100_000):
@@ -537,7 +533,6 @@ def test_every_request_gets_its_own_bytes_once(
 
 
 def wanted(records: Records, statuses: bytes) -> bytes:
-    """The bytes of the parts that are given."""
     return b"".join(
         CHUNKS[chunk][start : start + size]
         for (chunk, start, size), status in zip(records, statuses, strict=True)

@@ -1,5 +1,6 @@
-"""Several masters in one loop: which node gives a chunk, and the consequences when members come
-and go."""
+"""Several masters in one loop: which node gives a chunk, and the consequences when members come and
+go.
+"""
 
 import socket
 import threading
@@ -64,8 +65,6 @@ class Reads(ReadWrapper):
 
 @dataclass
 class FakeRegistry(Registry):
-    """A registry in this process's memory."""
-
     members: dict[int, Member] = field(default_factory=dict)
     is_unavailable: bool = False
     silent: set[int] = field(default_factory=set)  # their renewals are still under way
@@ -100,7 +99,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class RecordingCache(NodeCache):
-    """A node's cache that writes nothing to a disk, and records the chunks that it would write."""
+    """A node's cache that records the chunks that it would write to a disk."""
 
     flushed: list[list[Mask]]
 
@@ -110,8 +109,7 @@ class RecordingCache(NodeCache):
 
 class Task:
     """A dataset, and masters that read it. `ttl_s` is how long registrations last. `flushed` has
-    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node.
-    """
+    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node."""
 
     def __init__(self, folder: Path) -> None:
         self.url = (folder / "store").as_uri()
@@ -130,7 +128,6 @@ class Task:
         self.dataset.flush()
 
     def whole(self, snapshot: Snapshot, chunk: int) -> bytes:
-        """A chunk as it lies in the store, read past all counters."""
         name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
         return bytes(self.reads.inner.get(name))
 
@@ -138,7 +135,6 @@ class Task:
     async def node(
         self, rank: int, *, world: int = 3, oneshot: bool = False, policy: str = "lru"
     ) -> AsyncIterator[Master]:
-        """A master while the `with` lasts, or until `kill`."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             version, sizes = self.snapshot.version, self.snapshot.chunk_sizes
@@ -173,7 +169,6 @@ class Task:
 
     @asynccontextmanager
     async def nodes(self, count: int, policy: str = "lru") -> AsyncIterator[list[Master]]:
-        """The masters of all nodes of a world, which know each other."""
         async with AsyncExitStack() as stack:
             made = [self.node(rank, world=count, policy=policy) for rank in range(count)]
             found = [await stack.enter_async_context(each) for each in made]
@@ -181,12 +176,11 @@ class Task:
             yield found
 
     def kill(self, rank: int) -> None:
-        """End a node's master at once. It is still registered."""
         self._lives[rank].cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
-        """Read a part of each chunk as a client that asks through its master, and compare; how many
-        came from where."""
+        """Read a part of each chunk through a master as its client, and compare. Returns how many
+        parts came from each source."""
         snapshot, owner = node.snapshot, node.owner
         records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
         statuses, views = await node.answer(node.rank, parts(*records), load=True, through=True)
@@ -195,7 +189,7 @@ class Task:
         for (chunk, start, size), status in zip(records, statuses, strict=True):
             if status == GIVEN:
                 assert next(left) == self.whole(snapshot, chunk)[start : start + size]
-                rank = int(owner[chunk])  # it gets the request, whatever this node still holds
+                rank = int(owner[chunk])  # it gets the request, even if this node holds it
                 sources[SOURCE_HERE if rank == node.rank else rank] += 1
             else:
                 sources[SOURCE_NONE] += 1
@@ -213,8 +207,8 @@ def members(*nodes: Master) -> Callable[[], bool]:
     return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
 
 
-async def test_F10_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
-    """Even if all of them miss a chunk at once. No node holds what another one owns."""
+async def test_F10_the_store_is_read_once_for_any_number_of_nodes(task: Task) -> None:
+    """All of them may miss a chunk at once. No node holds another node's chunk."""
     async with task.nodes(3) as nodes:
         async with trio.open_nursery() as nursery:
             for node in nodes * 3:
@@ -240,7 +234,7 @@ async def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
             task.kill(2)
             await soon(lambda: not a._peers[2].peer.stats()["connected"])
             found = await task.check(a, given=False)
-            assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
+            assert found[SOURCE_NONE] == share, "the dead node's chunks are left to the reader"
         del task.registry.members[2]
         await soon(members(a, b))
         before = task.reads.of.total()
@@ -252,7 +246,9 @@ async def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
             before = task.reads.of.total()
             assert (await task.check(c))[SOURCE_HERE] == share
             assert (await task.check(a))[2] == share, "it is used again"
-            assert task.reads.of.total() == before, "it had its share from who took it over"
+            assert task.reads.of.total() == before, (
+                "it got its share from the nodes that had taken it over"
+            )
 
 
 async def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
@@ -264,7 +260,7 @@ async def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) ->
         await soon(lambda: task.reads.of.total() >= CHUNKS)
         for node in (a, b, c):
             await task.check(node)
-        assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
+        assert set(task.reads.of.values()) == {1}, "no node began before all were there"
 
 
 async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -> None:
@@ -281,9 +277,9 @@ async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: T
     names = [chunk_object(task.snapshot.identity, each) for each in task.snapshot.chunk_ids]
     async with task.node(0, world=1, oneshot=True) as node:
         await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
-        await trio.sleep(0.1)  # more would come
-        told = node.cache.stats()
-        assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+        await trio.sleep(0.1)  # time in which more would come
+        figures = node.cache.stats()
+        assert figures["share_held_chunks"] == figures["share_chunks"] == count - len(dead)
         assert len(task.reads.of) == count - len(dead)
         assert kept_numbers(node.cache).isdisjoint(dead)
         order = [names.index(name) for name in task.reads.of]
@@ -297,7 +293,7 @@ async def test_dead_chunks_are_not_kept_at_the_end(task: Task) -> None:
         task.put(f"f{number:02}", 50)
     task.snapshot = task.dataset.snapshot
     async with task.nodes(1) as [node]:
-        assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+        assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "no reader has sent a request"
         await node.flush_to_disk()
     live = task.snapshot.used_bytes() > 0
     assert live.tolist() == [False] * 10 + [True] * CHUNKS
@@ -321,9 +317,7 @@ async def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> 
         assert members(a, b)()
 
 
-async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
-    task: Task, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_C3_members_have_a_TTL_to_renew(task: Task, caplog: pytest.LogCaptureFixture) -> None:
     """Redis has lost all registrations, and each master renews in its own time. One that does not
     renew within a TTL is gone; one that leaves or is replaced, at once."""
     caplog.set_level("INFO", "diesel.task")
@@ -342,7 +336,7 @@ async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
         await trio.sleep(0.2)
         assert "has left" not in caplog.text
         assert "was replaced" not in caplog.text
-        task.registry.members.pop(1)  # it leaves
+        task.registry.members.pop(1)  # the member leaves
         task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
         await soon(lambda: "node 2 was replaced" in caplog.text)
         await soon(lambda: "node 1 has left" in caplog.text)
@@ -354,7 +348,7 @@ async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
 async def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
     task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis was away so shortly that no renewal failed, and has lost everything."""
+    """Redis was away for so short a time that no renewal failed, and has lost everything."""
     caplog.set_level("INFO", "diesel.task")
     task.ttl_s = 1.0
     async with task.nodes(2) as [a, _]:
@@ -374,7 +368,6 @@ async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
     afterwards."""
 
     async def is_given(node: Master, rank: int) -> bool:
-        """Whether another node gives a chunk; for a moment their owners may differ."""
         return (await task.check(node, given=False))[rank] > 0
 
     async with task.node(0) as a, task.node(1) as b:
@@ -389,9 +382,7 @@ async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
                     await soon(partial(is_given, node, other))
 
 
-async def test_F8_F9_silent_nodes_from_peers_lose_their_share_and_the_last_one_reads_alone(
-    task: Task,
-) -> None:
+async def test_F8_F9_silent_nodes_lose_their_share_and_the_last_one_reads_alone(task: Task) -> None:
     class Listed(FakeRegistry):
         def renew(self, me: Member) -> Membership:
             self.members[me.rank] = me
@@ -428,10 +419,10 @@ async def test_nodes_of_another_version_do_not_count_until_they_switch(task: Tas
         reads = task.reads.of.total() - before
         assert (await task.check(b))[0] > 0
         assert (await task.check(a))[1] > 0
-        assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
+        assert task.reads.of.total() - before <= reads + 1, "chunks of both versions stay"
 
 
-async def test_another_version_has_owners_before_the_next_renewal(
+async def test_a_new_version_has_owners_at_once(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owners are this node and those that have switched before it; otherwise all chunks would
@@ -460,7 +451,7 @@ async def test_another_version_has_owners_before_the_next_renewal(
         task.registry.silent = {0, 1}
         await trio.sleep(0.1)
         await at_once(a, newer)
-        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
+        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "no other node has switched"
         await b.switch_version(newer)
         assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
         task.registry.silent.clear()
@@ -472,11 +463,11 @@ async def test_another_version_has_owners_before_the_next_renewal(
         task.registry.silent = {0, 1}
         await trio.sleep(0.1)
         await at_once(b, newest)
-        assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
+        assert (await task.check(b))[0] > 0, "node 0 has switched already"
         task.registry.silent.clear()
 
 
-async def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
+async def test_F5_a_node_that_sends_damaged_parts_gets_no_more_requests(task: Task) -> None:
     async with task.nodes(2) as [a, _]:
         assert (await task.check(a))[1] > 0
         for _ in range(3):
@@ -503,7 +494,7 @@ async def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
         assert first.tolist() == share.tolist()
 
 
-async def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
+async def test_a_request_for_a_chunk_in_memory_waits_for_no_other_node(task: Task) -> None:
     """Otherwise two nodes that fetch one chunk from each other would wait until a time-out."""
     async with task.nodes(2) as [a, b]:
         theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
@@ -520,10 +511,11 @@ async def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: 
 
 
 @pytest.mark.parametrize(("count", "status"), [(1, ABSENT), (CHUNKS, GIVEN)])
-async def test_many_chunks_of_a_slow_store_are_waited_for_longer_than_one(
+async def test_masters_wait_longer_for_many_chunks_of_a_slow_store_than_for_one(
     task: Task, count: int, status: int
 ) -> None:
-    """The asker would read all of them from the store itself, which has begun to give them."""
+    """Otherwise the reader would read all of them from the store itself, which has begun to give
+    them."""
     async with task.nodes(1) as [node]:
         task.reads.pause.clear()
         wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))

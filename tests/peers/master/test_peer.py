@@ -23,7 +23,7 @@ from ..connected_masters import (
     FakeAnswers,
     Node,
     RawPeer,
-    asking,
+    connected_peer,
     content,
     gather,
     listening,
@@ -51,7 +51,7 @@ async def test_parts_in_memory_come_at_once(peer: Peer, node: Node) -> None:
 
 
 @each_row("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
-async def test_given_parts_lie_at_their_offsets(
+async def test_parts_are_at_their_offsets(
     pattern: list[int], answers: FakeAnswers, peer: Peer
 ) -> None:
     """Absent parts leave gaps between them."""
@@ -60,7 +60,7 @@ async def test_given_parts_lie_at_their_offsets(
     wanted = [GIVEN if each else ABSENT for each in pattern]
     assert await read(peer, *records, load=True) == wanted
     if 0 in pattern:
-        assert answers.asked[-1] == (0, len(pattern), True, False)
+        assert answers.requested[-1] == (0, len(pattern), True, False)
 
 
 async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None:
@@ -74,10 +74,8 @@ async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None
         assert node.acceptor.stats()["requests"] - before == requests
 
 
-async def test_many_reads_at_once_get_their_own_answers(
-    answers: FakeAnswers, node: Node, peer: Peer
-) -> None:
-    """From memory or fetched, small and large, in any order of answers."""
+async def test_many_reads_get_their_own_parts(answers: FakeAnswers, node: Node, peer: Peer) -> None:
+    """They come from memory or are fetched, are small and large, and are answered in any order."""
     chance = random.Random(1)
 
     async def some_time() -> None:
@@ -134,7 +132,8 @@ async def test_small_reads_go_on_beside_large_ones(peer: Peer) -> None:
 
 
 async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
-    """Not even the rest of an answer that was just arriving; the next answer is right again."""
+    """The remainder of an answer that was just arriving is not, either. The next answer is right
+    again."""
     go_on = trio.Event()
     whole = content(2, 0, 4 << 20)
 
@@ -146,7 +145,7 @@ async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None
         await raw_peer.give(await raw_peer.request())
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         room = memoryview(bytearray(4 << 20))
         with trio.move_on_after(0.5):
             await peer.read(parts((2, 0, 4 << 20)), room, load=False)
@@ -167,7 +166,7 @@ async def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
         await raw_peer.give(await raw_peer.request())
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         begun_s = trio.current_time()
         assert await read(peer, SMALL) == [FAILED]
         assert 0.95 < trio.current_time() - begun_s < 1.15
@@ -185,7 +184,7 @@ async def test_WORKING_extends_the_deadline_once() -> None:
             await raw_peer.give(head)
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         usual_ms = peer.stats()["timeout_ms"]
         assert await gives(peer, load=True)
         assert peer.stats()["timeout_ms"] == usual_ms, "a store's time is not the peer's"
@@ -194,10 +193,8 @@ async def test_WORKING_extends_the_deadline_once() -> None:
         assert 2.4 < trio.current_time() - begun_s < 4
 
 
-async def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests(
-    jumping_clock: MockClock,
-) -> None:
-    """The answered WORKING is waited for; later requests count as failures."""
+async def test_F2_a_peer_that_stops_after_WORKING_is_soon_paused(jumping_clock: MockClock) -> None:
+    """The reader waits after WORKING; later requests count as failures."""
 
     async def behave(raw_peer: RawPeer) -> None:
         for _ in range(8):
@@ -205,7 +202,7 @@ async def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests
             await raw_peer.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
 
         async def one() -> None:
             assert await read(peer, SMALL, load=True) == [FAILED]
@@ -242,7 +239,7 @@ async def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
         await raw_peer.send(LIES[lie](await raw_peer.request()))
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         with trio.fail_after(5):
             assert await read(peer, SMALL) == [ABSENT if lie == "twice" else FAILED]
         await soon(lambda: not peer.stats()["connected"], 5)
@@ -262,7 +259,7 @@ async def test_F5_a_peer_is_quarantined_after_three_damaged_parts(peer: Peer) ->
 async def test_an_unreachable_peer_costs_one_attempt_and_recovers() -> None:
     with listening() as closed:
         port = closed.getsockname()[1]
-    async with asking(port) as peer:
+    async with connected_peer(port) as peer:
         assert not await peer.ping()
         assert await read(peer, SMALL) == [BUSY]
         assert peer.stats()["state"] == "open"
@@ -289,7 +286,7 @@ async def test_a_peer_with_a_slow_store_has_not_failed(
     jumping_clock: MockClock, answers: FakeAnswers, peer: Peer
 ) -> None:
     """It answers WORKING, and meanwhile gives parts from memory."""
-    answers.hold(absent={1})  # never at hand
+    answers.hold(absent={1})  # never ready
     await read(peer, SMALL)
     answers.ready = wait_for(30)
     for _ in range(6):
@@ -299,8 +296,8 @@ async def test_a_peer_with_a_slow_store_has_not_failed(
     assert peer.stats()["state"] == "closed"
 
 
-async def test_after_its_end_a_peer_is_not_asked(node: Node) -> None:
-    async with asking(node.port) as peer:
+async def test_a_closed_peer_sends_no_requests(node: Node) -> None:
+    async with connected_peer(node.port) as peer:
         await read(peer, SMALL)
     assert await read(peer, SMALL) == [BUSY]
     found: list[list[int]] = []
@@ -309,16 +306,14 @@ async def test_after_its_end_a_peer_is_not_asked(node: Node) -> None:
         found.append(await read(peer, SMALL))
 
     async with scripted_master(RawPeer.receive_all) as port:
-        async with trio.open_nursery() as nursery, asking(port) as peer:
+        async with trio.open_nursery() as nursery, connected_peer(port) as peer:
             nursery.start_soon(ask)
             await trio.sleep(0.1)
         assert found == [[FAILED]]
 
 
-async def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth(
-    node: Node,
-) -> None:
-    """1 Mbit/s, and 200 ms there and back: after three reads the peer is not asked for a while."""
+async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(node: Node) -> None:
+    """1 Mbit/s, and 200 ms there and back: after three reads the peer is paused."""
 
     async def slow(source: trio.SocketStream, target: trio.SocketStream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -334,7 +329,7 @@ async def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth
 
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, one, 0, host="127.0.0.1"))
-        async with asking(listener.socket.getsockname()[1]) as peer:
+        async with connected_peer(listener.socket.getsockname()[1]) as peer:
             took = []
             for _ in range(20):
                 before = time.perf_counter()
@@ -346,7 +341,7 @@ async def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth
         nursery.cancel_scope.cancel()
 
 
-async def test_many_reads_of_a_lost_peer_leave_nothing_behind(
+async def test_reads_of_a_lost_peer_leave_nothing(
     answers: FakeAnswers, node: Node, peer: Peer
 ) -> None:
     answers.hold(hot=False)
@@ -360,7 +355,7 @@ async def test_many_reads_of_a_lost_peer_leave_nothing_behind(
     for _ in range(20):
         await gather(*[cancelled] * 30)
     assert peer.stats()["in_flight"] == wire.REQUESTS_MAX
-    assert await read(peer, SMALL) == [BUSY], "there is no room, for as long as it may wait"
+    assert await read(peer, SMALL) == [BUSY], "no room is left while it may wait"
     node.acceptor.set_identity(me(1))
     await soon(lambda: peer.stats()["in_flight"] == 0, 5)
     answers.hold()

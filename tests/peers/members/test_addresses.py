@@ -26,7 +26,6 @@ def listening_at(
     peers: Sequence[str] = (),
     url: RepositoryUrl = FILE,
 ) -> tuple[str, int]:
-    """The address at which a node listens that has these options."""
     request = TaskRequest(listen=listen, advertise=advertise, peers=tuple(peers), url=url.full_url)
     return listen_address(request, rank, world)
 
@@ -108,9 +107,7 @@ def test_F13_an_explicit_loopback_address_is_a_warning(
     assert not caplog.records
 
 
-def test_F13_the_default_is_the_address_towards_the_server_or_redis(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_F13_the_default_faces_the_server_or_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     server = parse_url("diesel://198.51.100.1:9300")
     redis = parse_url("s3://bucket/x?meta=redis://198.51.100.2:6379")
     reached: list[tuple[str, int]] = []
@@ -145,9 +142,7 @@ def test_F13_the_advertised_address(advertise: str, listening: HostPort, address
             advertised_address("", HostPort(every, 5))
 
 
-def test_F8_single_nodes_on_two_machines_have_different_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_F8_single_nodes_of_two_machines_are_different(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is rank 0 and replaces the other in the registry, which must not look like a restart on
     one machine."""
     own, _ = listening_at(world=1)

@@ -80,7 +80,7 @@ TORCH = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
         ({"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, None, None, (0, 1)),  # no nodes'
     ],
 )
-def test_which_node_this_is(
+def test_the_rank_and_world_of_a_node(
     environment: dict[str, str], rank: int | None, world: int | None, node: tuple[int, int]
 ) -> None:
     assert resolve_node(environment, rank, world) == node
@@ -89,8 +89,8 @@ def test_which_node_this_is(
 @each_row(
     ("environment", "rank", "world"),
     [
-        ({}, 1, None),  # of how many?
-        ({}, None, 4),  # all would be the first
+        ({}, 1, None),  # the world is missing
+        ({}, None, 4),  # all would be the first node
         *(({}, rank, world) for rank, world in ((4, 4), (-1, 4), (0, 0), (0, RANK_MAX + 2))),
         *((SLURM | {"SLURM_NODEID": each}, None, None) for each in ("8", "x", "-1")),
         ({"SLURM_NODEID": "0", "SLURM_NNODES": "0"}, None, None),
@@ -154,9 +154,9 @@ def test_S17_tasks_differ_if_dataset_user_or_name_does(one: TaskName, other: Tas
     assert (one.digest == other.digest) == (one == other)
 
 
-def test_the_digest_is_as_PEERS_md_says() -> None:
-    said = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
-    assert TASK.digest == hashlib.sha256(said).digest()
+def test_the_digest_is_that_of_PEERS_md() -> None:
+    text = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
+    assert TASK.digest == hashlib.sha256(text).digest()
 
 
 # Addresses
@@ -250,7 +250,7 @@ def test_a_key_is_the_same_with_a_newline_at_its_end() -> None:
     assert secret_from_key(key) != secret_from_key(key + b"1")
 
 
-# As they are kept, and as they travel
+# In the registry and in messages
 
 
 @given(members)
@@ -267,7 +267,7 @@ def test_any_bytes_give_a_member_or_an_error(rank: int, instance: bytes, packed:
 
 
 @given(members, times, times, secrets)
-def test_a_registration_message_comes_back(
+def test_registration_messages_round_trip(
     me: Member, since: int, state: int, secret: bytes
 ) -> None:
     answers = MemberRecord(since, state, secret)
@@ -285,8 +285,8 @@ def test_a_registration_answer_comes_back(
     found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, lost: bool
 ) -> None:
     members = None if found is None else tuple(found)
-    told = JoinReply(since, state, secret, members, replaced, lost)
-    assert parse_join_reply(unpack(msgpack.packb(join_reply_message(told)))) == told
+    reply = JoinReply(since, state, secret, members, replaced, lost)
+    assert parse_join_reply(unpack(msgpack.packb(join_reply_message(reply)))) == reply
 
 
 values = st.recursive(

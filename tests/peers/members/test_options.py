@@ -84,13 +84,13 @@ WITHOUT_A_TASK = ["rank", "world", "peers", "listen", "advertise", "task_key", "
 
 
 @each_row("call", ["connect", "mount"])
-@each_row(("words", "said"), UNKNOWN + BAD)
+@each_row(("words", "reason"), UNKNOWN + BAD)
 def test_unknown_and_bad_arguments_are_named(
-    calls: dict[str, Call], call: str, words: dict[str, object], said: str
+    calls: dict[str, Call], call: str, words: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
         calls[call](**{"task": "night", **words})
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert SECRET not in str(refused.value)
 
 
@@ -115,7 +115,7 @@ def test_without_a_task_memory_share_and_policy_are_refused(calls: dict[str, Cal
     for word, value in {"task_memory_bytes": 1 << 20, "policy": "on-demand"}.items():
         with pytest.raises(UsageError, match=f"{word} is about a task"):
             calls["connect"](**{word: value})
-    assert of(policy="oneshot").policy == "oneshot"  # of a mount
+    assert of(policy="oneshot").policy == "oneshot"  # an option of mounts
 
 
 def test_lrfu_needs_a_cache_folder_and_no_task() -> None:
@@ -135,18 +135,18 @@ def test_None_means_not_given(calls: dict[str, Call]) -> None:
     opened.close()
 
 
-def test_a_mount_of_an_open_dataset_uses_its_task_by_default(
+def test_a_mount_uses_the_datasets_task_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[MountRequest] = []
-    monkeypatch.setattr(launcher, "mount", asked.append)
+    requests: list[MountRequest] = []
+    monkeypatch.setattr(launcher, "mount", requests.append)
     with diesel_fs.connect("ds", (tmp_path / "store").as_uri(), create=True) as dataset:
         task = TaskOptions(task="night", policy="oneshot")
         dataset._options = replace(dataset._options, task=task)
         for words in ({}, {"task": None, "rank": None}, {"policy": "on-demand"}):
             diesel_fs.mount(dataset, tmp_path / "mount", **words)
-    assert [each.task_options.task for each in asked] == ["night", "night", ""]
-    assert [each.policy for each in asked] == ["oneshot", "oneshot", "on-demand"]
+    assert [each.task_options.task for each in requests] == ["night", "night", ""]
+    assert [each.policy for each in requests] == ["oneshot", "oneshot", "on-demand"]
 
 
 def test_arguments_may_be_text_from_the_environment() -> None:
@@ -157,11 +157,9 @@ def test_arguments_may_be_text_from_the_environment() -> None:
     assert of(task="t", peers=["h:1"]).peers == ("h:1",)
 
 
-def test_a_blank_key_in_the_environment_is_an_error_of_a_task_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_blank_key_in_the_environment_fails_only_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIESEL_TASK_KEY", "  ")
-    assert not of()  # it is about nothing
+    assert not of()  # the key concerns no task
     with pytest.raises(ConfigError, match="key is empty"):
         of(task="t")
     monkeypatch.setenv("DIESEL_TASK_KEY", "")

@@ -59,7 +59,6 @@ def alone() -> Iterator[RedisPlace]:
 
 @pytest.fixture
 def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisPlace]]:
-    """A Redis that only this test uses."""
     with RedisServer(tmp_path / "redis") as server, redis_place(server) as found:
         yield server, found
 
@@ -83,8 +82,8 @@ def test_masters_see_each_other(place: RedisPlace) -> None:
 
 
 def test_C3_F8_masters_register_again_after_redis_lost_everything(place: RedisPlace) -> None:
-    """Each learns once that it was forgotten. The newer of two instances of a rank is known,
-    though the older one, which may have been stopped for a while, renews first."""
+    """Each learns once that it was forgotten. The newer of two instances of a rank is known, though
+    the older one, which may have been stopped for some time, renews first."""
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         assert not registry.renew(me).was_forgotten
@@ -120,19 +119,19 @@ def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
     """Thousands of masters renew every two seconds: changes are worth sending, all members each
     time are not. A registration without an answer may be repeated."""
     tasks = place.open()
-    told = tasks.join(TASK, master(0), MemberRecord())
-    assert tasks.join(TASK, master(0), MemberRecord()) == told
-    answers = MemberRecord(told.since, told.state, told.secret)
+    joined = tasks.join(TASK, master(0), MemberRecord())
+    assert tasks.join(TASK, master(0), MemberRecord()) == joined
+    answers = MemberRecord(joined.since, joined.state, joined.secret)
     again = tasks.join(TASK, master(0), answers)
-    assert again == replace(told, members=None)
+    assert again == replace(joined, members=None)
     tasks.join(TASK, master(1), MemberRecord())
     changed = tasks.join(TASK, master(0), answers)
     assert set(changed.members or ()) == {master(0), master(1)}
-    assert changed.state > told.state
+    assert changed.state > joined.state
 
 
 def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
-    """Also the one of a master that was killed."""
+    """So does that of a master that was killed."""
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]
@@ -150,9 +149,7 @@ def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
     until(lambda: not place.keys(), "the end of the last registration", 5)
 
 
-def test_S2_the_last_leave_deletes_everything_and_the_secret_dies_with_the_task(
-    place: RedisPlace,
-) -> None:
+def test_S2_the_last_leave_deletes_everything_and_ends_the_secret(place: RedisPlace) -> None:
     masters = [(place.registry(ttl_s=0.3), master(rank)) for rank in range(3)]
     for registry, me in masters:
         secret = registry.renew(me).secret
@@ -175,7 +172,7 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
     assert found.replaced_address == master(0, 10).address
     with pytest.raises(ConflictError, match="newer master of rank 0"):
         older.renew(master(0, 10))
-    older.leave(master(0, 10))  # which is not there any more
+    older.leave(master(0, 10))  # the older one is gone
     assert other.renew(master(1)).members == (master(0, 20), master(1))
     again = newer.renew(master(0, 20))
     assert again.members == (master(0, 20), master(1))
@@ -190,9 +187,9 @@ def test_a_new_instance_is_newer_even_if_the_clock_jumped_back(place: RedisPlace
     tasks = place.open()
     ahead = MemberRecord(since=1 << 51)
     assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
-    told = tasks.join(TASK, master(0, 20), MemberRecord())
-    assert told.members == (master(0, 20),)
-    assert told.since == (1 << 51) + 1
+    joined = tasks.join(TASK, master(0, 20), MemberRecord())
+    assert joined.members == (master(0, 20),)
+    assert joined.since == (1 << 51) + 1
     with pytest.raises(ConflictError):
         tasks.join(TASK, master(0, 10), ahead)
 
@@ -213,7 +210,7 @@ def test_a_clock_that_jumped_back_extends_no_registration(alone: RedisPlace) -> 
 def test_while_redis_is_away_renewals_fail_and_afterwards_the_task_goes_on(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
-    """With its secret. A master may also be started meanwhile."""
+    """It keeps its secret. A master may also be started meanwhile."""
     server, place = breakable
     registry, late = place.registry(), place.registry()
     before = registry.renew(master(0))
@@ -240,7 +237,7 @@ def test_while_redis_is_away_renewals_fail_and_afterwards_the_task_goes_on(
     assert ranks(late.renew(master(1))) == [0, 1]
 
 
-def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlace) -> None:
+def test_S14_tasks_of_other_users_datasets_and_names_are_separate(place: RedisPlace) -> None:
     others = [
         replace(TASK, user="bob"),
         replace(TASK, name="other"),
@@ -251,9 +248,7 @@ def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlac
     assert len({each.secret for each in found}) == 4
 
 
-def test_the_number_of_masters_is_limited(
-    place: RedisPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_masters_are_limited(place: RedisPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tasks, "MEMBERS_MAX", 2)
     registries = [place.registry() for _ in range(3)]
     for rank in range(2):
@@ -290,12 +285,12 @@ def test_the_greatest_number_of_masters_can_register(alone: RedisPlace) -> None:
     until_us = time.time() * 1e6 + 50e6
     client.zadd(ends, dict.fromkeys(map(str, range(MEMBERS_MAX - 1)), until_us))
     me = master(MEMBERS_MAX - 1)
-    told = tasks.join(TASK, me, MemberRecord())
-    assert told.members is not None
-    assert sorted(each.rank for each in told.members) == [*range(MEMBERS_MAX)]
+    joined = tasks.join(TASK, me, MemberRecord())
+    assert joined.members is not None
+    assert sorted(each.rank for each in joined.members) == [*range(MEMBERS_MAX)]
     start = time.monotonic()
     for _ in range(100):
-        assert tasks.join(TASK, me, MemberRecord(told.since, told.state)).members is None
+        assert tasks.join(TASK, me, MemberRecord(joined.since, joined.state)).members is None
     assert time.monotonic() - start < 1  # and not that of all masters, each time
 
 
@@ -318,7 +313,7 @@ def test_foreign_values_in_redis_are_ignored(alone: RedisPlace) -> None:
         registry.renew(master(0))
 
 
-def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
+def test_S14_the_documented_rights_in_redis_suffice(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, _ = breakable
@@ -331,8 +326,8 @@ def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
         tasks.join(TASK, master(0), MemberRecord())
         tasks.join(TASK, master(1), MemberRecord())
         time.sleep(0.3)
-        told = tasks.join(TASK, master(1), MemberRecord())
-        assert told.members == (master(1),)
+        joined = tasks.join(TASK, master(1), MemberRecord())
+        assert joined.members == (master(1),)
         tasks.leave(TASK, master(1))
 
 
@@ -353,7 +348,7 @@ def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
 
 
 @pytest.mark.parametrize("first", [None, secret_from_key(KEY)])
-def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
+def test_nodes_of_a_task_all_have_a_key_file_or_none(
     place: RedisPlace, first: bytes | None
 ) -> None:
     """They would all be registered, and could not talk to each other."""
@@ -366,7 +361,7 @@ def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
     assert ranks(one.renew(master(0))) == [0]
 
 
-# Which place it is
+# The kind of registry
 
 
 def test_the_members_are_the_given_peers() -> None:

@@ -10,6 +10,7 @@ from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.peers.node.ledger import Ledger, Room, Tables
 from diesel_fs.peers.node.sealed_memory import SealedMemory
+from tests.clocks import ManualClock
 
 
 class FakeMemory:
@@ -24,16 +25,6 @@ class FakeMemory:
         self.descriptor = -1
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def memory(size: int) -> SealedMemory:
     return cast(SealedMemory, FakeMemory(size))
 
@@ -43,7 +34,6 @@ def ids(names: list[int]) -> list[ChunkId]:
 
 
 def sizes(names: list[int]) -> npt.NDArray[np.uint64]:
-    """A chunk has the same size in all versions."""
     return np.array([100 + 10 * name for name in names], np.uint64)
 
 
@@ -54,8 +44,8 @@ def make_ledger(
     queue_bytes: int = 0,
     chunks: int = 100,
     policy: str = "lru",
-) -> tuple[Ledger, Clock]:
-    clock = Clock()
+) -> tuple[Ledger, ManualClock]:
+    clock = ManualClock()
     room = Room(memory_bytes, chunks, queue_bytes)
     tables = Tables(POLICIES[policy](), POLICIES[policy]())
     ledger = Ledger(UUID(int=5), ids(names), sizes(names), room, tables, clock)

@@ -58,7 +58,6 @@ def uniform(files: int, reads: int) -> Order:
 
 
 def epochs(files: int, count: int) -> Order:
-    """Each file once an epoch, in random order."""
     for epoch in range(count):
         yield from np.random.default_rng([2, epoch]).permutation(files).tolist()
 
@@ -98,7 +97,7 @@ def test_lfu_keeps_the_chunks_that_are_read_most() -> None:
 
 
 @EVERY
-def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str) -> None:
+def test_random_epochs_that_half_fit_cost_little_more_than_half(policy: str) -> None:
     chunks, files = 100, 16
     found = Simulated(policy, chunks, chunks // 2, files)
     found.run(epochs(chunks * files, 4))
@@ -112,7 +111,7 @@ def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str
 def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache(
     policy: str, files: int, order: Callable[[int, int], Order]
 ) -> None:
-    """Also where LRU has no hits: files of half a chunk, read in a circle."""
+    """LRU has no hits with files of half a chunk that are read in a circle."""
     chunks = 60
     found = Simulated(policy, chunks, chunks * 5 // 6, files)
     found.run(order(chunks * files, 12))
@@ -143,7 +142,7 @@ def test_any_reads_cost_little_more_than_no_cache() -> None:
             rent.record_miss(unit, wanted)
             if rent.has_credit(unit, wanted):
                 rent.charge(unit, wanted)
-                here.discard(sorted(here)[0])  # as foolish as can be
+                here.discard(sorted(here)[0])  # the worst choice
                 here.add(unit)
                 rent.reset_misses(unit)
                 spent_s += cost(size)

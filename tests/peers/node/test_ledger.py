@@ -138,9 +138,9 @@ def test_a_refusing_machine_shrinks_the_budget_twice_and_only_for_a_while() -> N
     ledger, clock = make_ledger([0, 1, 2], 1000)
     ledger.insert(0, memory(100))
     assert ledger.shrink_budget() == 100
-    assert ledger.budget_bytes == 100, "what is here"
+    assert ledger.budget_bytes == 100, "the chunks in memory"
     ledger.shrink_budget()
-    assert ledger.budget_bytes == 0, "nothing goes for what cannot come"
+    assert ledger.budget_bytes == 0, "no chunk leaves for one that cannot come"
     clock.now_s += BUDGET_RETRY_S
     assert ledger.budget_bytes == 1000
 

@@ -113,9 +113,9 @@ class Model:
                 self.source.fails = fails
             case "damages", bool(damages):
                 self.source.damages = damages
-            case "plan", list(orders):  # none: it is not known any more
+            case "plan", list(orders):  # None: the chunk is not known any more
                 self.plan(orders)
-            case "at", list(positions):  # of some readers, and back again
+            case "at", list(positions):  # of some readers' chunks, and back again
                 self.cache.set_positions(positions[: self.readers])
             case "elsewhere", list(held):
                 count = len(self.source.contents)
@@ -172,7 +172,7 @@ class Model:
             assert not fetched
             assert here == (view is not None)
         elif has_room:
-            assert fetched == {self.source.numbers[number]: 1}, "where there is room, at once"
+            assert fetched == {self.source.numbers[number]: 1}, "at once if there is room"
             assert works == (view is not None)
         assert (number in self.here()) == (view is not None)
 
@@ -199,7 +199,6 @@ class Model:
             self.order.append((pinner, number, inode))
 
     def unpin(self, pinner: int, number: int) -> None:
-        """The first that it got of that number."""
         for each in self.order:
             if each[:2] == (pinner, number):
                 self.order.remove(each)

@@ -1,5 +1,6 @@
-"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. Those
-in memory are written there at the end of a node."""
+"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. At
+the end of a node, the chunks in memory are written there.
+"""
 
 import errno
 import itertools
@@ -62,7 +63,6 @@ class Shelf:
         self.source = ChunkSource(range(CHUNKS))
 
     def room(self, chunks: int) -> int:
-        """Bytes for `chunks` chunks."""
         return total(self.source, *[CHUNKS - 1] * chunks)
 
     def memory(self, chunks: int | None) -> int:
@@ -70,14 +70,12 @@ class Shelf:
         return 0 if chunks is None else self.room(chunks + 1)
 
     def tier(self, chunks: int = 1000) -> DiskTier:
-        """A disk with room for `chunks` chunks."""
         return tier_at(self.place, self.room(chunks))
 
     @asynccontextmanager
     async def cache(
         self, chunks: int | None, disk: DiskTier | None = None, policy: str = "lru"
     ) -> AsyncIterator[NodeCache]:
-        """A cache with memory for these chunks and a disk, once it has scanned the folder."""
         disk = disk or self.tier()
         cache = make_cache(self.source, self.memory(chunks), policy=policy, disk=disk)
         async with running(cache):
@@ -86,7 +84,6 @@ class Shelf:
 
     @asynccontextmanager
     async def full_cache(self, disk: DiskTier) -> AsyncIterator[NodeCache]:
-        """A cache that has read all chunks, and runs no more: all its chunks are in memory."""
         cache = make_cache(self.source, self.room(3 * CHUNKS), disk=disk)
         try:
             async with run_cache(cache):
@@ -115,7 +112,6 @@ class Shelf:
         return files(self.place)
 
     def on_disk(self) -> set[int]:
-        """Which whole chunks are on the disk, as another process sees them."""
         tier = self.tier()
         found = set()
         for number in range(CHUNKS):
@@ -132,7 +128,6 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 async def settled(cache: NodeCache) -> None:
-    """Wait until all queued chunks are on the disk."""
     await soon(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
 
 
@@ -149,7 +144,7 @@ async def test_chunks_beyond_the_memory_go_to_the_disk(policy: str, shelf: Shelf
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-async def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_disk(
+async def test_often_read_chunks_come_to_memory_and_evicted_ones_to_the_disk(
     policy: str, shelf: Shelf
 ) -> None:
     async with shelf.cache(3, policy=policy) as h:
@@ -168,7 +163,8 @@ async def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on
 
 
 async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(shelf: Shelf) -> None:
-    """Whatever a crash has left, or somebody has written there, is checked before it is given."""
+    """Chunks that a crash has left, or another user has written there, are checked before they are
+    given."""
     async with shelf.cache(0) as cache:
         assert await shelf.read_all(cache) == CHUNKS
     assert len(shelf.files()) == CHUNKS
@@ -181,9 +177,7 @@ async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(sh
     assert shelf.source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
 
 
-async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy(
-    shelf: Shelf,
-) -> None:
+async def test_a_full_disk_evicts_others_chunks_then_copies_then_by_policy(shelf: Shelf) -> None:
     tier = shelf.tier(4)
     async with shelf.cache(2, tier) as cache:
         assert await shelf.read_all(cache) == 6
@@ -202,7 +196,7 @@ async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_
         await settled(cache)
         assert in_memory(cache) == {2, 6}
         on_disk = np.flatnonzero(cache.ledger.readable).tolist()
-        assert on_disk == [0, 1, 5, 7]  # without 3, 2, and the oldest
+        assert on_disk == [0, 1, 5, 7]  # without 3, 2 and the oldest
         assert len(shelf.files()) == 4
 
 
@@ -221,10 +215,10 @@ class Late(DiskTier):
 
 
 @pytest.mark.parametrize(("tier", "room", "held"), [(DiskTier, 3, 5), (Late, CHUNKS, CHUNKS)])
-async def test_a_share_fills_the_disk_and_then_stops(
+async def test_the_share_fills_the_disk(
     tier: type[DiskTier], room: int, held: int, shelf: Shelf
 ) -> None:
-    """Also a disk that answers late."""
+    """The disk may answer late."""
     disk = tier(shelf.place, IDENTITY, shelf.room(room))
     async with (
         running(make_cache(shelf.source, shelf.memory(2), disk=disk)) as cache,
@@ -251,7 +245,7 @@ async def test_another_version_finds_its_chunks_on_the_disk(shelf: Shelf) -> Non
 
 
 def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
-    """How many requests for a chunk the data plane answers until it does not any more."""
+    """The number of requests for a chunk that the data plane answers before it stops."""
     for number in range(most):
         if read_in_plane(cache, (chunk, 5, 100)) is None:
             return number
@@ -259,7 +253,6 @@ def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
 
 
 def open_files(place: Path) -> list[str]:
-    """The files of a cache's folder that this process has open, by their names."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -273,7 +266,7 @@ async def test_the_data_plane_reads_a_lent_file_for_a_number_of_requests(shelf: 
     async with shelf.cache(None) as cache:
         assert await shelf.read_all(cache) == CHUNKS
         before = cache.stats()
-        assert plane_reads(cache, 0) == 0  # nobody has read it from the disk
+        assert plane_reads(cache, 0) == 0  # it was never read from the disk
         await cache.read(0, [(0, 1)], load=False)
         await cache.read(1, [(0, 1)], load=False)
         size = len(shelf.source.contents[1])
@@ -294,9 +287,7 @@ async def test_the_data_plane_reads_a_lent_file_for_a_number_of_requests(shelf: 
     await soon(lambda: not open_files(shelf.place))  # a thread of trio's may still have its result
 
 
-async def test_a_chunk_that_the_data_plane_often_reads_from_its_file_comes_to_memory(
-    shelf: Shelf,
-) -> None:
+async def test_a_chunk_that_is_often_read_from_its_file_comes_to_memory(shelf: Shelf) -> None:
     async with shelf.cache(2) as cache:
         await shelf.read_all(cache)
         assert 7 not in in_memory(cache)
@@ -312,11 +303,11 @@ async def test_files_of_chunks_that_leave_the_disk_are_taken_back(shelf: Shelf) 
         await shelf.read_all(cache)
         await shelf.read_all(cache)
         assert len(open_files(shelf.place)) == CHUNKS
-        await cache.recheck(3)  # nothing is wrong with it
+        await cache.recheck(3)  # the chunk is intact
         assert plane_reads(cache, 3) == 0
         path = file_of(shelf.place, cache.ledger.key(4))
         path.write_bytes(path.read_bytes()[:-40] + bytes(40))
-        assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
+        assert plane_reads(cache, 4, 1) == 1  # the damage is not noticed yet
         await cache.recheck(4)
         assert plane_reads(cache, 4) == 0
         shelf.switch_version(cache, [8, 7, 6, 0])
@@ -340,9 +331,7 @@ async def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_bac
         assert plane_reads(cache, 0) == 0
 
 
-async def test_a_file_system_without_reads_from_the_page_cache_is_read_in_threads(
-    small: Path,
-) -> None:
+async def test_a_file_system_without_page_cache_reads_is_read_in_threads(small: Path) -> None:
     shelf = Shelf(small)
     async with shelf.cache(None) as cache:
         for _ in range(2):
@@ -380,8 +369,8 @@ def use_up_inodes(point: Path) -> None:
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start and later; with a negative floor for free space, as another program may fill the
-    disk between the check and the write."""
+    """It may be full at the start, or become so later, even between the check of free space and the
+    write (a negative floor)."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = Shelf(small)
     async with shelf.cache(2, policy="none") as cache:
@@ -414,7 +403,7 @@ def unreadable(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
-async def test_J4_a_removed_folder_is_no_error_of_a_reader(
+async def test_J4_a_removed_folder_fails_no_read(
     happens: Callable[[Path], None], left: int, small: Path
 ) -> None:
     shelf = Shelf(small)
@@ -468,7 +457,7 @@ async def test_J2_a_failing_disk_is_paused_and_tried_again(
 
 
 @pytest.mark.parametrize("where", ["find", "reserve"])
-async def test_a_disk_that_hangs_costs_a_second_once(
+async def test_a_disk_that_hangs_delays_reads_once_by_a_second(
     where: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -503,10 +492,10 @@ async def test_a_disk_that_hangs_costs_a_second_once(
         goes_on.set()
 
 
-async def test_evictions_and_writes_of_other_tasks_are_noticed(
+async def test_changes_by_other_tasks_are_noticed(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eviction is a miss; a chunk that another one wrote is found at the next scan."""
+    """An eviction is a miss; a chunk that another task wrote is found at the next scan."""
     other = shelf.tier()
     async with shelf.cache(2) as cache:
         assert await shelf.read_all(cache) == CHUNKS
@@ -555,7 +544,7 @@ async def test_the_queue_stays_within_its_part_of_the_memory(shelf: Shelf) -> No
 async def test_reads_of_many_chunks_that_begin_together_share_threads(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To enter a thread costs more than to read some files."""
+    """Entering a thread costs more than reading some files."""
     entered = 0
 
     def counting(call: Callable[Words, Awaitable[Result]]) -> Callable[Words, Awaitable[Result]]:
@@ -616,7 +605,7 @@ OTHER = UUID(int=99)
 
 
 def fill_for_others(shelf: Shelf, limit_bytes: int) -> DiskTier:
-    """A tier that is full of chunks of another dataset, which nobody has used for a while."""
+    """A tier that is full of chunks of another dataset, which no job has used for some time."""
     tier, size = tier_at(shelf.place, limit_bytes), len(shelf.source.contents[-1]) // 4
     for number in range(limit_bytes // size):
         put(tier, ChunkKey(OTHER, ChunkId(bytes([number] * 16))), bytes(size))
@@ -625,7 +614,7 @@ def fill_for_others(shelf: Shelf, limit_bytes: int) -> DiskTier:
 
 
 async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
-    """Reads go past the cache while room is being made for it."""
+    """Reads go past the cache while it makes room."""
     came = 0
     with trio.fail_after(20):
         while came < CHUNKS:
@@ -633,19 +622,19 @@ async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
     assert cache.stats()["disk_chunks"] == CHUNKS
 
 
-async def test_a_node_takes_the_room_of_chunks_that_no_job_uses_and_no_more(shelf: Shelf) -> None:
+async def test_a_node_takes_only_the_room_of_chunks_that_no_job_uses(shelf: Shelf) -> None:
     """It does so bit by bit, and evicts none of its own chunks meanwhile."""
     limit_bytes = 2 * total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
     others = [len(shelf.files())]
     async with shelf.cache(None, tier) as cache:
         await read_until_all_are_here(cache, shelf)
-        told = cache.stats()
-        assert (told["disk_chunks"], told["disk_refused"]) == (CHUNKS, 0)
-        assert told["disk_evictions"] == 0
+        figures = cache.stats()
+        assert (figures["disk_chunks"], figures["disk_refused"]) == (CHUNKS, 0)
+        assert figures["disk_evictions"] == 0
         others.append(len(shelf.files()) - CHUNKS)
-        assert told["disk_room_evictions"] == others[0] - others[1] > 0
-        freed = told["disk_room_evicted_bytes"]
+        assert figures["disk_room_evictions"] == others[0] - others[1] > 0
+        freed = figures["disk_room_evicted_bytes"]
         assert 0.9 * total_bytes(shelf.source) < freed < 0.8 * limit_bytes
 
     idle(shelf.place)
@@ -672,15 +661,14 @@ async def test_if_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(shelf: She
 
 
 def used_s(place: Path) -> float:
-    """When the only dataset of a folder was last used."""
     [used] = place.glob("*/*/.used")
     return used.stat().st_mtime
 
 
-async def test_a_dataset_cools_down_from_the_end_of_its_job(
+async def test_a_dataset_cools_down_after_jobs(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where memory serves all reads: the job says each minute that it lives."""
+    """Memory may serve all reads: the job reports each minute that it lives."""
     monkeypatch.setattr(disk, "NOTE_USE_S", 0.01)
     tier = tier_at(shelf.place, clock=itertools.count(0, 1000).__next__)
     async with shelf.cache(None, tier) as cache:
@@ -693,7 +681,6 @@ async def test_a_dataset_cools_down_from_the_end_of_its_job(
 
 
 async def ended(cache: NodeCache, share: set[int]) -> None:
-    """The end of a master, after `running`."""
     await cache.flush_to_disk(np.isin(np.arange(CHUNKS), [*share]))
 
 
@@ -705,16 +692,16 @@ async def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
         assert shelf.files() == []
         cache.set_owned(np.arange(CHUNKS) > 1)
         await ended(cache, {1, 2, 3})
-        assert in_memory(cache) == set(), "the memory is free as soon as may be"
+        assert in_memory(cache) == set(), "the memory is free at once"
     size = total(shelf.source, *range(1, CHUNKS))
     assert f"7 chunks ({size:,} bytes) from memory to the disk cache: these were all" in caplog.text
     async with shelf.cache(3 * CHUNKS) as cache:
-        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
+        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but never for its own chunks"
         assert await shelf.read_all(cache) == CHUNKS
     assert shelf.source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
 
-async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
+async def test_a_flush_writes_the_share_first_and_evicts_only_others_chunks(
     shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "diesel.task")
@@ -746,7 +733,7 @@ async def test_a_cancelled_flush_leaves_whole_chunks(
     go_on, fill = threading.Event(), disk_tier._FileReservation.commit
 
     def slow(self: disk_tier._FileReservation, content: memoryview) -> None:
-        if len(shelf.files()) > 3:  # with itself
+        if len(shelf.files()) > 3:  # counting the one being written
             os.pwrite(self._file, content[:100], 0)
             go_on.wait(20)
         fill(self, content)

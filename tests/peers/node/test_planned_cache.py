@@ -46,9 +46,7 @@ async def test_in_a_full_shuffle_chunks_in_memory_stay(autojump_clock: MockClock
     assert all(each.total <= 1.02 * CHUNKS / 2 for each in egress[1:])
 
 
-async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_full_shuffle_from_a_slow_store_reads_parts(autojump_clock: MockClock) -> None:
     """If time alone counted, a fetch would pay after two reads."""
     task = PlannedTask(full)
     for cache in task.caches:
@@ -56,10 +54,8 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
 
 
-async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
-    autojump_clock: MockClock,
-) -> None:
-    """Up to a third of an epoch late."""
+async def test_old_positions_cost_reads_and_no_wrong_bytes(autojump_clock: MockClock) -> None:
+    """Positions are up to a third of an epoch late."""
     egress = await PlannedTask(lag_s=10.0).run(3)
     assert all(each.total < CHUNKS for each in egress[1:]), "less than without a cache"
 
@@ -67,9 +63,8 @@ async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
 # Without a plan
 
 
-async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
-    """The decisions of a cache in a random history. `hears`: it gets a future that it cannot
-    use."""
+async def decisions(policy: str, *, has_future: bool) -> tuple[list[object], dict[str, int]]:
+    """The decisions of a cache in a random history. Its future, if it has one, cannot be used."""
     source = ChunkSource(range(12), 2000)
     cache = make_cache(source, 5 * len(source.contents[6]), policy=policy, costs=costs())
     chance, seen = random.Random(4), list[object]()
@@ -78,7 +73,7 @@ async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str
             chunk = min(int(chance.expovariate(0.3)), 11)
             if chance.random() < 0.01:
                 cache.set_owned(np.array([chance.random() < 0.8 for _ in range(12)]))
-                if hears:
+                if has_future:
                     cache.set_positions([3])
                     cache.set_future(None)
                     cache.set_held_elsewhere(np.zeros(12, np.bool_))
@@ -88,8 +83,10 @@ async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str
 
 
 async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: MockClock) -> None:
-    for hears in (False, True):
-        assert await decisions("plan", hears=hears) == await decisions("lru", hears=hears)
+    for has_future in (False, True):
+        assert await decisions("plan", has_future=has_future) == await decisions(
+            "lru", has_future=has_future
+        )
 
 
 # A plan
@@ -97,7 +94,6 @@ async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: Mock
 
 @pytest.fixture
 async def cache() -> AsyncIterator[NodeCache]:
-    """It has six chunks, and room for two of them."""
     source, cost = ChunkSource(range(6), 2000), costs()
     cost.latency_s = 0.05  # four reads cost as much as to fetch two chunks
     made = make_cache(source, 2 * len(source.contents[5]), policy="plan", costs=cost)
@@ -118,7 +114,7 @@ async def load(cache: NodeCache, *chunks: int) -> None:
         await cache.read(chunk, [(0, 500)], load=True)
 
 
-async def test_a_chunk_without_further_reads_is_replaced_first(
+async def test_unneeded_chunks_are_replaced_first(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)
@@ -147,7 +143,7 @@ async def test_chunks_that_are_needed_sooner_stay_and_reads_go_past_the_cache(
     assert 2 in in_memory(cache), "admission decides again"
 
 
-async def test_the_last_copy_of_a_chunk_of_another_node_stays_as_long_as_it_is_needed(
+async def test_the_last_copy_of_anothers_chunk_stays_while_it_is_needed(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)
@@ -169,7 +165,7 @@ async def test_the_nearest_next_use_is_fetched_ahead_and_displaces_nothing_earli
         nursery.start_soon(cache.fetches.prefetch_planned)
         cache.set_future(future_of(cache, [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4))
         await trio.sleep(1)
-        assert not in_memory(cache), "nobody has been seen to read"
+        assert not in_memory(cache), "no reader has been seen"
         for position in range(4):
             await trio.sleep(1)
             cache.set_positions([position])

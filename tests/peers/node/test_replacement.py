@@ -1,4 +1,6 @@
-"""Which chunk makes room for which: laws over random states, without a cache that fetches."""
+"""The choice of chunks that make room for others: laws over random states, without a cache that
+fetches.
+"""
 
 from collections.abc import Sequence
 
@@ -34,14 +36,8 @@ def future_of(ledger: Ledger, orders: Sequence[Sequence[int]]) -> ChunkFuture:
 
 
 def filled(
-    here: set[int],
-    owned: set[int],
-    pinned: set[int],
-    *,
-    free_bytes: int = 0,
-    policy: str = "lru",
+    here: set[int], owned: set[int], pinned: set[int], *, free_bytes: int = 0, policy: str = "lru"
 ) -> tuple[Ledger, Replacement]:
-    """A memory that is full with these chunks but for `free_bytes`."""
     budget = sum(100 + 10 * each for each in here) + free_bytes
     ledger, _ = make_ledger([*range(COUNT)], budget, policy=policy)
     ledger.set_owned(mask(owned))
@@ -78,7 +74,7 @@ def test_any_placement_fits_the_budget_and_drops_nothing_that_is_pinned(
 ) -> None:
     here -= {wanted}
     ledger, replacement = filled(here, owned, pinned)
-    for _ in range(reads):  # until it has paid for its place
+    for _ in range(reads):  # until the chunk has paid for its place
         placement = replacement.place(wanted, 100, from_disk=False, is_new=True)
         if placement is not None:
             break
@@ -113,9 +109,7 @@ def test_the_last_copy_that_a_reader_needs_does_not_leave_first(
 
 @examples(200)
 @given(wanted=CHUNKS, here=SETS, order=st.lists(CHUNKS, min_size=1, max_size=30))
-def test_the_plan_replaces_only_chunks_that_are_needed_later(
-    wanted: int, here: set[int], order: list[int]
-) -> None:
+def test_the_plan_replaces_later_chunks_only(wanted: int, here: set[int], order: list[int]) -> None:
     here -= {wanted}
     ledger, replacement = filled(here, set(range(COUNT)), set(), policy="plan")
     replacement.set_future(future_of(ledger, [order]))
@@ -126,7 +120,7 @@ def test_the_plan_replaces_only_chunks_that_are_needed_later(
 
 
 @pytest.mark.parametrize(("reads", "victims"), [(40, [1]), (1, None)])
-def test_the_plan_replaces_a_chunk_if_enough_is_read_before_that_is_needed_again(
+def test_the_plan_replaces_a_chunk_for_enough_earlier_reads(
     reads: int, victims: list[int] | None
 ) -> None:
     ledger, replacement = filled({1}, set(range(COUNT)), set(), policy="plan")
@@ -135,7 +129,7 @@ def test_the_plan_replaces_a_chunk_if_enough_is_read_before_that_is_needed_again
     assert (None if placement is None else [*placement.victims]) == victims
 
 
-def test_victims_on_the_disk_are_others_chunks_then_copies_of_memory_then_by_policy() -> None:
+def test_disk_victims_are_others_chunks_then_copies_then_by_policy() -> None:
     ledger, _ = make_ledger([*range(COUNT)], 10_000, queue_bytes=1000)
     replacement = Replacement(ledger, ReadCosts())
     for chunk in range(4):

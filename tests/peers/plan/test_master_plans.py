@@ -1,5 +1,6 @@
-"""Masters that tell each other what their nodes' readers will read, over real sockets; and a client
-that tells its master."""
+"""Masters that send each other the orders of their nodes' readers, over real sockets; and a client
+that sends its order to its master.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,14 +42,14 @@ def order_of(task: Task, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.uint3
 
 
 class Reader:
-    """Tells a master of one stream, in this thread, as a client does in a thread of its own."""
+    """Sends one stream to a master, in this thread; a client does this in a thread of its own."""
 
     def __init__(self, task: Task, master: Master, client: int) -> None:
         self.sender = PlanSender(
             task.snapshot, lambda body: master.plan.take(master.rank, body, client=client)
         )
 
-    def tell(
+    def send(
         self, epoch: Epoch, position: int = 0,
         values: "np.ndarray[tuple[int], np.dtype[np.float32]] | None" = None,
     ) -> None:  # fmt: skip
@@ -64,7 +65,7 @@ def plan(node: Master) -> dict[str, int]:
 
 
 async def end(task: Task, rank: int) -> None:
-    """A master ends at once, and is forgotten by the registry; a renewal may be on its way."""
+    """End a master at once; the registry forgets it. A renewal may be on its way."""
     task.kill(rank)
     for _ in range(10):
         await trio.sleep(0.05)
@@ -79,18 +80,18 @@ async def test_all_masters_know_all_streams_and_follow_their_positions(task: Tas
     async with task.nodes(3, "plan") as nodes:
         orders = [order_of(task, rank) for rank in range(3)]
         readers = [Reader(task, node, 5) for node in nodes]
-        readers[0].tell(Epoch(0, orders[0]))
-        readers[1].tell(Epoch(0, orders[1]))
+        readers[0].send(Epoch(0, orders[0]))
+        readers[1].send(Epoch(0, orders[1]))
         computed = ComputedOrder(7, 0, 4)
         entries = computed.entries(task.snapshot).astype(np.uint32)
-        readers[2].tell(Epoch(0, entries, computed=computed))
+        readers[2].send(Epoch(0, entries, computed=computed))
         for node in nodes:
             await soon(knows(node, 3))
             assert plan(node)["nodes"] == 3
-        total = 4 * len(entries)  # of the computed one, an epoch more
+        total = 4 * len(entries)  # of the computed order, one more epoch
         assert {plan(node)["uses_left"] for node in nodes} == {total}
-        for position in (10, 4):  # it has gone back
-            readers[0].tell(Epoch(0, orders[0]), position)
+        for position in (10, 4):  # the reader has gone back
+            readers[0].send(Epoch(0, orders[0]), position)
             for node in nodes:
                 await soon(partial(is_left, node, total - position))
 
@@ -99,29 +100,27 @@ def is_left(node: Master, uses: int) -> bool:
     return plan(node)["uses_left"] == uses
 
 
-async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next(
-    task: Task,
-) -> None:
+async def test_the_streams_of_a_dead_master_end_and_come_back_with_the_next(task: Task) -> None:
     async with task.node(0, policy="plan") as first:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         async with task.node(1, policy="plan") as second:
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)))
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 2)))
             await soon(knows(first, 2))
             await soon(knows(second, 2))
             await end(task, 1)
             await soon(knows(first, 1))
         async with task.node(1, policy="plan") as again:
-            await soon(knows(again, 1))  # the others', although nobody has moved
+            await soon(knows(again, 1))  # the positions of others, although no reader has moved
             # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN
-            Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
+            Reader(task, again, 5).send(Epoch(0, order_of(task, 2)), 3)
             await soon(knows(first, 2))
 
 
 async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
     async with task.nodes(2, "plan") as [first, second]:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         await task.check(first)
 
         def is_known() -> bool:
@@ -133,7 +132,7 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
 
 
 async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
-    """Also one that was started anew."""
+    """A master that was started anew knows them, too."""
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
     def is_known(node: Master, times: int) -> bool:
@@ -141,10 +140,10 @@ async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
         return found is not None and bool((found == times * values).all())
 
     async with task.node(0, policy="plan") as first:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)), values=values)
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)), values=values)
         async with task.node(1, policy="plan") as second:
             await soon(partial(is_known, second, 1))
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)), values=values)
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 2)), values=values)
             for node in (first, second):
                 await soon(partial(is_known, node, 2))
             await end(task, 1)
@@ -155,25 +154,25 @@ async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
 
 async def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: Task) -> None:
     async with task.node(0) as first, task.node(1, policy="plan") as second:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         await soon(knows(second, 1))
         assert plan(first)["planned_streams"] == 0
 
 
-async def test_without_a_plan_masters_tell_each_other_nothing(task: Task) -> None:
+async def test_without_a_plan_masters_send_each_other_nothing(task: Task) -> None:
     async with task.nodes(2, "plan") as nodes:
         await trio.sleep(0.5)
         for node in nodes:
             assert all(not each.peer.stats()["connections"] for each in node._peers.values())
 
 
-async def test_a_master_of_another_version_is_told_nothing_and_tells_nothing(task: Task) -> None:
-    """Its readers' orders have the indices of another snapshot."""
+async def test_masters_of_other_versions_exchange_no_plans(task: Task) -> None:
+    """Their readers' orders have the indices of another snapshot."""
     async with task.node(0, policy="plan") as first:
         task.put("more", 99)
         task.snapshot = task.dataset.snapshot
         async with task.node(1, policy="plan") as second:
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 1)))
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 1)))
             await soon(knows(second, 1))
             await trio.sleep(0.3)
             assert plan(first)["streams"] == 0
@@ -194,9 +193,7 @@ async def test_a_message_about_plans_comes_whole_and_is_answered(
     assert answers.plans[-1] == (0, bytes(size))
 
 
-async def test_messages_about_plans_and_reads_share_a_connection(
-    answers: FakeAnswers, peer: Peer
-) -> None:
+async def test_plans_and_reads_share_one_connection(answers: FakeAnswers, peer: Peer) -> None:
     async with trio.open_nursery() as nursery:
         for number in range(100):
             nursery.start_soon(peer.send_plan, bytes([number]) * 30_000)
@@ -206,18 +203,14 @@ async def test_messages_about_plans_and_reads_share_a_connection(
     assert peer.stats()["connections"] == 1
 
 
-async def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_same(
-    node: Node, peer: Peer
-) -> None:
+async def test_a_master_slow_with_a_plan_still_gets_requests(node: Node, peer: Peer) -> None:
     assert await peer.ping()
     node.acceptor._plane = None  # no answer
     assert await peer.send_plan(b"x") is None
     assert peer.stats()["state"] == "closed"
 
 
-async def test_clients_of_other_nodes_and_connections_for_reads_may_not_speak_about_plans(
-    node: Node, plane: Plane
-) -> None:
+async def test_other_clients_and_connections_may_not_send_plans(node: Node, plane: Plane) -> None:
     raw = await authenticated_raw(node.port, is_client=True)
     await raw.send(wire.plan_request(1, b"said"))
     assert await raw.receive_all() == b""
@@ -237,17 +230,17 @@ class SlowMaster:
         self.bodies: list[bytes] = []
         self.status: int | None = TAKEN
 
-    def tell(self, body: bytes) -> int | None:
+    def send(self, body: bytes) -> int | None:
         self.bodies.append(body)
         return self.status
 
 
-def test_the_sender_sends_the_newest_state_and_tells_a_new_master_all_again(task: Task) -> None:
+def test_the_sender_sends_the_newest_state_and_sends_a_new_master_everything(task: Task) -> None:
     master = SlowMaster()
-    sender = PlanSender(task.snapshot, master.tell, send_s=0.01)
+    sender = PlanSender(task.snapshot, master.send, send_s=0.01)
     epoch = Epoch(0, order_of(task, 1))
     sender.set_streams({})
-    assert sender._thread is None, "who has no plan gets no thread"
+    assert sender._thread is None, "a client without a plan has no thread"
     sender.set_streams({"train": StreamProgress((epoch,), 0, 0)})
     wait_until(lambda: len(master.bodies) == 2)
     master.status = None
@@ -272,7 +265,7 @@ def test_the_sender_sends_the_newest_state_and_tells_a_new_master_all_again(task
 
 def test_an_order_of_the_same_entries_is_known_by_its_digest(task: Task) -> None:
     master = SlowMaster()
-    sender = PlanSender(task.snapshot, master.tell)
+    sender = PlanSender(task.snapshot, master.send)
     epoch = Epoch(0, order_of(task, 1))
     assert sender._send({"train": StreamProgress((epoch,), 0, 0)})
     count = len(master.bodies)

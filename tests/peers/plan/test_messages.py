@@ -1,5 +1,6 @@
-"""Messages about plans: whole ones round-trip, all other bytes are one error, and no length is
-believed before it is checked."""
+"""Messages about plans: whole ones round-trip, all other bytes are one error, and each length is
+checked before it is used.
+"""
 
 import random
 from contextlib import suppress
@@ -62,9 +63,7 @@ def test_messages_round_trip(message: PlanMessage) -> None:
 
 
 @given(st.integers(1, 1 << 32), st.integers(1, 30_000), st.randoms(use_true_random=False))
-def test_an_order_in_pieces_is_the_order(
-    entry_count: int, length: int, chance: random.Random
-) -> None:
+def test_pieces_give_the_whole_order(entry_count: int, length: int, chance: random.Random) -> None:
     draw = np.random.default_rng(chance.randrange(1 << 32))
     order = draw.integers(0, entry_count, length).astype(np.uint32)
     found: list[Entries] = []
@@ -153,24 +152,24 @@ BAD: list[tuple[PlanMessage, list[dict[str, object]]]] = [
     ("message", "change"), [(message, change) for message, changes in BAD for change in changes]
 )
 def test_bad_messages_are_refused(message: PlanMessage, change: dict[str, object]) -> None:
-    said = msgpack.unpackb(plan_body(message, ENTRIES))
+    fields = msgpack.unpackb(plan_body(message, ENTRIES))
     with pytest.raises((UsageError, CorruptError)):
-        parse_plan(msgpack.packb({**said, **change}), ENTRIES, CHUNKS)
+        parse_plan(msgpack.packb({**fields, **change}), ENTRIES, CHUNKS)
 
 
 def test_a_computed_order_out_of_range_is_refused() -> None:
-    said = msgpack.unpackb(plan_body(STREAM, ENTRIES))
+    fields = msgpack.unpackb(plan_body(STREAM, ENTRIES))
     changes: list[dict[str, object]] = [
         {"world": 0}, {"world": (1 << 20) + 1}, {"rank": 2}, {"group": 0}, {"seed": -1},
         {"below": 1 << 32}, {"drop_last": 1}, {"of": 1 << 63}, {"more": 1},
     ]  # fmt: skip
     for change in changes:
-        epochs = [said["epochs"][0], {**said["epochs"][1], **change}]
+        epochs = [fields["epochs"][0], {**fields["epochs"][1], **change}]
         with pytest.raises((UsageError, CorruptError)):
-            parse_plan(msgpack.packb({**said, "epochs": epochs}), ENTRIES, CHUNKS)
+            parse_plan(msgpack.packb({**fields, "epochs": epochs}), ENTRIES, CHUNKS)
 
 
-def test_a_message_that_is_too_long_is_not_looked_at() -> None:
+def test_a_message_that_is_too_long_is_not_parsed() -> None:
     with pytest.raises(CorruptError, match="at most"):
         parse_plan(bytes(PLAN_BYTES_MAX + 1), ENTRIES, CHUNKS)
 

@@ -45,8 +45,6 @@ from tests.examples import examples
 
 
 class FakeCache:
-    """The calls of a plan to the cache."""
-
     def __init__(self) -> None:
         self.uses_future = True
         self.future: ChunkFuture | None = None
@@ -75,7 +73,6 @@ class FakeCache:
         self.values = values
 
     def next_chunks(self) -> set[int]:
-        """The chunks that some reader reads next."""
         assert self.future is not None
         chunks = np.arange(len(self.future.uses))
         return {*chunks[self.future.uses.next_time(chunks) == self.future.uses.now].tolist()}
@@ -102,7 +99,6 @@ class Receiver:
 
 @pytest.fixture
 async def here(view: Snapshot) -> AsyncIterator[Receiver]:
-    """A receiver with a running plan."""
     made = Receiver(view)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.plan.run)
@@ -156,10 +152,10 @@ async def test_a_reader_that_begins_in_the_middle_is_planned_from_there(
     assert here.take(Positions({"t": (0, 20)})) == TAKEN
     await trio.sleep(2)
     assert here.cache.next_chunks() == {*view.chunk_of([order[20]]).tolist()}
-    assert here.cache.futures == 2, "what is before the first future needs another"
+    assert here.cache.futures == 2, "positions before the first future need another one"
 
 
-async def test_of_a_computed_order_one_more_epoch_is_foreseen(
+async def test_one_more_epoch_of_a_computed_order_is_predicted(
     view: Snapshot, here: Receiver, jumping_clock: MockClock
 ) -> None:
     order = ComputedOrder(1, 5, 10, rank=1, world=3)
@@ -190,7 +186,7 @@ async def test_a_computed_order_of_another_length_is_left_out(
     assert "cannot be computed" in caplog.text
 
 
-async def test_another_version_or_dataset_is_refused_and_named_once(
+async def test_another_version_or_dataset_is_refused_and_logged_once(
     view: Snapshot, caplog: pytest.LogCaptureFixture, here: Receiver, jumping_clock: MockClock
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -292,17 +288,17 @@ async def test_the_chunks_of_all_other_nodes_are_put_together(
     assert np.flatnonzero(here.cache.held).tolist() == [1]
 
 
-async def test_values_of_all_nodes_are_added_up(
+async def test_values_are_added_up(
     view: Snapshot, here: Receiver, jumping_clock: MockClock
 ) -> None:
     count = view.chunk_count
 
-    def told(values: "Sequence[float]", rank: int, client: int = 0, first: int = 0) -> int:
+    def send_values(values: "Sequence[float]", rank: int, client: int = 0, first: int = 0) -> int:
         return here.take(ChunkValues(first, np.array(values, np.float32)), rank, client)
 
-    assert told([1] * count, 1) == TAKEN
-    assert told([0.5] * count, 0, client=7) == TAKEN
-    assert told([3], 0, client=7, first=count - 1) == TAKEN
+    assert send_values([1] * count, 1) == TAKEN
+    assert send_values([0.5] * count, 0, client=7) == TAKEN
+    assert send_values([3], 0, client=7, first=count - 1) == TAKEN
     await trio.sleep(1)
     assert here.cache.values is not None
     assert here.cache.values.tolist() == [1.5] * (count - 1) + [4]
@@ -316,7 +312,7 @@ async def test_values_of_all_nodes_are_added_up(
     await trio.sleep(1)
     assert here.cache.values is None
     assert here.plan.announcement().values is None
-    assert [told([1], 1, client) for client in range(300)] == [TAKEN] * 256 + [NO_ROOM] * 44
+    assert [send_values([1], 1, client) for client in range(300)] == [TAKEN] * 256 + [NO_ROOM] * 44
 
 
 async def test_another_version_forgets_all(view: Snapshot) -> None:
@@ -349,13 +345,13 @@ EVENTS = st.one_of(
     st.tuples(st.just("drop"), KEYS),
     st.tuples(st.just("chunk"), st.integers(0, 9)),
     st.tuples(st.just("lose"), st.integers(0, 6)),  # the connection, after this number of messages
-    st.tuples(st.just("restart")),  # the receiver has forgotten all
+    st.tuples(st.just("restart")),  # the receiver has lost its state
 )
 
 
 @examples(60)
 @given(events=st.lists(EVENTS, max_size=12))
-async def test_whatever_fails_the_receiver_knows_all_in_the_end(
+async def test_after_any_failures_the_receiver_has_the_whole_plan(
     view: Snapshot, events: list[tuple[object, ...]]
 ) -> None:
     here = Receiver(view)
@@ -367,7 +363,6 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     values = np.zeros(view.chunk_count, np.float32)
 
     def news(most: int) -> bool:
-        """Whether the receiver knows all after at most `most` messages."""
         plan = Announcement(streams, lambda epoch: by_digest.get(epoch.digest), values, held)
         talk = publisher.news(plan)
         status: int | None = TAKEN
@@ -409,9 +404,9 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     known = {key: each.stream for (_, key), each in here.plan._streams.items()}
     assert known.keys() == streams.keys()
     for key, stream in streams.items():
-        told = known[key]
-        assert told.epochs[len(told.epochs) - len(stream.epochs) :] == stream.epochs
-        assert (told.at_epoch, told.position) == (stream.at_epoch, stream.position)
+        stored = known[key]
+        assert stored.epochs[len(stored.epochs) - len(stream.epochs) :] == stream.epochs
+        assert (stored.at_epoch, stored.position) == (stream.at_epoch, stream.position)
     assert (here.plan._held[1] == held).all()
     assert (here.plan._values[1, 0] == values).all()
 
@@ -442,8 +437,8 @@ async def test_an_order_is_sent_once_and_again_only_if_it_changed(view: Snapshot
     assert news(0, 1) == 3, "two orders of one piece each, and the stream"
     assert news(0, 1) == 0
     assert news(0, 1, position=5) == 1
-    assert news(1) == 1, "the first epoch was read: a position says so"
+    assert news(1) == 1, "the first epoch was read, as a position shows"
     assert news(1, 2) == 2, "one more order"
     here.plan.forget(1)
     assert news(1, 2, position=3) == 1, "the receiver answers that it does not know the stream"
-    assert news(1, 2, position=3) == 3, "and is told all again"
+    assert news(1, 2, position=3) == 3, "and gets everything again"

@@ -26,8 +26,8 @@ from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row
+from tests.waiting import until
 
-from ...server.program import until
 from ...waiting import PATIENCE_S
 from ..children import fork
 from ..connected_masters import Part, content
@@ -38,8 +38,6 @@ Wrap = Callable[[socket.socket, socket.socket], tuple[TlsSocket, socket.socket]]
 
 
 class Request:
-    """A READ that the master has received."""
-
     def __init__(self, number: int, flags: int, records: list[Part]) -> None:
         self.number, self.flags, self.records = number, flags, records
 
@@ -59,7 +57,7 @@ class Request:
 
 
 class Requests:
-    """One connection, as the master has it."""
+    """One connection, at the master's side."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -80,8 +78,8 @@ def answer_all(requests: Requests) -> None:
 
 
 class PatientBreaker(PeerBreaker):
-    """No answer is late, however long a busy machine lets no thread run. A link learns how fast
-    answers come, and waits 50 ms for one then."""
+    """No answer is late, even if a busy machine runs no thread for long. A link measures how fast
+    answers come, and would wait only 50 ms here."""
 
     def timeout_s(self, size: int) -> float:
         return PATIENCE_S
@@ -89,7 +87,6 @@ class PatientBreaker(PeerBreaker):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
-    """The breaker of a link that waits as long as it must."""
     monkeypatch.setattr(owner_link, "CONNECT_WAIT_S", PATIENCE_S)
     monkeypatch.setattr(owner_link, "_SEND_WAIT_S", PATIENCE_S)
     return PatientBreaker()
@@ -99,7 +96,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
 def linked(
     *scripts: Script, wrap: Wrap | None = None, breaker: PeerBreaker | None = None
 ) -> Iterator[OwnerLink]:
-    """A link; the n-th connection is served by the n-th script, all others by the last one."""
+    """A link whose connection number n is served by script n, all later ones by the last script."""
     left = list(scripts)
     ends: list[socket.socket] = []
 
@@ -128,7 +125,6 @@ def linked(
 
 
 def read(link: OwnerLink, *records: Part) -> bytes | None:
-    """The bytes of parts that are all given; None if they are not."""
     size = sum(each[2] for each in records)
     parts = np.array(records, "<u4")
     pending = link.begin(parts, size)
@@ -144,7 +140,6 @@ SOME = (3, 5, 40), (1, 0, 7)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` in threads, and raise the error of any of them."""
     with ThreadPoolExecutor(count) as threads:
         for _ in threads.map(work, range(count), timeout=2 * PATIENCE_S):
             pass
@@ -153,7 +148,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 # Answers ------------------------------------------------------------------------------------------
 
 
-def test_parts_come_in_their_order_and_requests_ask_to_load() -> None:
+def test_parts_come_in_their_order_and_requests_have_the_load_flag() -> None:
     flags = []
 
     def script(requests: Requests) -> None:
@@ -178,7 +173,7 @@ def in_tls(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socke
 
 
 @pytest.mark.parametrize("wrap", [None, in_tls])
-def test_many_threads_get_their_own_answers_in_any_order(
+def test_threads_get_their_own_answers_in_any_order(
     wrap: Wrap | None, patient: PeerBreaker
 ) -> None:
     def script(requests: Requests) -> None:
@@ -243,20 +238,20 @@ def test_answers_split_and_reordered_arbitrarily(
     ungiven: set[tuple[int, int]],
 ) -> None:
     """All requests are in flight; the oracle makes each answer from its request."""
-    asked = [
+    wanted = [
         [(request, 10 * part, size) for part, size in enumerate(parts)]
         for request, parts in enumerate(sizes)
     ]
 
     def statuses(request: int) -> bytes:
-        return bytes((request, part) in ungiven for part in range(len(asked[request])))
+        return bytes((request, part) in ungiven for part in range(len(wanted[request])))
 
     def script(requests: Requests) -> None:
-        received_requests = [requests.next() for _ in asked]
+        received_requests = [requests.next() for _ in wanted]
         answers = []
         for request in received_requests:
             which = request.records[0][0]
-            assert request.records == asked[which]
+            assert request.records == wanted[which]
             if which in working:
                 requests.send(request.working())
             answers.append(request.answer(statuses(which)))
@@ -269,8 +264,10 @@ def test_answers_split_and_reordered_arbitrarily(
         received(requests.socket, 1)
 
     with linked(script) as link:
-        begun = [link.begin(np.array(each, "<u4"), sum(part[2] for part in each)) for each in asked]
-        taken = list(range(len(asked)))
+        begun = [
+            link.begin(np.array(each, "<u4"), sum(part[2] for part in each)) for each in wanted
+        ]
+        taken = list(range(len(wanted)))
         random.Random(seed + 1).shuffle(taken)
         for request in taken:
             pending = begun[request]
@@ -279,11 +276,11 @@ def test_answers_split_and_reordered_arbitrarily(
             assert answer is not None
             given_parts = [
                 part
-                for part, status in zip(asked[request], statuses(request), strict=True)
+                for part, status in zip(wanted[request], statuses(request), strict=True)
                 if not status
             ]
             assert bytes(answer[0]) == right(*given_parts)
-            if len(given_parts) < len(asked[request]):
+            if len(given_parts) < len(wanted[request]):
                 assert answer[1] == statuses(request)
             else:
                 assert not any(answer[1])
@@ -349,7 +346,7 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("begun", [0, 5, 40])
 def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
-    """The time limit is one for the whole answer: each byte that comes does not make a new one."""
+    """One time limit applies to the whole answer: a byte that arrives does not restart it."""
 
     def script(requests: Requests) -> None:
         answer = requests.next().answer()
@@ -365,7 +362,7 @@ def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
         assert link.counts["timed_out"] == 1
 
 
-def test_F2_a_master_that_hangs_is_not_asked_for_a_while() -> None:
+def test_F2_a_master_that_hangs_is_paused() -> None:
     with linked(lambda requests: time.sleep(30)) as link:
         for _ in range(FAILURES_MAX):
             assert read(link, *SOME) is None
@@ -495,7 +492,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
 
         def work() -> None:
             connections = link.counts["connections"]
-            finish()  # its own connection asks again
+            finish()  # its own connection sends the request again
             assert link.counts["connections"] == connections + 1
 
         fork(work)()
@@ -505,7 +502,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
 
 
 def test_a_signal_handler_reads_in_the_middle_of_a_read() -> None:
-    """It runs in the thread that receives, and asks for parts itself."""
+    """It runs in the thread that receives, and requests parts itself."""
     inner: list[bytes | None] = []
 
     def script(requests: Requests) -> None:

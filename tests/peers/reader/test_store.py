@@ -1,4 +1,4 @@
-"""`TaskStore` reads chunks through a master; whatever the master does, no read fails."""
+"""`TaskStore` reads chunks through a master; no fault of the master fails a read."""
 
 import gc
 import math
@@ -30,14 +30,14 @@ from diesel_fs.peers.reader.master_link import MasterLink
 from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
+from tests.waiting import until
 
-from ...server.program import until
 from ..children import fork
 from ..conftest import FILES, LITTLE_MEMORY, Client
 from ..fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
-"""How long a reader waits for an answer of a master of which it does not know how fast it is."""
+"""How long a reader waits for an answer of a master whose speed it does not know."""
 
 
 def check_files(reader: EntryReader) -> None:
@@ -49,7 +49,7 @@ def check_files(reader: EntryReader) -> None:
         assert reader.read(index) == FILES[name], name
 
 
-# Whatever a master does, bytes are right ----------------------------------------------------------
+# Bytes are right with any fault of the master -----------------------------------------------------
 
 
 def flip(chunk: int, start: int, content: bytearray) -> None:
@@ -131,10 +131,10 @@ def test_every_byte_is_right_and_no_read_fails(
     read(client)
 
 
-def test_F9_without_a_master_all_bytes_come_from_the_store(
+def test_F9_without_a_master_the_store_serves(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, from a store that is fast, though the machine may be busy. Its errors are
+    """One by one, from a fast store, though the machine may be busy. The store's errors are
     raised."""
     monkeypatch.setattr(costs, "SLOW_READ_S", math.inf)
     client.check_parts(1)
@@ -148,10 +148,8 @@ def test_F9_without_a_master_all_bytes_come_from_the_store(
 
 
 @pytest.mark.parametrize("in_child", [False, True])
-def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
-    client: Client, in_child: bool
-) -> None:
-    """Also by a forked child, which has none of its parent's threads."""
+def test_chunks_of_no_node_are_read_at_once_from_the_store(client: Client, in_child: bool) -> None:
+    """A forked child, which has none of its parent's threads, reads them so, too."""
     client.inner.delay_s = 0.02
     client.check_parts(1)
     assert 8 < client.inner.most <= FETCH_THREADS
@@ -169,10 +167,10 @@ def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
     client.check_parts(4)
 
 
-# Where bytes come from ----------------------------------------------------------------------------
+# Sources of bytes ---------------------------------------------------------------------------------
 
 
-def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
+def test_many_parts_are_one_request_and_no_read_of_the_store(
     client: Client, master: FakeMaster
 ) -> None:
     client.check_parts(2)
@@ -188,7 +186,6 @@ def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: Fa
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
     def read_few(seed: int) -> None:
-        """Less than would make reading whole chunks worth it."""
         few = np.random.default_rng(seed).choice(small, 6, replace=False)
         for index, content in zip(few.tolist(), reader.read_many(few), strict=True):
             assert content == FILES[view.path(index).decode()]
@@ -202,7 +199,7 @@ def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: Fa
     fetches = reader.stats()["range_fetches"]
     for seed in range(100, 120):
         read_few(seed)
-    assert reader.stats()["range_fetches"] == fetches, "all of it was at hand, and checked"
+    assert reader.stats()["range_fetches"] == fetches, "all of it was in memory, and checked"
     assert master.kinds()[before:].count(READ) == 0
 
 
@@ -231,9 +228,7 @@ def test_other_objects_come_from_the_store(client: Client, master: FakeMaster) -
     assert master.kinds().count(READ) == 1
 
 
-def test_a_version_without_chunks_has_none_to_ask_for(
-    repository: LocalRepository, client: Client
-) -> None:
+def test_a_version_may_have_no_chunks(repository: LocalRepository, client: Client) -> None:
     repository.begin("empty")
     store = TaskStore(client.inner, client.path, repository.view("empty"))
     assert list(map(bytes, store.fast_reads.read_parts([(STORE_MARKER, 0, 4)]))) == [
@@ -244,9 +239,7 @@ def test_a_version_without_chunks_has_none_to_ask_for(
 
 @pytest.mark.usefixtures("master")
 @each_row(("start", "size"), [(-1, 5), (1 << 40, 5), (1, 0)])
-def test_a_part_outside_its_chunk_is_an_error_of_the_store(
-    client: Client, start: int, size: int
-) -> None:
+def test_a_part_outside_its_chunk_is_an_error(client: Client, start: int, size: int) -> None:
     """The last case is one byte more than the chunk has."""
     name, size = client.name(0), size or len(client.chunks[0])
     with pytest.raises(DieselError):
@@ -291,7 +284,7 @@ def test_the_next_group_of_parts_is_requested_ahead(
 def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
     client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "TIMEOUT_MIN_S", 1.0)  # a busy machine is no late master
+    monkeypatch.setattr(breaker, "TIMEOUT_MIN_S", 1.0)  # on a busy machine the master is not late
     master.behaviour.pins = False
     for seed in range(30):
         found, _ = client.begin(seed, 5)
@@ -309,7 +302,6 @@ def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
 
 @pytest.fixture
 def quick_store(client: Client) -> Iterator[TaskStore]:
-    """A store that often tells the master which chunks it has unmapped."""
     made = TaskStore(client.inner, client.path, client.view, heartbeat_s=0.02)
     yield made
     made.close()
@@ -328,10 +320,10 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     del whole
     gc.collect()
     time.sleep(0.1)
-    assert master.unpinned() == [], "it is kept for who comes next"
+    assert master.unpinned() == [], "it is kept for the next reader"
     master.behaviour.revoked = [2]
     time.sleep(0.2)
-    assert master.unpinned() == [], "somebody still looks at it"
+    assert master.unpinned() == [], "a view is still alive"
     assert bytes(inside) == client.chunks[2][100:300]
     master.behaviour.revoked = []
     del inside
@@ -367,10 +359,8 @@ def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client)
     assert bytes(theirs) == bytes(mine) == client.chunks[0]
 
 
-def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
-    client: Client, master: FakeMaster
-) -> None:
-    """Its preamble says which chunk it is; the master has verified the rest."""
+def test_F5_a_wrong_pinned_chunk_is_not_used(client: Client, master: FakeMaster) -> None:
+    """Its preamble names the chunk; the master has verified the rest."""
     index = client.view.lookup(b"n007")
     [extent] = client.view.extents(index)
     other = next(each for each in client.chunks if each != extent.chunk)
@@ -389,9 +379,7 @@ def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
     assert bytes(whole) == client.chunks[extent.chunk]
 
 
-def test_F5_damaged_parts_are_read_from_the_store_and_reported(
-    client: Client, master: FakeMaster
-) -> None:
+def test_F5_damaged_parts_are_read_again_and_reported(client: Client, master: FakeMaster) -> None:
     index = client.view.lookup(b"n007")
     [extent] = client.view.extents(index)
     master.behaviour.pins, master.behaviour.change = False, flip
@@ -449,13 +437,12 @@ def test_a_mapped_chunk_keeps_no_descriptor(client: Client, master: FakeMaster) 
 def test_F2_many_threads_wait_for_a_master_that_hangs_once(
     client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the pause one thread asks again, and the others do not wait for it."""
+    """After the pause one thread sends a request again, and the others do not wait for it."""
     client.check_parts(1)
     master.behaviour.pins, master.behaviour.hangs = False, 5.0
-    monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # nothing is worth pinning
+    monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # pinning does not pay
 
     def read_times_s() -> list[float]:
-        """How long each of 8 threads took for a read, ordered."""
         took: list[float] = []
 
         def read(seed: int) -> None:
@@ -480,7 +467,6 @@ def test_F2_many_threads_wait_for_a_master_that_hangs_once(
 
 
 def is_used(client: Client, master: FakeMaster, since: int = 0) -> bool:
-    """Whether the master gets requests for parts."""
     client.check_parts(3)
     return READ in master.kinds()[since:]
 
@@ -506,7 +492,7 @@ def test_F1_a_master_that_dies_and_comes_back(client: Client) -> None:
         assert len(unpinned) == len({*unpinned})
 
 
-def test_F1_a_failed_restart_of_a_master_is_tried_again(
+def test_F1_a_failed_restart_is_repeated(
     path: Path, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """A failed start leaves nothing behind, no socket either."""
@@ -526,25 +512,22 @@ def test_F1_a_failed_restart_of_a_master_is_tried_again(
     link.close()
 
 
-def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
-    client: Client, master: FakeMaster
-) -> None:
-    """During the pause, unpinned chunks are still reported."""
+def test_a_master_that_rejects_reads_still_gets_unpins(client: Client, master: FakeMaster) -> None:
     client.check_parts(1)
     whole = client.pin(1)
     master.behaviour.refuses = "the task reads another version"
     client.check_parts(2)
-    said = len(master.requests)
+    before = len(master.requests)
     client.check_parts(3)
     client.check_parts(4)
-    assert len(master.requests) == said
+    assert len(master.requests) == before
     del whole
     master.behaviour.refuses = ""
     client.store._mapped.release_all()
     gc.collect()
     client.store._link.return_unmapped()
     assert struct.pack("<I", 1) in master.bodies(UNPIN)
-    until(lambda: is_used(client, master, said), "the master to be asked again")
+    until(lambda: is_used(client, master, before), "the master to be used again")
 
 
 # Forked children, other versions ------------------------------------------------------------------
@@ -574,9 +557,7 @@ def test_a_forked_child_uses_connections_of_its_own(client: Client, master: Fake
     assert bytes(whole) == client.chunks[1]
 
 
-def test_another_version_is_announced_and_read_through_the_same_master(
-    client: Client, master: FakeMaster
-) -> None:
+def test_another_version_is_read_through_the_master(client: Client, master: FakeMaster) -> None:
     client.check_parts(1)
     first, client.store = client.store, client.store.at_version(client.view)
     [body] = master.bodies(SWITCH_VERSION)
@@ -589,13 +570,13 @@ def test_another_version_is_announced_and_read_through_the_same_master(
 
 
 def test_statistics_are_the_masters_and_the_readers(client: Client, master: FakeMaster) -> None:
-    """Each read is counted once, by its source, also the one for which a chunk is mapped."""
+    """Each read is counted once, by its source; so is the one for which a chunk is mapped."""
     master.behaviour.has = lambda chunk: chunk != 2
     for chunk in [1] * 20 + [2] * 20:
         client.read_one(chunk)
     assert 1 in master.pinned
-    told, counts = client.store.stats(), client.counts()
-    assert (told["rank"], told["answers"]) == (3, True)
+    figures, counts = client.store.stats(), client.counts()
+    assert (figures["rank"], figures["answers"]) == (3, True)
     assert counts["mapped_reads"] + counts["local_reads"] == counts["store_reads"] == 20
     assert STATS in master.kinds()
     master.behaviour.refuses = "no"

@@ -7,8 +7,8 @@ import pytest
 
 from diesel_fs.peers import wire
 from diesel_fs.peers.reader import task_chunks
+from tests.waiting import until
 
-from ...server.program import until
 from ..conftest import Client
 from ..fake_master import PIN, RANK, READ, SECRET, TASK, FakeMaster
 from ..fake_owner import FakeOwner
@@ -25,13 +25,12 @@ def owner_of_all(client: Client, rank: int) -> FakeOwner:
 
 @pytest.fixture
 def owner(client: Client, master: FakeMaster) -> Iterator[FakeOwner]:
-    """Another node, which owns all chunks."""
     with owner_of_all(client, OTHER) as made:
         master.set_owners(dict.fromkeys(client.chunks, OTHER), made)
         yield made
 
 
-def test_another_node_is_asked_directly_and_nothing_of_it_is_mapped(
+def test_requests_go_directly_to_another_node_and_nothing_of_it_is_mapped(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     for _ in range(20):
@@ -43,23 +42,23 @@ def test_another_node_is_asked_directly_and_nothing_of_it_is_mapped(
     [hello] = owner.hellos
     assert (hello.rank, hello.is_client, hello.to) == (RANK, True, OTHER)
     assert {flags for flags, _ in owner.reads} == {wire.LOAD}
-    told = client.counts()
-    assert (told["peer_reads"], told["local_reads"], told["store_reads"]) == (60, 0, 0)
+    counts = client.counts()
+    assert (counts["peer_reads"], counts["local_reads"], counts["store_reads"]) == (60, 0, 0)
 
 
-def test_parts_of_all_sources_come_in_their_order(
+def test_parts_of_all_sources_in_order(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     master.set_owners({0: RANK, 1: RANK, 2: OTHER, 3: 9}, owner)
     assert client.pin(0) is not None
     client.read(3, 2, 1, 0, 2, 3, 0, 1)
-    told = client.counts()
+    counts = client.counts()
     names = ("mapped_reads", "local_reads", "peer_reads", "store_reads")
-    assert [told[name] for name in names] == [2, 2, 2, 2]
+    assert [counts[name] for name in names] == [2, 2, 2, 2]
     assert client.inner.reads == 2
 
 
-def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
+def test_a_chunk_that_is_unmapped_between_request_and_read_is_read_elsewhere(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     master.set_owners({0: RANK, 1: RANK, 2: OTHER}, owner)
@@ -77,7 +76,7 @@ def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
     assert found == dict(enumerate(right))
 
 
-def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
+def test_an_own_chunk_is_mapped_when_its_reads_have_cost_as_much(
     client: Client, master: FakeMaster
 ) -> None:
     each_s = task_chunks.READ_COST_S + task_chunks.PART_S
@@ -99,9 +98,7 @@ def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
     assert client.inner.reads == 0
 
 
-def test_owners_change_and_other_nodes_are_asked(
-    client: Client, master: FakeMaster, owner: FakeOwner
-) -> None:
+def test_requests_follow_the_owners(client: Client, master: FakeMaster, owner: FakeOwner) -> None:
     client.read(0, 1)
     with owner_of_all(client, 6) as other:
         master.set_owners(dict.fromkeys(client.chunks, 6), other)
@@ -113,7 +110,7 @@ def test_owners_change_and_other_nodes_are_asked(
     assert client.inner.reads == 0
 
 
-def test_a_node_that_refuses_is_asked_through_the_own_master(
+def test_requests_to_a_node_that_refuses_go_through_the_own_master(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     owner.behaviour.refuses = "too many connections"
@@ -126,9 +123,7 @@ def test_a_node_that_refuses_is_asked_through_the_own_master(
     assert master.flags == [wire.LOAD | wire.THROUGH] * 2
 
 
-def test_a_closed_connection_is_made_again_and_a_node_that_has_gone_costs_no_reader_a_read(
-    client: Client, owner: FakeOwner
-) -> None:
+def test_a_closed_connection_and_a_nodes_end_cost_no_read(client: Client, owner: FakeOwner) -> None:
     client.read(0)
     owner.disconnect()
     client.read(1)
@@ -141,7 +136,7 @@ def test_a_closed_connection_is_made_again_and_a_node_that_has_gone_costs_no_rea
     assert client.inner.reads == client.counts()["store_reads"] == 10
 
 
-def test_with_through_master_only_the_own_master_is_asked(
+def test_with_through_master_all_requests_go_to_the_own_master(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     client.store._chunks._through_master = True

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
-from tests.tiers import fast_first
 
-from ...storage.metadata.redis_servers import emptied_server
 from ...trees import write
 from ..folder_puts import put_folder
 from .moved_clock import MovedClock, moved_clock
@@ -21,14 +19,9 @@ def clock() -> Iterator[MovedClock]:
         yield clock
 
 
-@pytest.fixture(params=fast_first(["sqlite", "redis"]))
-def repository(
-    request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
-) -> Iterator[LocalRepository]:
-    url = (tmp_path / "store").as_uri()
-    if request.param == "redis":
-        url += f"?meta={emptied_server().url}"
-    with LocalRepository.open(url, create=True) as opened:
+@pytest.fixture
+def repository(url_of_both: str, clock: MovedClock) -> Iterator[LocalRepository]:
+    with LocalRepository.open(url_of_both, create=True) as opened:
         yield opened
 
 

@@ -29,8 +29,8 @@ class MovedClock:
 
 @contextmanager
 def moved_clock() -> Iterator[MovedClock]:
-    """Stores that are opened meanwhile go by it, too. Objects have the real time, beside which a
-    purge finds its own clock wrong: not so here."""
+    """Stores that are opened meanwhile use it, too. Objects have the real time, which would make a
+    purge distrust its own clock; here it does not."""
     clock = MovedClock()
     defaults = [
         getattr(store.open, "__func__").__kwdefaults__  # noqa: B009  # mypy knows no such attribute

@@ -1,6 +1,5 @@
-"""What tests of purge compare: entries, chunks and tombstones of the dataset `ds`."""
+"""Entries, chunks and tombstones of the dataset `ds`, which tests of purge compare."""
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import Housekeeping, ObjectInfo, ObjectStore, StoreWrapper
 from tests.storage.objects.faulty_store import ListedHousekeeping
 
+from ...forks import exit_code, fork
 from ..test_interleavings import Writer
 
 NOW = PurgeOptions(grace_s=0)
@@ -35,7 +35,7 @@ def sound(repository: LocalRepository) -> None:
 
 
 def nothing_more_is_known(repository: LocalRepository) -> None:
-    """Assert that the metadata know those chunks that are there."""
+    """Assert that the metadata know exactly the chunks that are in the store."""
     known = {record.id for record in repository.meta.chunks(repository.dataset("ds").identity)}
     assert known == set(chunks(repository))
 
@@ -60,7 +60,7 @@ def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:
 
 
 class Reader:
-    """Somebody who reads the current version of `ds` from now on."""
+    """A reader of the current version of `ds`."""
 
     def __init__(self, repository: LocalRepository) -> None:
         self._repository, self.view = repository, repository.view("ds")
@@ -74,7 +74,7 @@ class Reader:
 
 
 def leased(repository: LocalRepository) -> frozenset[int]:
-    """The versions of `ds` that somebody has a lease on by now."""
+    """The versions of `ds` that have a lease now."""
     identity = repository.dataset("ds").identity
     return leased_versions(repository.objects, identity, time.time())
 
@@ -97,11 +97,9 @@ def deleted_file(repository: LocalRepository) -> None:
 
 
 def dead_process() -> int:
-    """The number of a process that has ended."""
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
+    """The process ID of a process that has ended."""
+    child = fork(int)
+    assert exit_code(child) == 0
     return child
 
 

@@ -49,8 +49,8 @@ from .purged import (
 LOOK = replace(NOW, dry_run=True)
 
 
-def test_P7_a_store_put_back_loses_nothing_more(holed: LocalRepository, tmp_path: Path) -> None:
-    """The metadata knows of chunks that the backup has not: where contents have moved to."""
+def test_P7_a_restored_store_loses_nothing_more(holed: LocalRepository, tmp_path: Path) -> None:
+    """The metadata know of chunks that the backup lacks, into which contents have moved."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
     expected = facts(tmp_path / "source")
@@ -73,12 +73,12 @@ def test_P7_a_store_put_back_loses_nothing_more(holed: LocalRepository, tmp_path
         sound(again)
 
 
-def test_O12_a_listing_that_lacks_a_chunk_is_no_loss_and_justifies_no_deletion(
+def test_O12_a_chunk_missing_in_a_listing_is_no_loss_and_justifies_no_deletion(
     holed: LocalRepository, tmp_path: Path
 ) -> None:
-    """Nor does `recover` forget what it has not been shown."""
+    """Nor does `recover` forget chunks that the listing left out."""
     real, identity = holed.objects, holed.dataset("ds").identity
-    for hidden in (0, -1):  # the second time, what a purge has rewritten and kept for now
+    for hidden in (0, -1):  # the second time, a chunk that a purge has rewritten and kept for now
         before = chunks(holed)
         holed.objects = ShortListing(real, chunk_object(identity, before[hidden]))
         problems = holed.verify("ds").problems
@@ -98,7 +98,7 @@ def test_O12_a_listing_that_lacks_a_chunk_is_no_loss_and_justifies_no_deletion(
 
 @pytest.mark.parametrize("operation", ["list", "stat", "get"])
 def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, operation: str) -> None:
-    """What the metadata named at first is gone when verify lists it, opens it, reads it."""
+    """Chunks that the metadata named at first are gone when verify lists, opens or reads them."""
     last = chunk_object(holed.dataset("ds").identity, chunks(holed)[-2])
 
     def purge_beside(_: str) -> None:
@@ -112,9 +112,7 @@ def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, opera
     assert findings.files == 30
 
 
-def test_verify_of_a_dataset_that_is_purged_all_the_time(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_beside_many_purges(holed: LocalRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     known = type(holed.meta).chunks
     monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
     first = chunk_object(holed.dataset("ds").identity, chunks(holed)[0])
@@ -123,10 +121,8 @@ def test_verify_of_a_dataset_that_is_purged_all_the_time(
         holed.verify("ds")
 
 
-def test_recover_beside_a_drop_of_tombstones(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
-    """It reads a chunk of tombstones after that was forgotten and before it is deleted."""
+def test_recover_beside_dropped_tombstones(repository: LocalRepository, clock: MovedClock) -> None:
+    """It reads a chunk of tombstones after the purge forgot it and before it deletes it."""
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
     repository.purge("ds", NOW)
@@ -147,7 +143,7 @@ def test_recover_beside_a_drop_of_tombstones(
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_renewed_while_it_is_read(holed: LocalRepository, token: str, grows: bool) -> None:
-    """It has another length then: neither is it damaged, nor one of every version."""
+    """Its length changes meanwhile, which makes it neither damaged nor a lease on every version."""
     view, real = holed.view("ds"), holed.objects
     name = lease_object(view.identity, token)
     text = Lease(token, view.version, time.time() + 600, "far", "", "", 1).to_json()
@@ -165,7 +161,7 @@ YEAR_S = 365 * 24 * HOUR_S
 
 
 def lease_file(repository: LocalRepository, token: str, until_s: float, version: int = 0) -> Path:
-    """A lease of another host, as its own clock has it."""
+    """A lease of another host, with times of that host's clock."""
     name = lease_object(repository.dataset("ds").identity, token)
     repository.objects.replace(name, [Lease(token, version, until_s, "far", "", "", 1).to_json()])
     return Path(repository.url.path) / name
@@ -187,7 +183,7 @@ def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s:
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
 def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
-    """It keeps others off, and for no year if it was killed."""
+    """It keeps others off, but not for a year if it was killed."""
     file = lease_file(holed, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
         holed.purge("ds", NOW)
@@ -200,7 +196,7 @@ def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s:
 def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All leases would be over for it. One that is behind only waits longer."""
+    """It would take all leases for ended. A purge whose clock is behind only waits longer."""
     before, now = chunks(holed), time.time
     reader = Reader(holed)
     lease = reader.take_lease()
@@ -209,7 +205,7 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
         holed.purge("ds", NOW)
     with monkeypatch.context() as patch:
-        for store in (SqliteMetadata, RedisMetadata):  # is as wrong
+        for store in (SqliteMetadata, RedisMetadata):  # is equally wrong
             patch.setattr(store, "now_s", lambda _: time.time())
         with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
             holed.purge("ds", NOW)
@@ -221,8 +217,8 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     lease.close()
 
 
-def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_path: Path) -> None:
-    """Else it would stay full: the next purge finds no room to begin with either."""
+def test_P10_a_purge_frees_space_of_a_full_store(holed: LocalRepository, tmp_path: Path) -> None:
+    """Otherwise the store would stay full, as the next purge would find no room to begin either."""
     holed.purge("ds")
     writer = Writer(holed)
     for i in range(1, 20, 2):
@@ -237,8 +233,9 @@ def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_pat
     sound(holed)
 
 
-def test_L5_what_a_writer_leaves_behind_goes(repository: LocalRepository, tmp_path: Path) -> None:
-    """It had not heard of the deletion; the dataset has been made again since, or has not."""
+def test_L5_files_of_a_late_writer_are_removed(repository: LocalRepository, tmp_path: Path) -> None:
+    """The writer did not know of the deletion; the dataset has been made again since, or has
+    not."""
     writer = Writer(repository)
     writer.add(b"f", b"content")
     identity = writer.session.identity
@@ -260,7 +257,7 @@ def test_L5_what_a_writer_leaves_behind_goes(repository: LocalRepository, tmp_pa
         writer.seal().commit()
 
 
-ASKED = [
+PURGES = [
     ([0, HOUR_S, -1][(one + other) % 3], keep, hours)
     for one, keep in enumerate([0, 1, 2, 5])
     for other, hours in enumerate([0, 2, 50])
@@ -269,8 +266,8 @@ ASKED = [
 stand together."""
 
 
-@pytest.mark.parametrize(("grace_s", "keep", "hours"), ASKED)
-def test_a_dry_run_says_what_a_purge_does(
+@pytest.mark.parametrize(("grace_s", "keep", "hours"), PURGES)
+def test_a_dry_run_reports_the_same_as_the_purge(
     holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
 ) -> None:
     source = tmp_path / "source"
@@ -278,17 +275,17 @@ def test_a_dry_run_says_what_a_purge_does(
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
         put_folder(holed, source, delete=True)
-        said = holed.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
-        assert PurgeReport.from_message(said.to_message()) == said
+        planned = holed.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
+        assert PurgeReport.from_message(planned.to_message()) == planned
         done = holed.purge("ds", PurgeOptions(0, keep, grace_s))
         assert done.rewritten
-        assert said == replace(done, written=0, copied_bytes=0)
+        assert planned == replace(done, written=0, copied_bytes=0)
 
 
 def test_P2_the_grace_period_begins_when_the_next_version_is_published(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
-    """A put was killed before that, days ago: whoever goes by snapshots opens the one before."""
+    """A put was killed before that, days ago, so readers by snapshot open the previous one."""
     clock.ahead_s = -100 * HOUR_S
     with LocalRepository.open(repository.url) as early:
         writer = Writer(early)

@@ -58,9 +58,7 @@ def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_pat
     assert holed.purge("ds", NOW).rewritten == 0
 
 
-def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P12_no_reader_is_sent_to_a_deleted_chunk(holed: LocalRepository, tmp_path: Path) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
     seen: list[int] = []
@@ -77,7 +75,7 @@ def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
 
     with faulty(holed, Fault("delete", "/chunks/", act=look)):
         holed.purge("ds", NOW)
-    assert seen, "proves nothing"
+    assert seen, "nothing was deleted: proves nothing"
 
 
 def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:
@@ -94,7 +92,7 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRep
     with faulty(holed, Fault("delete", "/chunks/", act=lose)), pytest.raises(BusyError):
         holed.purge("ds", NOW)
     assert len(chunks(holed)) == len(before)  # one was written, and one deleted
-    with pytest.raises(BusyError):  # the other has it still
+    with pytest.raises(BusyError):  # the other still has it
         holed.purge("ds", NOW)
     holed.objects.delete(name)
     sound(holed)
@@ -102,10 +100,10 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRep
 
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("step", STEPS)
-def test_P1_P5_an_end_at_every_step(
+def test_P1_P5_a_purge_killed_at_any_step_can_be_completed(
     holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
 ) -> None:
-    """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
+    """Killed there (before or after the effect), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
     killed = holed
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +125,7 @@ def test_P1_P5_an_end_at_every_step(
             killed.purge("ds", NOW)
     assert dataset_state(holed) == expected
     assert holed.verify("ds").problems == []
-    clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
+    clock.ahead_s += 2 * HOUR_S  # an uncommitted chunk is an orphan now
     with LocalRepository.open(holed.url) as again:
         again.begin("ds")
         assert dataset_state(again) == expected
@@ -139,9 +137,7 @@ def test_P1_P5_an_end_at_every_step(
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_P5_a_writer_folds_in_no_forgotten_chunk(holed: LocalRepository, clock: MovedClock) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
     old = chunks(holed)
 
@@ -160,7 +156,7 @@ def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
 
 
 def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
-    """It has read chunks that are gone when it ends: they are forgotten once more."""
+    """It has read chunks that are gone when it ends; the purge forgets them once more."""
 
     def rebuild_beside(_: str) -> None:
         with LocalRepository.open(holed.url) as other:
@@ -199,7 +195,7 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_p
     sound(holed)
 
 
-def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
+def test_P6_files_written_while_purge_copies_win(holed: LocalRepository) -> None:
     def write_beside(_: str) -> None:
         writer = Writer(LocalRepository.open(holed.url))
         writer.builder.room(3)[:] = b"new"
@@ -212,7 +208,7 @@ def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> N
     sound(holed)
 
 
-def test_P10_a_full_store_leaves_all_as_it_was(holed: LocalRepository, tmp_path: Path) -> None:
+def test_P10_a_full_store_leaves_all_unchanged(holed: LocalRepository, tmp_path: Path) -> None:
     before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
     with faulty(holed, full), pytest.raises(NoSpaceError):
@@ -264,8 +260,8 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
 def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
-    """A purge that was killed between writing and committing has left a copy, younger than the
-    put window: it will be folded in one day."""
+    """A purge that was killed between writing and committing has left a copy, younger than the put
+    window, which a writer will fold in later."""
     deleted_file(repository)
     first = chunks(repository)[0]
     clock.ahead_s += 2 * HOUR_S
@@ -286,7 +282,7 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
 def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     repository: LocalRepository, clock: MovedClock, is_durable: bool
 ) -> None:
-    """The put's chunk is sealed, and perhaps not stored yet, while purges go by."""
+    """The put's chunk is sealed, and perhaps not stored yet, during the purges."""
     writer = Writer(repository)
     identity = writer.session.identity
     writer.add(b"f", b"in flight")
@@ -309,7 +305,7 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
         repository.purge("ds", DROP)
     assert tombstones(repository, b"f") == 0
     repository.objects.put(name, sealed.parts)
-    if is_durable:  # somebody folds it in: it is an orphan, which cannot be told
+    if is_durable:  # a writer folds it in, since nothing distinguishes it from an orphan
         repository.begin("ds")
     else:
         sealed.session = LocalWriteSession(repository, repository.dataset("ds"))

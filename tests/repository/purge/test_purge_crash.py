@@ -22,7 +22,7 @@ DRIVER = [sys.executable, "-m", "tests.repository.purge.purge_driver"]
 
 @pytest.fixture(scope="module")
 def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A store with holes and small chunks, and what it holds."""
+    """A store with holes and small chunks, and its content."""
     folder = tmp_path_factory.mktemp("holes")
     source = source_tree(folder / "source")
     store = folder / "store"
@@ -65,7 +65,7 @@ def test_P1_purge_killed_at_every_step(
 
 
 def check_after_a_kill(store: Path, expected: object, *, rebuild: bool) -> None:
-    """Two hours later: a rebuild or the next writer, then a purge that is let be."""
+    """Two hours later: a rebuild or the next writer, then a purge that is not killed."""
     with moved_clock() as clock:
         clock.ahead_s = 2 * HOUR_S
         with LocalRepository.open(store.as_uri()) as repository:
@@ -78,4 +78,4 @@ def check_after_a_kill(store: Path, expected: object, *, rebuild: bool) -> None:
             assert repository.verify("ds").problems == []
             identity = repository.dataset("ds").identity
             listed = sum(i.bytes for i in repository.objects.list(f"datasets/{identity.hex}/chu"))
-            assert listed < 900_000  # of which some 760,000 are contents
+            assert listed < 900_000  # some 760,000 of them are contents

@@ -1,8 +1,8 @@
-"""P8: purge among everything else that happens to a dataset, against plain dicts, on both stores.
+"""P8: purge among all other operations on a dataset, against plain dicts, on both stores.
 
 The oracle knows contents of paths, by version, and nothing of chunks, holes or leases. After each
-step the dataset has the oracle's contents, and so has each version that is kept or that somebody
-holds a lease on; metadata rebuilt from the chunks alone are those that were there.
+step the dataset has the oracle's contents, and so has each version that is kept or has a lease;
+metadata rebuilt from the chunks alone equal the live ones.
 """
 
 import shutil
@@ -38,7 +38,7 @@ def contents(view: Snapshot, repository: LocalRepository) -> Contents:
 
 
 class PurgeModel(RuleBasedStateMachine):
-    """One writer, readers with leases, purges, a clock that runs, and loss of all metadata."""
+    """One writer, readers with leases, purges, a running clock, and loss of all metadata."""
 
     meta = ""
 
@@ -60,7 +60,7 @@ class PurgeModel(RuleBasedStateMachine):
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: Contents = {}
         self.versions: dict[int, Contents] = {}
-        self.written: list[int] = []  # of them, those that are no work of a purge or a recovery
+        self.written: list[int] = []  # of them, those that no purge or recovery made
         self.readers: list[tuple[ReadLease, Snapshot, Contents]] = []
         self._written()
 
@@ -113,8 +113,8 @@ class PurgeModel(RuleBasedStateMachine):
             assert all(self.versions[write] in left for write in was[-keep:] if keep > 0)
 
     def _write_of(self, kept: KeptVersion) -> int:
-        """The version that was written last before one, which may be a purge's own: it has the same
-        content."""
+        """The version that was written last before this one, which may be a purge's own with the
+        same content."""
         return max(version for version in self.written if version <= kept.version)
 
     @rule(hours=st.sampled_from([1, 2, 25, 49]))
@@ -152,7 +152,7 @@ class PurgeModel(RuleBasedStateMachine):
 
     @rule()
     def space_comes_back(self) -> None:
-        """Without readers, a purge that waits for nothing leaves little but the contents."""
+        """Without readers, a purge without a grace period leaves little except the contents."""
         for lease, _, _ in self.readers:
             lease.close()
         self.readers = []
@@ -175,7 +175,7 @@ class PurgeModel(RuleBasedStateMachine):
             assert contents(repository.view("ds"), repository) == self.model
             for each in repository.kept_versions("ds"):
                 expected = self.versions.get(each.version)
-                if expected is not None:  # else one of purge's own, between two others
+                if expected is not None:  # otherwise one of purge's own, between two others
                     view = repository.view_at("ds", each.version)
                     assert contents(view, repository) == expected
             for _, view, expected in self.readers:

@@ -1,4 +1,6 @@
-"""What a purge spares for readers: leases, kept versions, the grace period (FAULTS P2, H16, L5)."""
+"""Chunks that a purge spares for readers: leases, kept versions, the grace period (FAULTS P2, H16,
+L5).
+"""
 
 import os
 import time
@@ -25,6 +27,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.retention import RetentionPolicy, write_retention_policy
 
 from ...datasets import dataset_state
+from ...forks import in_child
 from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from ...waiting import wait_until
@@ -35,7 +38,7 @@ from .purged import NO_FILES, NOW, Reader, chunks, dataset_of, dead_process, lea
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     holed: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
-    """Then its chunks go: an error, never other bytes."""
+    """After it, its chunks go: reading raises an error, and never gives other bytes."""
     reader = Reader(holed)
     assert holed.purge("ds").deleted == 0
     for hours in (23, 0):
@@ -51,7 +54,7 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     sound(holed)
 
 
-def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
+def test_a_lease_holds_the_chunks_of_its_version(holed: LocalRepository, clock: MovedClock) -> None:
     reader = Reader(holed)
     lease = reader.take_lease()
     assert leased(holed) == {reader.view.version}
@@ -67,7 +70,7 @@ def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: Mov
     assert leased(holed) == frozenset()
 
 
-def test_a_lease_that_comes_before_the_deletion(holed: LocalRepository, clock: MovedClock) -> None:
+def test_a_lease_taken_before_the_deletion_holds(holed: LocalRepository, clock: MovedClock) -> None:
     reader = Reader(holed)
     taken = list[ReadLease]()
     forget = holed.meta.forget
@@ -95,7 +98,7 @@ def test_a_lease_ends_with_time_or_process(holed: LocalRepository, clock: MovedC
     lease = Lease.own("0" * 32, view.version)
     holed.objects.replace(name, [lease.to_json()])
     assert leased(holed) == {view.version}
-    clock.ahead_s += 800  # its time is over, and the clock of its host may be behind
+    clock.ahead_s += 800  # it has expired, but the clock of its host may be behind
     assert leased(holed) == {view.version}
     clock.ahead_s += 200
     assert leased(holed) == frozenset()
@@ -111,7 +114,7 @@ def test_a_lease_ends_with_time_or_process(holed: LocalRepository, clock: MovedC
 
 
 def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
-    """Of a reader who has opened the dataset before there was anything in it."""
+    """A reader opened the dataset while it was empty."""
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, 0)
     assert leased(holed) == frozenset()
@@ -120,7 +123,7 @@ def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
 
 
 @pytest.mark.parametrize("version", [-1, -(1 << 63)])
-def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, version: int) -> None:
+def test_a_lease_on_an_impossible_version_holds_all(holed: LocalRepository, version: int) -> None:
     identity = holed.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
     holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
@@ -132,7 +135,7 @@ def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, ver
 
 @pytest.mark.parametrize("by", ["renewal", "server"])
 @pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
-def test_leases_that_ended_go_where_nobody_purges(
+def test_ended_leases_are_removed_without_a_purge(
     holed: LocalRepository,
     tmp_path: Path,
     clock: MovedClock,
@@ -140,7 +143,7 @@ def test_leases_that_ended_go_where_nobody_purges(
     by: str,
     clock_ahead_s: int,
 ) -> None:
-    """By the store's clock, whatever that of the reader says."""
+    """Their age is that by the store's clock, whatever the reader's clock shows."""
     identity = holed.dataset("ds").identity
     for number, ago_h in enumerate((0, 1, 23, 25, 400)):
         write_lease_for(holed.objects, identity, f"{number:032x}", 1, 600)
@@ -179,7 +182,7 @@ def test_few_renewals_list_leases(holed: LocalRepository, monkeypatch: pytest.Mo
 
 
 def age(top: Path, identity: UUID, name: str, hours: float) -> None:
-    """Let the store say that a lease was written so long ago."""
+    """Let the store report that a lease was written `hours` ago."""
     file = top / "store" / lease_object(identity, name)
     written_s = file.stat().st_mtime - hours * HOUR_S
     os.utime(file, (written_s, written_s))
@@ -188,19 +191,17 @@ def age(top: Path, identity: UUID, name: str, hours: float) -> None:
 def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, view.version)
-    child = os.fork()
-    if not child:
+
+    def change() -> None:
         lease.switch_version(7)
         lease.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    assert in_child(change) == 0
     assert leased(holed) == {view.version}
     lease.close()
 
 
-def test_kept_versions_can_be_read_until_they_are_given_up(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
+def test_kept_versions_can_be_read(repository: LocalRepository, clock: MovedClock) -> None:
     versions = {}
     with dataset_of(repository) as ds:
         for i in range(5):
@@ -212,7 +213,7 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
     for _ in range(2):
         clock.ahead_s += 48 * HOUR_S
         with LocalRepository.open(repository.url) as late, dataset_of(late) as ds:
-            late.purge("ds")  # goes by the policy
+            late.purge("ds")  # follows the policy
             for version in list(versions)[2:4]:
                 view = late.view_at("ds", version)
                 assert read_all(view, late) == [versions[version]]
@@ -237,9 +238,7 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
         b'{"keep": -1, "grace_s": 0}',
     ],
 )
-def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
-    holed: LocalRepository, policy: bytes
-) -> None:
+def test_a_malformed_policy_is_named_and_replaced(holed: LocalRepository, policy: bytes) -> None:
     holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
         holed.purge("ds")
@@ -248,15 +247,13 @@ def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
 
 
 @pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
-def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
+def test_numbers_beyond_any_clock_are_refused(keep: int, grace_s: int) -> None:
     with pytest.raises(UsageError, match="at most"):
         PurgeOptions(keep=keep, grace_s=grace_s)
 
 
-def test_publishing_keeps_young_versions_within_a_bound(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
-    """A dataset that is put to often does not pile up snapshots, and a leased one stays."""
+def test_publishing_keeps_bounded_versions(repository: LocalRepository, clock: MovedClock) -> None:
+    """Frequent puts do not accumulate snapshots, and a leased one stays."""
     with dataset_of(repository) as ds:
         ds.put(b"0", "f")
         first = ds.flush()
@@ -271,7 +268,7 @@ def test_publishing_keeps_young_versions_within_a_bound(
             assert kept[-8:] == sorted(kept)[-8:]
             assert first in kept
         oldest_s = time.time() - 24 * HOUR_S
-        assert sum(version / 1e6 < oldest_s for version in kept) == 2  # that, and the one before
+        assert sum(version / 1e6 < oldest_s for version in kept) == 2  # that, and the previous one
     lease.close()
 
 

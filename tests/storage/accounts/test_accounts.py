@@ -125,7 +125,7 @@ def test_keys_that_anybody_can_sign_for_are_refused(public: bytes) -> None:
     "text",
     ["", "x", PUBLIC_KEY_PREFIX, public_key_text(PUBLIC)[:-2], public_key_text(bytes([2]) * 32)],
 )
-def test_texts_that_are_no_public_key_are_refused(text: str) -> None:
+def test_malformed_public_keys_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_public_key(text)
 

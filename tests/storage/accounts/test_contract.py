@@ -48,8 +48,8 @@ from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
+from tests.forks import exit_code, fork, within
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork, within
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_cluster
 from tests.tiers import fast_first
@@ -194,7 +194,6 @@ def test_recover_neither_makes_nor_removes_accounts() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> AccountFile:
-    """A file with one user."""
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))
     return table
@@ -326,9 +325,7 @@ def test_a_change_that_cannot_be_synced_fails(
     assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
 
 
-def test_the_temporary_file_of_a_crash_is_a_leftover_of_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_a_known_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore.create(tmp_path / "store")
     table = AccountFile(tmp_path / "store/accounts")
 
@@ -364,7 +361,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def in_redis(server: RedisServer) -> Iterator[RedisAccounts]:
-    """A table with two users."""
     with closing(RedisAccounts.open(server.url, store=STORE, deadline_s=10)) as table:
         table.change(put([ANN, BOB]))
         yield table
@@ -376,7 +372,7 @@ def test_another_repositorys_redis_is_refused(server: RedisServer, in_redis: Red
 
 
 def test_a_lost_reply_counts_once(in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reply to the script was lost: the token shows that the change was made."""
+    """The reply to the script is lost; the token shows that the change was made."""
     scripts, lost = RedisLink.run_scripts, list[bool]()
 
     def loses_an_answer(link: RedisLink, runs: Iterable[ScriptCommand]) -> list[object]:
@@ -398,9 +394,7 @@ def test_accounts_survive_a_restart_of_redis(server: RedisServer, in_redis: Redi
     assert in_redis.read().accounts == {"ann": ANN, "bob": BOB}
 
 
-def test_C7_a_full_memory_lets_users_be_removed(
-    server: RedisServer, in_redis: RedisAccounts
-) -> None:
+def test_C7_a_full_memory_still_removes_users(server: RedisServer, in_redis: RedisAccounts) -> None:
     """Adding a user fails; removing one works, so access can be revoked at any time."""
     server.client().config_set("maxmemory", 1)
     with pytest.raises(NoSpaceError):
@@ -420,16 +414,13 @@ def test_C1_a_table_that_cannot_be_reached_is_an_error(server: RedisServer) -> N
 
 
 @each_row("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])
-def test_damaged_text_is_an_error(
-    server: RedisServer, in_redis: RedisAccounts, value: bytes
-) -> None:
+def test_damaged_text_fails(server: RedisServer, in_redis: RedisAccounts, value: bytes) -> None:
     server.client().hset(USERS_KEY, "ann", value)
     with pytest.raises(DieselError):
         in_redis.read()
 
 
 def test_S8_a_table_has_no_secrets(server: RedisServer, in_redis: RedisAccounts) -> None:
-    """It has names, public keys and roles only."""
     found = server.client().hgetall(USERS_KEY)
     assert isinstance(found, dict)
     assert found.keys() == {b"=", b"ann", b"bob"}

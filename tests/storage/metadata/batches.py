@@ -51,7 +51,6 @@ class Chunk:
         return Stamp(chunk_id(number) + at.to_bytes(4, "big"))
 
     def has_foreign_stamp(self, place: int) -> bool:
-        """Whether the stamp of an entry is not its own chunk and place."""
         return self.stamp(place) != self.id + place.to_bytes(4, "big")
 
     def record(self, place: int) -> bytes:
@@ -103,7 +102,6 @@ class Chunk:
 
 
 def files(number: int, *paths: bytes, size: int = 7) -> Chunk:
-    """A chunk of files of one extent."""
     return Chunk(number, tuple(Entry(path, size) for path in paths))
 
 

@@ -36,7 +36,6 @@ def link(shared: RedisServer) -> WatchedLink:
 
 @pytest.fixture
 def stored(link: WatchedLink) -> Iterator[RedisMetadata]:
-    """A store in the shared server."""
     with closing(RedisMetadata(link)) as store:
         store.create(NAME, IDENTITY)
         store.commit(IDENTITY, FIRST.batch())
@@ -53,7 +52,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def own(server: RedisServer) -> Iterator[RedisMetadata]:
-    """A store in the server that the test may harm."""
     with closing(filled(server.url)) as store:
         yield store
 

@@ -20,8 +20,6 @@ FIRST = files(1, b"a/x", b"b")
 
 
 class Clock:
-    """A clock that the test sets."""
-
     def __init__(self) -> None:
         self.ns = NOW_NS
 

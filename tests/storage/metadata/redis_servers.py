@@ -26,7 +26,6 @@ START_S = 20.0
 
 
 def free_port() -> int:
-    """A port on which no program listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -108,7 +107,6 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     def client(self) -> Redis:
-        """A connection for the test itself."""
         return Redis(
             unix_socket_path=str(self.socket),
             password=self.options.get("requirepass"),
@@ -121,7 +119,6 @@ class RedisServer:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as a crash does."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
@@ -141,7 +138,6 @@ class RedisServer:
 
 
 def execute(client: Redis, *words: str | int | bytes) -> object:
-    """The reply to any command."""
     reply: object = client.execute_command(*words)
     return reply
 

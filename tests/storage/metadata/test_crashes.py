@@ -64,7 +64,6 @@ def start(
 
 
 def commit_and_print(opener: str, where: str, numbers: str, at_once: str) -> None:
-    """The program of `start`."""
     tried = list(map(int, numbers.split(",")))
     with closing(globals()[opener](where)) as meta:
         for begin in range(0, len(tried), int(at_once)):
@@ -178,7 +177,6 @@ class FaultAt:
         self._what = what
 
     def arm(self) -> None:
-        """Count from now on."""
         self._left = self._step
 
     def __call__(self, number: int, request: bytes) -> str:
@@ -226,7 +224,6 @@ class KillAt:
         self._started = threading.Event()
 
     def watch(self, process: "subprocess.Popen[str]") -> None:
-        """Set the process that is to be killed."""
         self._process = process
         self._started.set()
 

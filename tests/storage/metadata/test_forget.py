@@ -147,9 +147,7 @@ def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
-def test_P1_a_client_killed_while_it_forgets(
-    kind: str, step: str, tmp_path: Path, clock: Clock
-) -> None:
+def test_P1_a_client_killed_in_forget(kind: str, step: str, tmp_path: Path, clock: Clock) -> None:
     """Before COMMIT ran in the head, nothing has happened; after it, the next client applies it."""
     other = STORES[kind](tmp_path, clock)()
     link = watched_link((shared_cluster() if kind == "redis-cluster" else shared_server()).url)
@@ -192,5 +190,5 @@ def test_a_slow_removal_does_not_undo_a_later_commit(
 
     link.before = at(READ_PIECE_FOLDERS, once(meanwhile))
     stored.forget(IDENTITY, [FIRST.id])
-    assert done, "proves nothing"
+    assert done, "nothing happened between the steps: proves nothing"
     check(stored, NAME, [FIRST, *rest])

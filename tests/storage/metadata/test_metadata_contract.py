@@ -26,8 +26,8 @@ from diesel_fs.format.chunk_id import stamp as chunk_stamp
 from diesel_fs.format.entries import EXTENT, RECORD, Kind
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, chunks_digest
+from tests.forks import exit_code, fork, in_child
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork, in_child
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,
@@ -287,7 +287,7 @@ HISTORIES: dict[str, list[Chunk]] = {
         Chunk(3, (Entry(b"half", 50, number=1, extents=2, first=(2, 1)),)),
     ],
     "an entry copied by purge": [ONE, files(2, b"b"), chunk_by_purge(9, (ONE, 0))],
-    "copies by purge of what was overwritten or deleted": [
+    "copies by purge of overwritten or deleted entries": [
         *(ONE, files(5, b"a"), tombstones(6, b"b")),
         chunk_by_purge(9, (ONE, 0), (ONE, 1), (ONE, 2)),
     ],
@@ -308,7 +308,7 @@ HISTORIES: dict[str, list[Chunk]] = {
 def test_L3_Z4_Z6_Z7_each_commit_gives_the_state_of_all_chunks(
     meta: MetadataStore, history: list[Chunk]
 ) -> None:
-    """`changes` has the entries that are not as they were before."""
+    """`changes` returns exactly the changed entries."""
     meta.drop(IDENTITY)
     meta.create(NAME, IDENTITY)
     for number, chunk in enumerate(history):
@@ -420,7 +420,6 @@ def test_changes_name_all_chunks_and_only_new_entries(meta: MetadataStore) -> No
 
 
 def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
-    """The names are short to keep the test quick."""
     deep = b"/".join(b"%d" % level for level in range(1000))
     commit(meta, files(1, deep + b"/f", deep))
     check(meta, NAME, [files(1, deep + b"/f", deep)])

@@ -49,7 +49,6 @@ class ReadSetup:
         return self.pipelined.head
 
     def learn(self) -> DatasetHead:
-        """Read until a head is proved."""
         for _ in range(READS_TO_LEARN):
             found = self.read()
         assert found is not None
@@ -86,7 +85,6 @@ def test_it_learns_its_commands_and_then_sees_every_commit(setup: ReadSetup) -> 
 
 
 def first_bucket(setup: ReadSetup) -> bytes:
-    """The key of the counts of the first bucket."""
     (key,) = setup.redis.keys("dfs:{*.0}:t")
     assert isinstance(key, bytes)
     return key
@@ -174,11 +172,11 @@ def test_random_histories_prove_the_right_head_or_nothing(setup: ReadSetup) -> N
 
 
 @each_row(
-    "said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
+    "reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
 )
-def test_malformed_replies_raise(said: bytes) -> None:
+def test_malformed_replies_raise(reply: bytes) -> None:
     with pytest.raises(MalformedReply):
-        Replies(1).feed(said)
+        Replies(1).feed(reply)
 
 
 def test_surplus_replies_raise() -> None:

@@ -35,8 +35,8 @@ from diesel_fs.storage.metadata.redis.bucket_scripts import NOTE_SYNC
 from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, translate_error
 from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,
@@ -103,8 +103,8 @@ def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         with pytest.raises(MetadataError, match="AUTH") as caught:
             RedisMetadata.open(server.tcp_url, environment=env)
-        told = "".join(traceback.format_exception(caught.value))
-        assert SECRET not in told
+        shown = "".join(traceback.format_exception(caught.value))
+        assert SECRET not in shown
     where = parse_redis_url("redis://h", env)
     for error in (
         errors.ResponseError(f"what is {SECRET}?"),
@@ -157,9 +157,7 @@ def test_the_documents_list_the_commands_that_an_acl_needs() -> None:
     assert f"~dfs:* {' '.join(COMMANDS)}`" in " ".join(words)
 
 
-def test_C14_S8_wrong_passwords_and_missing_rights_are_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C14_S8_bad_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"requirepass": SECRET}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         place = f"127.0.0.1:{server.port}"
@@ -193,9 +191,7 @@ def test_C14_S8_wrong_passwords_and_missing_rights_are_errors(
             meta.drop(IDENTITY)
 
 
-def test_S14_a_redis_without_a_password_is_warned_of(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_S14_open_redis_is_warned_of(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     address = outer_address()
     RedisMetadata.open(server.tcp_url).close()
@@ -364,7 +360,7 @@ def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer, own: RedisMeta
     check(own, NAME, [FIRST])
 
 
-def test_C7_a_full_memory_stops_commits_not_reads(server: RedisServer, own: RedisMetadata) -> None:
+def test_C7_a_full_memory_stops_only_commits(server: RedisServer, own: RedisMetadata) -> None:
     client = server.client()
     chunks, fault = [FIRST], None
     used = int(client.info("memory")["used_memory"])
@@ -526,22 +522,18 @@ def test_C12_a_dead_generation_is_removed_once(shared: RedisServer) -> None:
         assert proxy.requests - before < 30
 
 
-def test_C13_a_hung_redis_fails_at_the_deadline(
-    server: RedisServer, pool: ThreadPoolExecutor
-) -> None:
+def test_C13_a_hung_redis_fails_in_time(server: RedisServer, pool: ThreadPoolExecutor) -> None:
     with closing(filled(server.url, deadline_s=2)) as meta:
         server.signal(signal.SIGSTOP)
         with within(6):
-            asked = [pool.submit(meta.head, NAME) for _ in range(8)]
-            assert [type(each.exception(30)) for each in asked] == [DeadlineError] * 8
+            pending = [pool.submit(meta.head, NAME) for _ in range(8)]
+            assert [type(each.exception(30)) for each in pending] == [DeadlineError] * 8
         server.signal(signal.SIGCONT)
         assert meta.head(NAME).files == 2
 
 
 @pytest.mark.deep
-def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(
-    server: RedisServer, pool: ThreadPoolExecutor
-) -> None:
+def test_C13_reads_of_a_hung_redis_fail_soon(server: RedisServer, pool: ThreadPoolExecutor) -> None:
     with closing(filled(server.url, deadline_s=30)) as meta:
         server.signal(signal.SIGSTOP)
         threading.Timer(11, lambda: server.signal(signal.SIGCONT)).start()

@@ -20,8 +20,8 @@ from diesel_fs.storage.metadata.redis.keys import DatasetKeys
 from diesel_fs.storage.metadata.redis.link import RedisCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import StoreRestarted
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.metadata.batches import Chunk, Entry, big, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import FIRST, IDENTITY, NAME, commit, filled
 from tests.storage.metadata.redis_servers import RedisServer, execute, free_port, once
@@ -39,12 +39,10 @@ MORE = files(2, b"c")
 
 
 def pieces(client: Redis) -> int:
-    """The number of pieces that wait to be applied."""
     return sum(int(client.hlen(key)) for key in client.keys("dfs:*}:x"))
 
 
 def reads(meta: RedisMetadata, since: int = 0) -> dict[str, Callable[[], object]]:
-    """All ways to read the dataset."""
     paths = [b"a/x", b"big", b"new/file", *(b"%d/x" % i for i in range(7))]
     return {
         "heads": meta.heads,
@@ -117,9 +115,7 @@ def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_pa
         assert pieces(server.client()) == 0
 
 
-def test_C11_an_error_after_COMMIT_does_not_undo_it(
-    link: WatchedLink, stored: RedisMetadata
-) -> None:
+def test_C11_an_error_after_COMMIT_undoes_nothing(link: WatchedLink, stored: RedisMetadata) -> None:
     def fail() -> None:
         raise CorruptError("whatever")
 
@@ -170,11 +166,9 @@ def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> No
         check(meta, NAME, chunks)
 
 
-def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(
-    shared: RedisServer, stored: RedisMetadata
-) -> None:
-    """Not by the number of extents of the whole file: looking for a million extents takes
-    seconds."""
+def test_C10_incomplete_files_go_quickly(shared: RedisServer, stored: RedisMetadata) -> None:
+    """Its time does not follow the number of extents of the whole file: looking for a million
+    extents takes seconds."""
     client = shared.client()
     last = (1 << 20) - 1
     late = [
@@ -242,9 +236,7 @@ def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) 
         assert faults == []
 
 
-def test_C15_a_commit_over_damage_changes_nothing(
-    shared: RedisServer, stored: RedisMetadata
-) -> None:
+def test_C15_commits_over_damage_change_nothing(shared: RedisServer, stored: RedisMetadata) -> None:
     version = stored.head(NAME).version
     shared.client().hset(KEYS.head, "digest", b"AAA")
     with pytest.raises(CorruptError, match="recover"):
@@ -295,9 +287,7 @@ def test_pieces_of_a_dead_writer_are_removed(shared: RedisServer, stored: RedisM
     assert stored.lookup(IDENTITY, [b"lost"]).names == []
 
 
-def test_C12_readers_fetch_no_pieces_of_a_commit(
-    shared: RedisServer, stored: RedisMetadata
-) -> None:
+def test_C12_readers_fetch_no_piece_of_a_commit(shared: RedisServer, stored: RedisMetadata) -> None:
     more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))
     commit_without_applying(shared.url, more.batch())
     before = int(shared.client().info()["total_net_output_bytes"])

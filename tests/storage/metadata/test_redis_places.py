@@ -17,8 +17,8 @@ from diesel_fs.errors import ConfigError, MetadataBehind, MetadataError, UsageEr
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys, folder_id
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import FIRST, IDENTITY, NAME, commit, filled
 from tests.storage.metadata.redis_servers import (

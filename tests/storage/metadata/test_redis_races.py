@@ -244,7 +244,6 @@ def test_keys_of_a_crashed_rebuild_are_removed_by_a_later_one(
 
 
 def only_live_keys_exist(shared: RedisServer) -> bool:
-    """Whether all keys are in the head's slot or of the live generation."""
     name = live_generation(shared.url).name
     keys = list(shared.client().scan_iter(b"dfs:*"))
     assert keys

@@ -23,8 +23,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from tests.small_disks import remount, small_disk
-from tests.storage.forks import in_child
+from tests.forks import in_child
+from tests.small_disks import remount
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, edit
 
@@ -121,13 +121,6 @@ def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> N
         SqliteMetadata.open(path.with_name("none"), create=True, readonly=True)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    with small_disk(tmp_path / "disk", "size=1m") as point:
-        yield point
-
-
 def test_C8_a_full_disk_stops_commits_whole(disk: Path) -> None:
     path = disk / "meta.sqlite"
     done = []
@@ -205,9 +198,7 @@ FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"
 
 
 @pytest.mark.filterwarnings(FORKS_WITH_THREADS)
-def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(
-    meta: SqliteMetadata, pool: ThreadPoolExecutor
-) -> None:
+def test_Z9_a_fork_waits_for_transactions(meta: SqliteMetadata, pool: ThreadPoolExecutor) -> None:
     stop = threading.Event()
     numbers: list[int] = []
 

@@ -21,8 +21,8 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 )
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
+from tests.forks import in_child
 from tests.rows import each_row
-from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 
@@ -101,9 +101,7 @@ def test_L8_an_expired_lease_is_taken_and_its_holder_refused(lease: Lease, clock
         dead.keep()
 
 
-def test_a_damaged_lease_is_valid_until_it_must_have_expired(
-    tmp_path: Path, lease: Lease, clock: Clock
-) -> None:
+def test_a_damaged_lease_is_valid_for_its_term(tmp_path: Path, lease: Lease, clock: Clock) -> None:
     (tmp_path / "meta.lease").write_bytes(b'{"host": "ho')
     os.utime(tmp_path / "meta.lease", (clock.seconds(), clock.seconds()))
     with pytest.raises(BusyError, match="unknown host"):
@@ -112,7 +110,7 @@ def test_a_damaged_lease_is_valid_until_it_must_have_expired(
     lease("host-2").keep()
 
 
-def test_a_forked_child_is_a_holder_of_its_own(lease: Lease) -> None:
+def test_a_forked_child_is_a_separate_holder(lease: Lease) -> None:
     parents = lease("host-1")
     parents.keep()
     assert in_child(parents.keep) == 0  # without a release

@@ -62,7 +62,6 @@ def watched_link(url: str, deadline_s: float = 10) -> WatchedLink:
 
 
 def at(script: LoadedScript, work: Callable[[], object]) -> Watcher:
-    """A watcher that does work at one script."""
     return lambda each: work() if each == script else None
 
 

@@ -65,7 +65,6 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
 
     @contextmanager
     def _call(self, operation: str, name: str) -> Iterator[Fault]:
-        """Apply the fault of this call, before and after the call."""
         with self._script_lock:
             self.calls[operation] += 1
         fault = self.next_fault(operation, name) or Fault(operation)

@@ -29,7 +29,7 @@ class Server:
     environ: Mapping[str, str]
 
     def place(self) -> str:
-        """The URL of a prefix that has not been used before."""
+        """The URL of an unused prefix."""
         return f"s3://{self.bucket}/{uuid.uuid4().hex}"
 
 

@@ -95,7 +95,7 @@ class ScriptedAnswer:
 
 
 class ScriptedS3(FaultScript[Rule]):
-    """The server: its objects by key, its script, and the requests that it got (`asked`)."""
+    """The server: its objects by key, its script, and the requests that it got (`requests`)."""
 
     def __init__(
         self, *script: Rule, page_keys: int = 1000, address: tuple[str, int] = ("127.0.0.1", 0)
@@ -105,7 +105,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
-        self.asked: list[RecordedRequest] = []
+        self.requests: list[RecordedRequest] = []
         self.busiest = 0  # the most requests that waited for an answer simultaneously
         self.delay_s = 0.0
         self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
@@ -137,16 +137,14 @@ class ScriptedS3(FaultScript[Rule]):
             self._thread.join(10)
 
     def put(self, key: str, content: bytes) -> None:
-        """Write an object without a request."""
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """The number of such requests that the server got."""
-        return sum(each.method == method and where in each.key for each in self.asked)
+        return sum(each.method == method and where in each.key for each in self.requests)
 
-    def enter(self, asked: RecordedRequest) -> None:
+    def enter(self, request: RecordedRequest) -> None:
         with self._lock:
-            self.asked.append(asked)
+            self.requests.append(request)
             self._busy += 1
             self.busiest = max(self.busiest, self._busy)
 
@@ -162,71 +160,70 @@ class ScriptedS3(FaultScript[Rule]):
                 self._sent_s[address] = end_s = begin_s + size / self.bytes_per_s
             self.stopped.wait(max(end_s - time.monotonic(), 0))
 
-    def answer(self, asked: RecordedRequest) -> ScriptedAnswer:
-        if asked.key == "" and asked.method in ("GET", "HEAD"):
-            if "uploads" in asked.query:
-                return ScriptedAnswer(200, self._list_uploads(asked.query).encode())
-            return ScriptedAnswer(200, self._list(asked.query).encode())
+    def answer(self, request: RecordedRequest) -> ScriptedAnswer:
+        if request.key == "" and request.method in ("GET", "HEAD"):
+            if "uploads" in request.query:
+                return ScriptedAnswer(200, self._list_uploads(request.query).encode())
+            return ScriptedAnswer(200, self._list(request.query).encode())
         with self._lock:
-            match asked.method:
-                case "POST" if "uploads" in asked.query or "uploadId" in asked.query:
-                    return self._upload(asked)
-                case "PUT" if "uploadId" in asked.query:
-                    return self._put_part(asked)
+            match request.method:
+                case "POST" if "uploads" in request.query or "uploadId" in request.query:
+                    return self._upload(request)
+                case "PUT" if "uploadId" in request.query:
+                    return self._put_part(request)
                 case "PUT":
-                    return self._put(asked)
+                    return self._put(request)
                 case "GET" | "HEAD":
-                    return self._get(asked)
-                case "DELETE" if "uploadId" in asked.query:
-                    known = self.uploads.pop(asked.query["uploadId"], None)
+                    return self._get(request)
+                case "DELETE" if "uploadId" in request.query:
+                    known = self.uploads.pop(request.query["uploadId"], None)
                     return ScriptedAnswer(204) if known else problem(404, "NoSuchUpload")
                 case "DELETE":
-                    self.objects.pop(asked.key, None)
+                    self.objects.pop(request.key, None)
                     return ScriptedAnswer(204)
         return problem(501)
 
-    def _put(self, asked: RecordedRequest) -> ScriptedAnswer:
-        signed = asked.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
-        if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(asked.body).hexdigest()):
+    def _put(self, request: RecordedRequest) -> ScriptedAnswer:
+        signed = request.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
+        if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(request.body).hexdigest()):
             return problem(400, "XAmzContentSHA256Mismatch")
-        if asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
+        if request.headers.get("if-none-match") == "*" and request.key in self.objects:
             return problem(412)
-        stored = Stored(asked.body, time.time())
-        self.objects[asked.key] = stored
+        stored = Stored(request.body, time.time())
+        self.objects[request.key] = stored
         return ScriptedAnswer(200, headers={"ETag": stored.etag})
 
-    def _upload(self, asked: RecordedRequest) -> ScriptedAnswer:
-        """Begin or complete an upload in parts."""
-        if "uploads" in asked.query:
-            number = f"upload-{len(self.asked)}"
-            self.uploads[number] = asked.key
+    def _upload(self, request: RecordedRequest) -> ScriptedAnswer:
+        if "uploads" in request.query:
+            number = f"upload-{len(self.requests)}"
+            self.uploads[number] = request.key
             begun = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId>"
             return ScriptedAnswer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
-        number = asked.query["uploadId"]
+        number = request.query["uploadId"]
         if self.uploads.pop(number, None) is None:
             return problem(404, "NoSuchUpload")
-        numbers = map(int, re.findall(rb"<PartNumber>(\d+)</PartNumber>", asked.body))
+        numbers = map(int, re.findall(rb"<PartNumber>(\d+)</PartNumber>", request.body))
         stored = Stored(b"".join(self.parts.pop((number, each)) for each in numbers), time.time())
-        self.objects[asked.key] = stored
+        self.objects[request.key] = stored
         ended = f"<CompleteMultipartUploadResult><ETag>{escape(stored.etag)}</ETag>"
         return ScriptedAnswer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
 
-    def _put_part(self, asked: RecordedRequest) -> ScriptedAnswer:
-        number = asked.query["uploadId"]
+    def _put_part(self, request: RecordedRequest) -> ScriptedAnswer:
+        number = request.query["uploadId"]
         if number not in self.uploads:
             return problem(404, "NoSuchUpload")
-        self.parts[number, int(asked.query["partNumber"])] = asked.body
-        return ScriptedAnswer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
+        self.parts[number, int(request.query["partNumber"])] = request.body
+        return ScriptedAnswer(200, headers={"ETag": Stored(request.body, 0.0).etag})
 
-    def _get(self, asked: RecordedRequest) -> ScriptedAnswer:
-        stored = self.objects.get(asked.key)
+    def _get(self, request: RecordedRequest) -> ScriptedAnswer:
+        stored = self.objects.get(request.key)
         if stored is None:
             return problem(404)
-        if asked.headers.get("if-match", stored.etag) != stored.etag:
+        if request.headers.get("if-match", stored.etag) != stored.etag:
             return problem(412)
         content, status = stored.content, 200
         headers = {"ETag": stored.etag, "Last-Modified": formatdate(stored.modified_s, usegmt=True)}
-        if wanted := asked.headers.get("range"):
+        if wanted := request.headers.get("range"):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or 1 << 62), len(content) - 1)
             if start > end:
@@ -272,7 +269,6 @@ class ScriptedS3(FaultScript[Rule]):
 
 
 def problem(status: int, code: str = "", **headers: str) -> ScriptedAnswer:
-    """An error in the XML of S3."""
     code = code or _CODES.get(status, "Unknown")
     text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
     return ScriptedAnswer(status, text.encode(), headers)
@@ -330,28 +326,28 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(url.query, True).items()}
         length = int(self.headers.get("Content-Length", "0"))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        asked = RecordedRequest(self.command, key, query, headers, self.rfile.read(length))
-        owner.enter(asked)
+        request = RecordedRequest(self.command, key, query, headers, self.rfile.read(length))
+        owner.enter(request)
         try:
             rule = owner.next_fault(self.command, unquote(self.path))
             if owner.delay_s:
                 time.sleep(owner.delay_s)
         finally:
             owner.leave()  # before the answer: afterwards the client may send its next
-        self._serve(owner, asked, bucket, rule or Rule(""))
+        self._serve(owner, request, bucket, rule or Rule(""))
         self.wfile.flush()
 
     do_HEAD = do_PUT = do_DELETE = do_POST = do_GET
 
-    def _serve(self, owner: ScriptedS3, asked: RecordedRequest, bucket: str, rule: Rule) -> None:
+    def _serve(self, owner: ScriptedS3, request: RecordedRequest, bucket: str, rule: Rule) -> None:
         if rule.act is not None:
             rule.act(owner)
-        headers = {name: text for name, text in asked.headers.items() if name != rule.ignore}
+        headers = {name: text for name, text in request.headers.items() if name != rule.ignore}
         answer = problem(rule.status, rule.code)
         if bucket != BUCKET:
             answer = problem(404, "NoSuchBucket")
         elif rule.done or not (rule.reset or rule.status):
-            done = owner.answer(replace(asked, headers=headers))
+            done = owner.answer(replace(request, headers=headers))
             answer = answer if rule.status else done
         if rule.reset:
             self._reset()

@@ -25,7 +25,6 @@ def chunk(text: str) -> str:
 
 
 def key(name: str) -> str:
-    """The key of an object of the store at `URL`."""
     return f"{PREFIX}/{name}"
 
 
@@ -50,7 +49,7 @@ def store_on(
     limits: AttemptLimits = LIMITS,
     policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
-    """A new store that has found out all about the server, and `server.asked` is empty again."""
+    """A new store that has already probed the server; `server.requests` is empty again."""
     store = open_cloud(
         URL,
         create=True,
@@ -61,13 +60,13 @@ def store_on(
     )
     store.put(chunk("first"), [b"x"])
     store.delete(chunk("first"))
-    server.asked.clear()
+    server.requests.clear()
     return store
 
 
 @dataclass(slots=True)
 class ScriptedBucket:
-    """A store on a scripted server, which has asked it nothing yet, and its pauses."""
+    """A store on a scripted server, which has sent it no request yet, and its pauses."""
 
     server: ScriptedS3
     sleeps: VirtualSleep

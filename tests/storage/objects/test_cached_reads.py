@@ -8,7 +8,7 @@ import pytest
 from diesel_fs.storage.objects import nowait_reads
 from diesel_fs.storage.objects.folder import FolderStore
 from tests.rows import each_row
-from tests.server.program import until
+from tests.waiting import until
 
 CONTENT = os.urandom(300_000)
 FOLDER = "datasets/" + "ab" * 16 + "/chunks/aaaa/"

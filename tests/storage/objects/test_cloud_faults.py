@@ -25,8 +25,8 @@ from diesel_fs.storage.objects.cloud import requests as cloud_requests
 from diesel_fs.storage.objects.cloud.answers import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import CloudStore, open_cloud
 from diesel_fs.storage.objects.retry import RetryingStore, RetryPolicy
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.objects.s3_server import credentials
 from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3
 from tests.storage.objects.scripted_store import (
@@ -61,7 +61,7 @@ def call(bucket: ScriptedBucket, rule: Rule) -> None:
     if rule.operation != "PUT":
         bucket.server.put(key(NAME), CONTENT)
     bucket.server.plan(replace(rule))
-    bucket.server.asked.clear()
+    bucket.server.requests.clear()
     CALLS[rule.operation](bucket.store)
 
 
@@ -93,7 +93,7 @@ def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
     assert (key(NAME) in bucket.server.objects) == (rule.operation != "DELETE")
     assert bucket.sleeps.slept == pauses
     if not rule.done:
-        assert len(bucket.server.asked) == len(pauses) + 1  # the library itself repeats nothing
+        assert len(bucket.server.requests) == len(pauses) + 1  # the library itself repeats nothing
 
 
 @each_row(
@@ -108,14 +108,12 @@ def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
         (Rule("GET", NAME, ignore="range", times=None), r"not of the range .* attempts in"),
     ],
 )
-def test_O3_O4_O5_a_deadline_ends_lasting_faults(
-    bucket: ScriptedBucket, rule: Rule, complaint: str
-) -> None:
+def test_O3_O4_O5_deadlines_end_faults(bucket: ScriptedBucket, rule: Rule, complaint: str) -> None:
     bucket.sleeps.slept.clear()
     with within(POLICY.deadline_s + 1), pytest.raises(ObjectStoreError, match=complaint):
         call(bucket, rule)
     if rule.status:
-        assert len(bucket.server.asked) == len(bucket.sleeps.slept) + 1
+        assert len(bucket.server.requests) == len(bucket.sleeps.slept) + 1
         assert 1 < sum(bucket.sleeps.slept) < POLICY.deadline_s
 
 
@@ -153,7 +151,7 @@ def test_O1_O18_B14_an_error_that_stays_is_raised_at_once(
 ) -> None:
     with pytest.raises(error, match=complaint):
         call(bucket, rule)
-    assert len(bucket.server.asked) == 1
+    assert len(bucket.server.requests) == 1
     assert bucket.sleeps.slept == []
     assert (key(NAME) in bucket.server.objects) == (rule.operation != "PUT")
 
@@ -163,19 +161,17 @@ def test_O1_a_forbidden_store_is_not_a_missing_one(server: ScriptedS3) -> None:
     for create in (False, True):
         with pytest.raises(ObjectStoreRefused):
             open_cloud(URL, create=create, environ=credentials(server.endpoint))
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
-def test_O1_expired_credentials_are_read_once_more(
-    server: ScriptedS3, sleeps: VirtualSleep
-) -> None:
+def test_O1_expired_credentials_are_read_again(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     environ = credentials(server.endpoint)
     store = open_cloud(URL, create=True, environ=environ, limits=LIMITS, clock=sleeps.clock())
     store.put(NAME, [CONTENT])
     environ["AWS_ACCESS_KEY_ID"] = "renewed"
     server.plan(Rule("GET", NAME, status=400, code="ExpiredToken"))
     assert store.get(NAME) == CONTENT
-    assert "Credential=renewed/" in server.asked[-1].headers["authorization"]
+    assert "Credential=renewed/" in server.requests[-1].headers["authorization"]
     server.plan(Rule("GET", NAME, status=400, code="ExpiredToken", times=2))
     with pytest.raises(ObjectStoreRefused, match="have expired"):
         store.get(NAME)
@@ -202,7 +198,7 @@ def test_O19_a_put_does_not_follow_a_redirect(bucket: ScriptedBucket) -> None:
         bucket.server.plan(Rule("PUT", NAME, status=307, headers={"Location": elsewhere.endpoint}))
         with pytest.raises(ObjectStoreError, match=r"elsewhere.*AWS_REGION"):
             bucket.store.put(NAME, [CONTENT])
-        assert elsewhere.asked == []
+        assert elsewhere.requests == []
     assert bucket.sleeps.slept == []
 
 
@@ -286,17 +282,16 @@ def test_O4_a_broken_read_resumes_behind_the_last_good_byte(
     room = bytearray(len(content))
     store.read_into(NAME, 0, room)
     assert room == content
-    for number, asked in enumerate(server.asked[1:], 1):
-        assert asked.headers["if-match"] == server.objects[key(NAME)].etag
-        start = int(asked.headers["range"].removeprefix("bytes=").split("-")[0])
+    for number, request in enumerate(server.requests[1:], 1):
+        assert request.headers["if-match"] == server.objects[key(NAME)].etag
+        start = int(request.headers["range"].removeprefix("bytes=").split("-")[0])
         assert 0 < start <= number * MIB
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
     assert sleeps.slept == []
 
 
 def test_O5_a_request_that_stalls_is_given_up_and_repeated(bucket: ScriptedBucket) -> None:
     def hold(s3: ScriptedS3) -> None:
-        """Do not answer for longer than any client waits."""
         s3.stopped.wait(10 * LIMITS.stall_s)
 
     bucket.server.plan(
@@ -322,7 +317,7 @@ def test_O5_an_answer_that_trickles_is_given_up(server: ScriptedS3, sleeps: Virt
     server.put(key(NAME), os.urandom(MIB))
     with within(5 * LIMITS.stall_s):
         assert store.get(NAME) == server.objects[key(NAME)].content
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
     server.plan(Rule("GET", NAME, keep=1, then="dribble"))
     limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=640)
@@ -330,7 +325,7 @@ def test_O5_an_answer_that_trickles_is_given_up(server: ScriptedS3, sleeps: Virt
     server.put(key(NAME), os.urandom(1000))
     with within(2 * limits.attempt_s(1000, put=False)):
         assert store.get(NAME) == server.objects[key(NAME)].content
-    assert "if-match" not in server.asked[1].headers  # the read begins again and is not resumed
+    assert "if-match" not in server.requests[1].headers  # the read begins again and is not resumed
 
 
 def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(bucket: ScriptedBucket) -> None:
@@ -364,7 +359,10 @@ def test_O9_ranges_are_of_one_version(bucket: ScriptedBucket) -> None:
         if name == LEASE:
             with pytest.raises(ObjectStoreError, match="changed"):
                 next(ranges)
-    assert bucket.server.asked[1].headers["if-match"] == bucket.server.asked[2].headers["if-match"]
+    assert (
+        bucket.server.requests[1].headers["if-match"]
+        == bucket.server.requests[2].headers["if-match"]
+    )
 
 
 def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: ScriptedBucket) -> None:
@@ -413,7 +411,7 @@ def test_B14_O11_a_put_carries_a_checksum_and_a_condition(bucket: ScriptedBucket
     assert inner(bucket.store).supports_conditional_put is True
     bucket.store.put(NAME, [b"con", b"tent"])
     assert bucket.server.count("PUT") == 1
-    sent = bucket.server.asked[-1].headers
+    sent = bucket.server.requests[-1].headers
     assert sent["if-none-match"] == "*"
     assert sent["x-amz-checksum-sha256"]
     assert sent["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD"
@@ -450,7 +448,7 @@ def test_O11_without_conditional_puts_a_put_first_checks_the_store(
     with pytest.raises(ObjectExists):
         store.put(NAME, [b"other"])
     assert server.objects[key(NAME)].content == CONTENT
-    assert [each.method for each in server.asked] == ["HEAD", "PUT", "HEAD"]
+    assert [each.method for each in server.requests] == ["HEAD", "PUT", "HEAD"]
     assert server.objects[key(STORE_MARKER)].content == marker
 
 
@@ -461,9 +459,7 @@ def test_O11_a_conflict_is_not_a_lost_answer(bucket: ScriptedBucket) -> None:
         bucket.store.put(NAME, [CONTENT])
 
 
-def test_O20_requests_at_once_are_bounded(
-    bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_O20_requests_are_bounded(bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
     bucket.server.put(key(NAME), CONTENT)
     bucket.server.busiest, bucket.server.delay_s = 0, 0.005

@@ -36,7 +36,6 @@ _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
 
 @pytest.fixture
 def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
-    """A store that holds `NAMES`, on a server that lists five names in a page."""
     store = store_on(server, sleeps, limits=PAGES)
     for name in NAMES:
         server.put(key(name), b"x")
@@ -45,7 +44,6 @@ def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
 
 
 def always(edit: Callable[[str], str]) -> Rule:
-    """A rule for every listing."""
     return Rule("GET", "list-type=2", edit=edit, times=None)
 
 
@@ -72,12 +70,12 @@ def encoded(page: str) -> str:
 def test_pages_are_fetched_as_they_are_needed(bucket: ScriptedBucket) -> None:
     listing = bucket.store.housekeeping.names(CHUNKS)
     assert next(listing) == NAMES[0]
-    assert len(bucket.server.asked) == 1
+    assert len(bucket.server.requests) == 1
     assert [*listing] == NAMES[1:]
-    assert len(bucket.server.asked) == 4  # three pages, and an empty one behind the last name
-    bucket.server.asked.clear()
+    assert len(bucket.server.requests) == 4  # three pages, and an empty one behind the last name
+    bucket.server.requests.clear()
     assert [*bucket.store.housekeeping.names(CHUNKS, NAMES[6])] == NAMES[7:]
-    assert bucket.server.asked[0].query["start-after"] == key(NAMES[6])
+    assert bucket.server.requests[0].query["start-after"] == key(NAMES[6])
 
 
 @each_row(
@@ -91,9 +89,7 @@ def test_pages_are_fetched_as_they_are_needed(bucket: ScriptedBucket) -> None:
     ],
     ids=["ends too early", "500", "503", "breaks off", "refused token"],
 )
-def test_O12_a_listing_goes_on_after_a_failure(
-    bucket: ScriptedBucket, rule: Rule, pauses: int
-) -> None:
+def test_O12_a_listing_survives_a_failure(bucket: ScriptedBucket, rule: Rule, pauses: int) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.plan(rule)
     assert [*bucket.store.housekeeping.names(CHUNKS)] == NAMES
@@ -185,8 +181,8 @@ def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: ScriptedBuck
         Rule("GET", "continuation-token", act=renew, status=400, code="ExpiredToken")
     )
     assert [*open_cloud(URL, environ=environ, limits=PAGES).housekeeping.names(CHUNKS)] == NAMES
-    asked = [each.headers["authorization"] for each in bucket.server.asked]
-    renewed = ["Credential=renewed/" in each for each in asked]
+    keys = [each.headers["authorization"] for each in bucket.server.requests]
+    renewed = ["Credential=renewed/" in each for each in keys]
     assert renewed[-5:] == [False, False, True, True, True]
 
 

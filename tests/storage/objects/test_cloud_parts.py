@@ -34,8 +34,7 @@ def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
 
 
 def part_requests(server: ScriptedS3) -> list[int]:
-    """The numbers of the parts that the server got, ascending."""
-    queries = [each.query for each in server.asked]
+    queries = [each.query for each in server.requests]
     return sorted(int(query["partNumber"]) for query in queries if "partNumber" in query)
 
 
@@ -53,8 +52,8 @@ def test_a_large_object_on_a_complete_s3_server(s3: Server) -> None:
 
 def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: ScriptedBucket) -> None:
     bucket.store.put(NAME, [CONTENT[:PART]])
-    assert [each.method for each in bucket.server.asked] == ["PUT"]
-    bucket.server.asked.clear()
+    assert [each.method for each in bucket.server.requests] == ["PUT"]
+    bucket.server.requests.clear()
     with pytest.raises(ObjectExists):
         bucket.store.put(NAME, PIECES)
     assert bucket.server.objects[key(NAME)].content == CONTENT[:PART]
@@ -73,9 +72,7 @@ def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: Scripted
         Rule("POST", "uploadId", status=503),
     ],
 )
-def test_O3_after_a_failed_request_the_whole_put_is_repeated(
-    bucket: ScriptedBucket, rule: Rule
-) -> None:
+def test_O3_a_failed_request_repeats_the_whole_put(bucket: ScriptedBucket, rule: Rule) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.objects.pop(key(NAME), None)
     bucket.server.plan(rule)

@@ -118,7 +118,7 @@ def profiles(home: Path) -> dict[str, str]:
     return {"HOME": str(home)}
 
 
-def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
+def test_the_aws_profile_of_the_user_is_read(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
     assert resolve_access(S3, environ).options == {
         "region": "eu-west-1",
@@ -134,16 +134,16 @@ def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
         resolve_access(S3, {**environ, "AWS_PROFILE": "none"})
 
 
-def giver(folder: Path, **said: object) -> str:
-    """A program that gives credentials, as the AWS tools call it. It says how often it has run."""
+def giver(folder: Path, **fields: object) -> str:
+    """A program that gives credentials, as the AWS tools call it, and counts its runs."""
     program = folder / "giver"
-    text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **said})
+    text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **fields})
     program.write_text(f"#!/bin/sh\necho x >> {folder}/runs\ncat <<'END'\n{text}\nEND\n")
     program.chmod(0o700)
     return str(program)
 
 
-def test_all_that_a_profile_may_say_is_honoured(tmp_path: Path) -> None:
+def test_all_settings_of_a_profile_are_honoured(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
     with (tmp_path / ".aws" / "config").open("a") as config:
         config.write(
@@ -178,11 +178,11 @@ def test_a_role_is_assumed(s3: Server, tmp_path: Path, monkeypatch: pytest.Monke
     assert not access.is_over()
 
 
-def test_O1_credentials_that_end_are_read_again_before_they_do(s3: Server, tmp_path: Path) -> None:
+def test_O1_expiring_credentials_are_read_again_in_time(s3: Server, tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "AWS_ENDPOINT_URL": s3.environ["AWS_ENDPOINT_URL"]}
     (tmp_path / ".aws").mkdir()
 
-    def say(seconds: float) -> None:
+    def expire_in(seconds: float) -> None:
         until = datetime.now(UTC) + timedelta(seconds=seconds)
         program = giver(tmp_path, AccessKeyId="given", Expiration=until.isoformat())
         (tmp_path / ".aws/config").write_text(f"[default]\ncredential_process = {program}\n")
@@ -190,12 +190,12 @@ def test_O1_credentials_that_end_are_read_again_before_they_do(s3: Server, tmp_p
     def runs() -> int:
         return len((tmp_path / "runs").read_text())
 
-    say(30)
+    expire_in(30)
     store = open_cloud(s3.place(), create=True, environ=environ)
     before = runs()
     store.put(NAME, [b"1"])
     assert runs() > before
-    say(7200)
+    expire_in(7200)
     store.put(LEASE, [b"1"])
     before = runs()
     for name in (NAME, LEASE):

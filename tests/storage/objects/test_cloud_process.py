@@ -43,16 +43,16 @@ def in_child(act):
     if pid == 0:
         signal.alarm(5)
         try:
-            said = bytes(act())
+            printed = bytes(act())
         except ObjectStoreError as error:
-            said = str(error).encode()
-        os.write(write, said)
+            printed = str(error).encode()
+        os.write(write, printed)
         os._exit(0)
     os.close(write)
     with open(read, "rb") as file:
-        said = file.read()
+        printed = file.read()
     assert os.waitpid(pid, 0)[1] == 0, "it hung"
-    return said.decode()
+    return printed.decode()
 """
 FORKED = "an object store in the cloud was used before this process was forked"
 
@@ -70,7 +70,7 @@ def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "printed"),
     [
         # The parent has sent nothing before the fork: the child can send requests, and so can the
         # parent and its next child
@@ -82,13 +82,13 @@ def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})
         ("get(); print(in_child(lambda: in_child(get).encode()))", FORKED),
         ("print(in_child(lambda: anew() and in_child(anew).encode()))", FORKED),
         # The parent can go on sending requests
-        ("get(); said = in_child(get); print(get().decode(), said)", f"content {FORKED}"),
+        ("get(); printed = in_child(get); print(get().decode(), printed)", f"content {FORKED}"),
     ],
 )
-def test_Z9_a_forked_child_works_or_gets_an_error(server: ScriptedS3, code: str, said: str) -> None:
+def test_Z9_a_forked_child_works_or_fails(server: ScriptedS3, code: str, printed: str) -> None:
     server.put(key(NAME), b"content")
     begin = "store = unused(); get = lambda: store.get(NAME); assert not store.fork_safe\n"
-    assert said in run(begin + code, server.endpoint)
+    assert printed in run(begin + code, server.endpoint)
 
 
 MEASURE = """
@@ -138,7 +138,7 @@ print(put, read, peak_bytes(read_too_much))
 def test_importing_sends_nothing_and_starts_no_thread(server: ScriptedS3) -> None:
     code = "unused(); print(len(os.listdir('/proc/self/task')))"
     assert run(code, server.endpoint) == "1\n"
-    assert server.asked == []
+    assert server.requests == []
 
 
 class Redirecting(ThreadingHTTPServer):
@@ -146,7 +146,7 @@ class Redirecting(ThreadingHTTPServer):
 
     daemon_threads = True
     elsewhere = ""
-    asked = 0
+    requests = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: clients that do not trust the certificate hang up."""
@@ -156,7 +156,7 @@ class _Redirect(BaseHTTPRequestHandler):
     server: Redirecting
 
     def do_GET(self) -> None:
-        self.server.asked += 1
+        self.server.requests += 1
         self.send_response(307)
         self.send_header("Location", self.server.elsewhere + self.path)
         self.send_header("Content-Length", "0")
@@ -204,8 +204,8 @@ except DieselError as error:
     print(type(error).__name__, error)
 """
     trust = {"SSL_CERT_FILE": str(authority.path)} if trusted else {}
-    said = run(code, f"https://127.0.0.1:{redirecting.server_port}", trust)
-    assert said.startswith("PermanentStoreError ")
-    assert complaint in said
-    assert redirecting.asked == trusted
-    assert server.asked == []
+    printed = run(code, f"https://127.0.0.1:{redirecting.server_port}", trust)
+    assert printed.startswith("PermanentStoreError ")
+    assert complaint in printed
+    assert redirecting.requests == trusted
+    assert server.requests == []

@@ -15,8 +15,8 @@ from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.system.mountinfo import FileSystem, file_system_of
+from tests.forks import exit_code, fork
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20
@@ -49,14 +49,12 @@ class Writes:
 
 
 def pretend_file_system(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every folder appear to lie on a file system of this kind."""
     found = FileSystem(kind, frozenset())
     monkeypatch.setattr("diesel_fs.storage.objects.direct_writes.file_system_of", lambda _: found)
 
 
 @pytest.fixture
 def writes(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Writes:
-    """The writes of a store on a file system with O_DIRECT."""
     pretend_file_system("ext4", monkeypatch)
     probe = os.open(store.root, os.O_RDWR | os.O_TMPFILE)
     try:
@@ -77,16 +75,13 @@ def parts_of(size: int) -> list[Bytes]:
 
 
 def put_and_check(store: FolderStore, size: int = SIZES[-1]) -> None:
-    """Put an object of this size anew."""
     store.delete(NAME)
     store.put(NAME, parts_of(size))
     assert store.get(NAME) == b"".join(parts_of(size))
 
 
 @each_row("size", SIZES)
-def test_large_objects_pass_by_the_page_cache(
-    store: FolderStore, writes: Writes, size: int
-) -> None:
+def test_large_objects_bypass_the_page_cache(store: FolderStore, writes: Writes, size: int) -> None:
     writes.direct.clear()
     put_and_check(store, size)
     assert sum(writes.direct) == (size - size % BLOCK if size >= MIB else 0)
@@ -205,9 +200,7 @@ def test_direct_writes_are_synced_before_the_object_is_visible(
     assert os.stat(Path(store.root, NAME)).st_ino in synced
 
 
-def test_each_thread_and_forked_child_has_a_buffer_of_its_own(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_and_forks_own_buffers(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_file_system("ext4", monkeypatch)
     names = [NAME[:-1] + f"{number}" for number in range(8)]
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from tests.rows import each_row
-from tests.small_disks import remount, small_disk
+from tests.small_disks import remount
 
 DATASET = "datasets/" + "ab" * 16
 CHUNKS = f"{DATASET}/chunks/aaaa"
@@ -80,9 +80,7 @@ def assert_untouched(store: FolderStore) -> None:
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]
 
 
-def test_a_file_is_synced_before_its_folder_and_new_folders_in_their_parents(
-    store: FolderStore, syncs: Syncs
-) -> None:
+def test_files_are_synced_before_folders_and_parents_too(store: FolderStore, syncs: Syncs) -> None:
     store.put(NAME, PARTS)
     assert syncs.paths == [*syncs.temporaries(), CHUNKS]
     assert syncs.paths[0].startswith(f"{CHUNKS}/.tmp-")
@@ -219,7 +217,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
     assert_untouched(store)
 
 
-def test_short_reads_and_writes_go_on(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_resume(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:3]]))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:2]], at))
@@ -278,13 +276,6 @@ def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         store.put(NAME, PARTS)
     assert_untouched(store)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    with small_disk(tmp_path / "disk", "size=1m") as point:
-        yield point
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(disk: Path) -> None:

@@ -39,7 +39,6 @@ OPEN_FOLDER, READ_ONLY_FOLDER = 0o755, 0o555
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    """A store with one chunk."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"chunk"])
     return made
@@ -129,9 +128,7 @@ def test_O16_another_store_in_the_same_place_is_noticed(store: FolderStore) -> N
             call()
 
 
-def test_O17_every_spelling_of_a_path_opens_the_same_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_O17_any_spelling_opens_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = tmp_path / "a store of mine"
     (tmp_path / "link").symlink_to("a store of mine")
     monkeypatch.chdir(tmp_path)
@@ -176,7 +173,6 @@ def another_user() -> Iterator[None]:
 
 @pytest.fixture
 def public() -> Iterator[FolderStore]:
-    """A store that every user may read and only root may write."""
     with tempfile.TemporaryDirectory() as above, ExitStack() as undo:
         os.chmod(above, OPEN_FOLDER)
         made = FolderStore.create(f"{above}/store")
@@ -206,6 +202,7 @@ def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> 
 
 
 def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore) -> None:
+    """A folder without read permission is an error, not an empty one."""
     os.chmod(f"{public.root}/{CHUNKS}", 0o700 if os.geteuid() == 0 else 0)
     with another_user():
         store = FolderStore.open(public.root)
@@ -217,7 +214,7 @@ def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore
     os.chmod(f"{public.root}/{CHUNKS}", READ_ONLY_FOLDER)
 
 
-def test_objects_are_readable_as_the_umask_says(store: FolderStore) -> None:
+def test_objects_get_the_modes_of_the_umask(store: FolderStore) -> None:
     before = os.umask(0o027)
     try:
         store.put(f"datasets/{'0' * 32}/DATASET", [b"x"])

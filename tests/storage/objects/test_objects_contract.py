@@ -48,7 +48,6 @@ ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture(params=fast_first(["folder", "cloud", "wrapped", "proxy"], 2))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    """An empty store of each kind."""
     made: ObjectStore
     if request.param == "cloud":
         server: Server = request.getfixturevalue("s3")
@@ -72,7 +71,6 @@ object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: na
 
 
 def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
-    """All ways to read one object."""
     return [
         lambda: store.get(name),
         lambda: store.read_into(name, 0, bytearray(1)),
@@ -82,7 +80,7 @@ def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
     ]
 
 
-def test_get_returns_what_was_put(store: ObjectStore) -> None:
+def test_get_returns_the_bytes_of_the_put(store: ObjectStore) -> None:
     """Even with more parts than one system call takes."""
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [
@@ -268,7 +266,7 @@ def test_a_listing_outlives_deletions(store: ObjectStore) -> None:
     assert names[3] in [info.name for info in listing]
 
 
-def test_stat_says_what_the_listing_says(store: ObjectStore) -> None:
+def test_stat_agrees_with_the_listing(store: ObjectStore) -> None:
     store.put(chunk("a"), [b"12345"])
     info = store.stat(chunk("a"))
     assert info.bytes == 5
@@ -276,7 +274,7 @@ def test_stat_says_what_the_listing_says(store: ObjectStore) -> None:
     assert [*store.list(chunk("a"))] == [info]
 
 
-def test_of_several_putters_of_one_name_exactly_one_wins(store: ObjectStore) -> None:
+def test_exactly_one_of_several_putters_of_one_name_wins(store: ObjectStore) -> None:
     store.put(chunk("first"), [b"x"])
     if getattr(getattr(store, "inner", None), "supports_conditional_put", None) is False:
         pytest.skip("this server knows no conditional requests, which `CloudStore.put` explains")
@@ -317,7 +315,7 @@ def test_readers_of_a_lease_see_one_version(store: ObjectStore, pool: ThreadPool
     reading.result()
 
 
-def test_a_fault_hits_where_it_was_meant_to(store: ObjectStore) -> None:
+def test_a_fault_hits_its_operation_and_name(store: ObjectStore) -> None:
     lost = ObjectStoreError("the answer was lost")
     script = (
         Fault("put", "chunks/", error=lost, done=True),

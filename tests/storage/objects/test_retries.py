@@ -71,7 +71,6 @@ def time() -> Time:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderStore:
-    """The store behind the others, with the object `NAME`."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"0123456789"])
     return made
@@ -129,7 +128,7 @@ def test_the_deadline_holds_whatever_attempts_take(time: Time, faulty: FaultySto
     assert fault.hits > 4
 
 
-def test_a_store_that_asks_for_a_pause_gets_it(time: Time, faulty: FaultyStore) -> None:
+def test_a_store_that_requests_a_pause_gets_it(time: Time, faulty: FaultyStore) -> None:
     busy = AttemptFailed("503", may_have_succeeded=False, pause_s_min=5)
     faulty.plan(Fault("get", error=busy, times=2))
     RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME)
@@ -186,9 +185,7 @@ def test_an_object_of_another_writer_is_never_taken_for_ours(
     assert folder.get(NAME) == theirs
 
 
-def test_the_comparison_after_a_lost_answer_is_retried_too(
-    time: Time, faulty: FaultyStore, store: RetryingStore
-) -> None:
+def test_comparisons_are_retried_too(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
     faulty.plan(
         Fault("put", error=FAILED, done=True),
         Fault("stat", error=FAILED),
@@ -255,8 +252,8 @@ def _public(members: type) -> set[str]:
 
 
 def test_every_method_that_can_fail_is_retried(store: RetryingStore) -> None:
-    """`fork_safe` asks nothing of a store; `FastReads` reads by the store's own `read_into` unless
-    it is overridden."""
+    """`fork_safe` sends a store nothing; `FastReads` reads by the store's own `read_into` unless it
+    is overridden."""
     assert _public(ObjectStore) - _public(RetryingStore) == {"fork_safe"}
     assert _public(Housekeeping) - _public(type(store.housekeeping)) == set()
     assert _public(type(store.fast_reads)) == {"read_ranges", "read_uncached"}
@@ -272,8 +269,6 @@ def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: Retr
 
 
 class NotedPauses(LongPauses):
-    """Pauses that are recorded, and take no time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[float] = []
@@ -283,7 +278,7 @@ class NotedPauses(LongPauses):
 
 
 @each_row("may_wait", [True, False])
-def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait(
+def test_O3_callers_that_may_wait_grant_long_pauses(
     may_wait: bool,
 ) -> None:
     time, pauses, answers = Time(), NotedPauses(), [90.0, 70.0, 0.0]
@@ -304,7 +299,7 @@ def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait
             loop.call(act)
 
 
-def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
+def test_O3_endless_requests_for_pauses_get_an_hour() -> None:
     pauses = NotedPauses()
     loop = RetryLoop(POLICY, Time().clock(0), deadline_s=60, attempt_s=1, pauses=pauses)
 
@@ -316,7 +311,7 @@ def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
     assert sum(pauses.noted) == 3000 < DEMANDED_S_MAX
 
 
-def test_O3_a_long_pause_is_logged_once_and_ends_when_nobody_waits_any_more(
+def test_O3_a_long_pause_logs_once_and_can_be_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pauses, ended = LongPauses(), Queue[DieselError]()

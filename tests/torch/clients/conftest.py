@@ -46,7 +46,7 @@ class Epoch:
 @dataclass(slots=True)
 class Training:
     epochs: list[Epoch]
-    said: str
+    report: str
     """The stderr of the script and of `dlcmd run`."""
 
     @property
@@ -89,13 +89,13 @@ class _Epochs:
                 self._add(json.loads(stream.readline()))
                 connected.sendall(b"\n")
 
-    def _add(self, said: dict[str, object]) -> None:
-        name, rank = str(said["epoch"]), int(str(said["rank"]))
+    def _add(self, report: dict[str, object]) -> None:
+        name, rank = str(report["epoch"]), int(str(report["rank"]))
         known = {each.name: each for each in self.found}  # a rank may be behind the other
         if name not in known:
             self.found.append(Epoch(name, {}, 0))
         epoch, reads = known.get(name, self.found[-1]), self._reads()
-        epoch.samples[rank] = said["samples"]
+        epoch.samples[rank] = report["samples"]
         epoch.reads += reads - self._before
         self._before = reads
 
@@ -133,7 +133,6 @@ class Client:
     def train(
         self, *command: str | Path, joined: bool, memory: str = "256M", flags: Sequence[str] = ()
     ) -> Training:
-        """Run a command of the clients' environment to its end, on a fresh mount."""
         self._dlcmd("mount", "--memory", memory, "pets", self.mount)
         seen = self._folder / "seen"
         try:
@@ -150,7 +149,7 @@ class Client:
             self._dlcmd("umount", "--force", self.mount)
 
     def _run(self, *flags: str) -> Sequence[str]:
-        """The installed program: a PYTHONPATH with our packages would reach the script as well."""
+        """The installed program; a PYTHONPATH with our packages would reach the script, too."""
         return [str(Path(sys.executable).with_name("dlcmd")), "run", *flags, "--"]
 
     def _environment(self, seen: Path) -> dict[str, str]:

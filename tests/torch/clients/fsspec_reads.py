@@ -103,7 +103,7 @@ def test_hugging_face_datasets(
         streaming=streaming, storage_options=options, cache_dir=str(tmp_path),
     )  # fmt: skip
     assert [row["name"] for row in tables] == [*ROWS["name"]]
-    monkeypatch.setenv("DIESEL_URL", url)  # nothing but URLs is needed then
+    monkeypatch.setenv("DIESEL_URL", url)  # then only URLs are needed
     images = datasets.load_dataset(
         "imagefolder", data_files="diesel://pets/images/**", split="train", streaming=streaming,
         cache_dir=str(tmp_path),

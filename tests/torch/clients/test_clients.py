@@ -63,10 +63,10 @@ LATER_CLIENTS = {
 
 
 def trained(client: Client, command: tuple[str, ...]) -> tuple[Training, Training]:
-    """The training without and under `dlcmd run`; both gave the same samples."""
+    """Train without and under `dlcmd run`; both must give the same samples."""
     alone = client.train(PYTHON, *command, client.mount, joined=False)
     joined = client.train(PYTHON, *command, client.mount, joined=True)
-    print(f"READs of each epoch: {alone.reads} without, {joined.reads} with a plan", joined.said)
+    print(f"READs of each epoch: {alone.reads} without, {joined.reads} with a plan", joined.report)
     assert [each.name for each in joined.epochs] == [each.name for each in alone.epochs]
     for expected, given in zip(alone.epochs, joined.epochs, strict=True):
         assert given.samples == expected.samples, expected.name
@@ -89,16 +89,14 @@ def test_the_samples_are_the_same_and_nearly_all_are_pushed(client: Client, name
     alone, joined = trained(client, CLIENTS[name])
     assert sum(joined.reads.values()) < sum(alone.reads.values())
     assert reads_after_the_first_epoch(joined) <= READS_MAX
-    assert "no plan" not in joined.said
-    announced = re.search(r"announced (\d+) of (\d+) epochs", joined.said)
-    assert announced is not None, joined.said
+    assert "no plan" not in joined.report
+    announced = re.search(r"announced (\d+) of (\d+) epochs", joined.report)
+    assert announced is not None, joined.report
     assert announced[1] == announced[2]
 
 
 @pytest.mark.parametrize("name", LATER_CLIENTS)
-def test_the_samples_are_the_same_and_from_epoch_2_nearly_all_are_pushed(
-    client: Client, name: str
-) -> None:
+def test_the_samples_are_the_same_and_pushed_from_epoch_2(client: Client, name: str) -> None:
     _, joined = trained(client, LATER_CLIENTS[name])
     assert reads_after_the_first_epoch(joined) <= READS_MAX
 
@@ -109,7 +107,7 @@ def test_files_that_h5py_reads_are_learned(dlcmd: Dlcmd, tmp_path: Path) -> None
     client = Client(dlcmd, folder, tmp_path)
     _, joined = trained(client, ("-m", "scripts.native_readers", "--reader", "h5py"))
     assert reads_after_the_first_epoch(joined) <= READS_MAX
-    assert f"learned which files Named reads: those of {TABLE_FILES}" in joined.said
+    assert f"learned which files Named reads: those of {TABLE_FILES}" in joined.report
 
 
 TABLE_FILES = 500

@@ -48,7 +48,7 @@ def main() -> None:
         second.load_state_dict(state)
         assert found + list(second) == expected, stop
         assert list(second) == expected, "the next iteration is whole"
-        if stop < len(expected):  # the rest is dealt to two ranks
+        if stop < len(expected):  # the remaining samples are dealt to two ranks
             parts = []
             for rank in range(2):
                 again = loader(rank, 2)

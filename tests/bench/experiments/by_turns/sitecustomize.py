@@ -15,7 +15,7 @@ from diesel_fs.orders.plan import Entries
 def _upcoming(self: PrefetchPlanner, count: int) -> list[Entries]:
     """The next units of the stream with the reader nearest to its frontier, then of the others."""
     trackers = sorted(self.views.trackers.values(), key=self._room.ahead_s)
-    units = [unit for tracker in trackers for unit in tracker.units_ahead(count)]
+    units = [unit for tracker in trackers for unit in tracker.units.entries(count)]
     soonest = [*units, *self._miss_fill.upcoming(count)][:count]
     return [self.resident_set.missing(unit) for unit in soonest]
 

@@ -22,7 +22,6 @@ class Seen:
         self._samples: list[tuple[int, int]] = []
 
     def add(self, images: torch.Tensor, labels: Iterable[int]) -> None:
-        """The loop got this batch."""
         for image, label in zip(images, labels, strict=True):
             self._samples.append((zlib.crc32(image.contiguous().numpy().tobytes()), int(label)))
 
@@ -30,12 +29,12 @@ class Seen:
         """Report to the test, and wait until it has read the mount's counters."""
         with socket.socket(socket.AF_UNIX) as test:
             test.connect(os.environ["SEEN"])
-            said = {
+            report = {
                 "rank": int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))),
                 "epoch": f"{self._name} {self._epoch}",
                 "samples": self._samples,
             }
-            test.sendall(json.dumps(said).encode() + b"\n")
+            test.sendall(json.dumps(report).encode() + b"\n")
             test.recv(1)
         self._epoch += 1
         self._samples = []

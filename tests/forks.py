@@ -3,31 +3,35 @@
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_HANG_S = 120  # enough for any test on a busy machine
+
 
 def fork(do: Callable[[], object]) -> int:
-    """Start a function in a forked child; returns its process ID. A child that hangs is ended."""
+    """Start a function in a forked child; returns its process ID. SIGALRM ends a child that
+    hangs."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            signal.alarm(20)
+            signal.alarm(_HANG_S)
             do()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return child
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child; 0 if its function returned."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_child(do: Callable[[], object]) -> int:
-    """Run a function in a forked child; 0 if it returned."""
     return exit_code(fork(do))
 
 

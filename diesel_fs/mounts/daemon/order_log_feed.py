@@ -1,0 +1,144 @@
+"""Feeds the order logs of a mount: makes them if they pay, and reports what readers read.
+
+Order logs (`cache/order_logs/`) have the files of an order one behind the other on a disk. While an
+epoch is read, its files are copied to the log of the next one. The prefetch worker reads from
+`OrderLogFeed.batches`, so most files are copied when it pushes them; a READ brings others past it,
+and the idle worker reads those again (`read_late`).
+
+Used by the worker's one thread. Its calls wait for the store or the disk.
+"""
+
+import logging
+from collections import deque
+
+import numpy as np
+
+from ...cache.order_logs.addresses import LogAddresses
+from ...cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
+from ...cache.order_logs.streams import LogPlan
+from ...cache.readers.coalescing_reader import BatchSource
+from ...errors import DieselError
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries
+from ...system.syscalls import keep_large_allocations
+from ..options import MountRequest
+from ..prefetch.decisions import StreamReading
+from ..prefetch.planner import PrefetchPlanner
+from ..source import LOGS_DIVISOR, MemorySplit, MountSource
+
+log = logging.getLogger("diesel.mount")
+
+LATE_MAX, LATE_ENTRIES = 4096, 256
+"""How many lists of files that the logs lack are remembered until the worker has time for them, and
+the length of a list."""
+
+LOOK_S = 0.05
+"""How often readers' positions are reported to the logs."""
+
+
+class OrderLogFeed:
+    """The order logs of one version of a mount (see the module)."""
+
+    def __init__(
+        self, request: MountRequest, source: MountSource, snapshot: Snapshot, push_bytes: int
+    ) -> None:
+        """`push_bytes` is the mount's memory for pages."""
+        self._request = request
+        self._source = source
+        self._snapshot = snapshot
+        self._push_bytes = push_bytes
+        self.batches: BatchSource = source.batch_source(request, snapshot)
+        """The contents of files: from the logs first, if there are any."""
+        self.is_possible = bool(request.log_folder)
+        """Whether there are logs, or may be some later."""
+        self._logs: OrderLogs | None = None
+        self._looked_s = 0.0
+        self._plans: dict[str, LogPlan] = {}  # by stream
+        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # brought by READs
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether there are logs now."""
+        return self._logs is not None
+
+    def follow(self, planner: PrefetchPlanner, addresses: LogAddresses, now_s: float) -> None:
+        """Report the planner's streams to the logs; make the logs if they pay. The mount's server
+        finds entries in the logs by `addresses`. Raises DieselError."""
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        reading = planner.views.reading()
+        if self._logs is None and not self._make_logs(planner, addresses, reading):
+            return
+        assert self._logs is not None
+        plans = {
+            each.name: LogPlan(
+                each.name,
+                each.current.entries,
+                None if each.following is None else each.following.entries,
+            )
+            for each in reading
+            if each.current is not None
+        }
+        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
+            streams = {each.name for each in reading}
+            kept = {name: plan for name, plan in self._plans.items() if name in streams}
+            before, self._plans = self._plans, kept | plans
+            self._logs.set_plan([*self._plans.values()])
+            for name, plan in plans.items():
+                if before.get(name) != plan:  # files pushed before belong to the next log, too
+                    self.note_late(planner.views.pushed_early(name))
+        for skipped in planner.streams.take_skipped():
+            self.note_late(skipped)
+        for each in reading:
+            self._logs.passed(each.name, each.read_up_to)
+
+    def _make_logs(
+        self, planner: PrefetchPlanner, addresses: LogAddresses, reading: list[StreamReading]
+    ) -> bool:
+        """Make the logs if they pay. Returns whether there are any now."""
+        request = self._request
+        is_wanted = request.task_options.cache_layout == "order" or is_log_worthwhile(
+            self._snapshot,
+            MemorySplit.of(request).total_bytes,
+            is_next_known=any(each.following is not None for each in reading),
+        )
+        if not is_wanted:
+            return False
+        self._logs = self._source.order_logs(request, self._snapshot, self._push_bytes, addresses)
+        self.is_possible = self._logs is not None
+        if self._logs is None:
+            return False
+        logs_bytes = self._push_bytes // LOGS_DIVISOR
+        keep_large_allocations(logs_bytes)
+        self.batches = LoggedReader(self.batches, self._logs)
+        planner.streams.set_logged(self._logs.holds)
+        planner.memory.set_budget(planner.stats()["budget_bytes"] - logs_bytes)
+        return True
+
+    def note_late(self, entries: Entries) -> None:
+        """Remember files that the logs lack, in lists of up to `LATE_ENTRIES`: a reader that
+        outruns the pushes is noted file by file."""
+        if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
+            entries = np.concatenate((self._late.pop(), entries))
+        self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
+
+    def read_late(self) -> bool:
+        """Read some files again that READs have brought, so that the logs get them. Returns whether
+        there were any."""
+        if self._logs is None:
+            return False
+        if not self._late:
+            self._logs.flush()
+            return False
+        wanted = self._logs.lacking(np.unique(self._late.popleft()))
+        try:
+            for _ in self.batches.batches(wanted):
+                pass
+        except DieselError as error:
+            log.warning("the order log gets fewer files: %s", error)
+        return True
+
+    def close(self) -> None:
+        """Close the source of contents, and the logs."""
+        self.batches.close()

@@ -1,0 +1,222 @@
+"""Chooses which resident entries without claims are dropped first.
+
+Entries of the importance 0 come first: those that readers have passed, oldest first, then those
+that will be read last. If programs have reported importances, entries of low importance follow as
+long as they take more than `low_bytes_max`, and then the least of high importance
+(`memory_split.py`). Entries that this epoch still reads go last: they are surely read.
+
+`resident_set.py` reports which entries get and lose claims.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cache.policies.importance import ImportanceHeap, JobImportances, check_importances
+from ...orders.plan import NO_ENTRIES, Entries
+from .units import PAGE_BYTES, Columns
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+NextUse: TypeAlias = Callable[[Entries], npt.NDArray[np.float64]]
+"""Returns how far ahead of its reader each entry will be read next; infinite if no stream reads
+it."""
+
+PIECE_ENTRIES = 256
+"""How many candidates for dropping are looked at together: about as many as one unit has."""
+
+LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
+"""The pieces of least important entries that are searched for some that no reader comes to. When an
+epoch has gone on for a while, it comes to all of these; then four times as many are searched, up to
+a limit that takes some 30 ms."""
+
+LEAST_KEPT_FROM = 200_000
+"""From this many entries on, all that a search has found are dropped before the next search, which
+takes a millisecond."""
+
+
+class Eviction:
+    def __init__(self, columns: Columns, resident: Mask, claims: npt.NDArray[np.int32]) -> None:
+        """`resident` and `claims` are the columns of the `ResidentSet`; they are only read."""
+        self._columns = columns
+        self._resident, self._claims = resident, claims
+        self._count = count = len(resident)
+        self._leaving: Mask = np.zeros(count, np.bool_)  # chosen, but not dropped yet
+        self.heap: ImportanceHeap | None = None
+        """Unclaimed resident entries that are not leaving; None: no importance is known."""
+        self._jobs = JobImportances(count)
+        self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
+        self._passed_count = 0  # of entries in it
+        self.low_bytes_max = 0
+        """For entries of low importance, before those of high importance must make room."""
+        # Entries of low importance, the first that were passed first. The heap finds those that
+        # fall out.
+        self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
+        # The next entries of any importance, and of high importance, as far as they are known.
+        self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
+        self._ranked = NO_ENTRIES  # the next ones when there are none in `_passed`
+
+    def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
+        """Take over what another version knows of importance: `entries` were `before` there."""
+        if old.heap is not None:  # until jobs report importances for this version
+            heap = self._make_heap()
+            heap.set_importances(entries, old.heap.importance(before))
+            heap.build_first()
+
+    def set_importances(
+        self,
+        entries: Entries,
+        values: npt.NDArray[np.float32],
+        *,
+        more: bool = False,
+        job: str = "",
+        benefit: float = 1.0,
+    ) -> int:
+        """Set the importance of entries, by which unclaimed ones are kept longer; 0 if never set.
+        Returns how many jobs have set any.
+
+        `more`: others follow. `benefit`: how many times as fast the job's batches come with the
+        cache. Raises UsageError for NaN, infinite and negative numbers.
+        """
+        check_importances(values)
+        heap, jobs = self._make_heap(), len(self._jobs)
+        self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
+        self._jobs.tell(job, entries, values, benefit, more=more)
+        if max(jobs, len(self._jobs)) == 1:
+            heap.set_importances(entries, values, more=more)
+            heap.build_first()
+        elif not more:
+            everything = np.arange(self._count, dtype=np.uint32)
+            heap.set_importances(everything, self._jobs.merged())
+        return len(self._jobs)
+
+    def _make_heap(self) -> ImportanceHeap:
+        if self.heap is None:
+            self.heap = ImportanceHeap(self._count, self._columns.pages)
+            free = self._resident & (self._claims == 0) & ~self._leaving
+            self.heap.insert(np.flatnonzero(free).astype(np.uint32))
+        return self.heap
+
+    # Changes
+
+    def add(self, entries: Entries) -> None:
+        """These resident entries have no claims (any more)."""
+        if self.heap is not None:
+            self.heap.insert(entries[~self._leaving[entries]])
+
+    def remove(self, entries: Entries) -> None:
+        """These entries get claims, or are not resident any more."""
+        if self.heap is not None:
+            self.heap.remove(entries)
+
+    def note_passed(self, entries: Entries) -> None:
+        """Readers have passed these unclaimed entries: they are dropped first, in this order."""
+        if self._passed_count > 2 * self._count:
+            # Nothing was dropped for long. `_rank` finds these entries, too.
+            self._passed.clear()
+            self._passed_count = 0
+        for start in range(0, len(entries), PIECE_ENTRIES):
+            self._passed.append(entries[start : start + PIECE_ENTRIES])
+        self._passed_count += len(entries)
+
+    def note_dropped(self, entries: Entries) -> None:
+        """The entries that `take_next` has chosen are being removed."""
+        self._leaving[entries] = False
+
+    # The order
+
+    def take_next(self, next_use: NextUse) -> Entries | None:
+        """Choose the next entries to drop; None if there are none."""
+        piece = self._find_next(next_use)
+        if piece is not None:
+            self._leaving[piece] = True
+            self.remove(piece)
+        return piece
+
+    def _find_next(self, next_use: NextUse) -> Entries | None:
+        heap = self.heap
+        while self._passed:
+            piece = self._passed.popleft()
+            self._passed_count -= len(piece)
+            piece = piece[self._evictable(piece)]
+            if heap is not None:
+                is_zero = heap.importance(piece) == 0
+                if not is_zero.all():
+                    self._low_passed.append(piece[~is_zero])
+                piece = piece[is_zero]
+            if len(piece):
+                return np.unique(piece)
+        for _ in range(2 if heap is None or heap.zero_count else 0):
+            while len(self._ranked):
+                piece, self._ranked = np.split(self._ranked, [PIECE_ENTRIES])
+                piece = piece[self._evictable(piece)]
+                if heap is not None:
+                    piece = piece[heap.importance(piece) == 0]
+                if len(piece):
+                    return piece
+            self._ranked = self._rank(next_use)
+        if heap is None:
+            return None
+        if not self.low_bytes_max:
+            self._low_passed.clear()
+            return self._least_important(heap, next_use, [False])
+        if heap.low_size * PAGE_BYTES <= self.low_bytes_max:
+            return self._least_important(heap, next_use, [True, False])
+        low = self._first_low_passed(heap, next_use)
+        return self._least_important(heap, next_use, [False, True]) if low is None else low
+
+    def _rank(self, next_use: NextUse) -> Entries:
+        """All evictable entries of the importance 0, the first to be dropped first."""
+        evictable = np.flatnonzero(self._resident & (self._claims == 0) & ~self._leaving)
+        entries = evictable.astype(np.uint32)
+        if self.heap is not None:
+            entries = entries[self.heap.importance(entries) == 0]
+        return entries[np.argsort(-next_use(entries), kind="stable")]
+
+    def _first_low_passed(self, heap: ImportanceHeap, next_use: NextUse) -> Entries | None:
+        """The entries of low importance that were passed first, and that no reader comes to."""
+        while self._low_passed:
+            piece = np.unique(self._low_passed.popleft())
+            piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
+            piece = piece[np.isinf(next_use(piece))]
+            if len(piece):
+                return piece
+        return None
+
+    def _least_important(
+        self, heap: ImportanceHeap, next_use: NextUse, kinds: list[bool]
+    ) -> Entries | None:
+        """The least important entries. `kinds`: in which order to look among those of high
+        importance (True) and among all (False)."""
+        needed = NO_ENTRIES
+        for high in kinds:
+            found = self._least[high]
+            found = found[self._evictable(found)]
+            pieces = LEAST_LOOKED_AT
+            while not len(found):
+                least = heap.least(pieces * PIECE_ENTRIES, high=high)
+                found = least[np.isinf(next_use(least))]
+                needed = needed if len(needed) else least
+                if len(least) < pieces * PIECE_ENTRIES or pieces >= LEAST_LOOKED_AT_MAX:
+                    break
+                pieces *= 4
+            if len(found):
+                is_costly = pieces > LEAST_LOOKED_AT or len(heap) > LEAST_KEPT_FROM
+                return self._first_piece(found, high=high, keeps_rest=is_costly)
+        if not len(needed):
+            return None
+        return self._first_piece(needed, high=kinds[0], keeps_rest=len(heap) > LEAST_KEPT_FROM)
+
+    def _first_piece(self, entries: Entries, *, high: bool, keeps_rest: bool) -> Entries:
+        """The first of these entries. With `keeps_rest` the next calls get the others; entries that
+        come meanwhile may be much less important, so a small cache is looked at anew."""
+        piece, left = np.split(entries, [PIECE_ENTRIES])
+        self._least[high] = left if keeps_rest else NO_ENTRIES
+        return piece
+
+    def _evictable(self, entries: Entries) -> Mask:
+        is_free = self._resident[entries] & (self._claims[entries] == 0)
+        free: Mask = is_free & ~self._leaving[entries]
+        return free

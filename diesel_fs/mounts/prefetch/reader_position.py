@@ -1,0 +1,237 @@
+"""Infers the position of a stream's reader from opens and READs of the stream's files.
+
+A reader may have several workers (processes of a DataLoader), which read at different positions.
+All positions before `low` have been read, and `high` is behind the farthest one that was read.
+
+Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
+of a marker file and each READ of one of the stream's files is a *sign*. Another program may have
+made it, so a sign far from the reader is believed only together with others.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .markers import MARKER_STRIDE
+from .stream_order import StreamOrder
+
+LAG_ENTRIES = 4_096
+"""How many positions apart a stream's workers are assumed to read, unless the stream says: 16
+workers with 4 batches of 64."""
+
+LAG_ENTRIES_MAX = 65_536
+"""A reader with workers that seem further apart than this does not follow the order."""
+
+BATCHES_IN_FLIGHT = 32
+"""Batches that the workers of a DataLoader read at once: 16 workers, 2 prefetched by each."""
+
+SIGNS_MIN = 3
+"""How many signs near each other make a jump of the reader believable. One sign may be another
+program's open. Three mean that the reader is there (it resumed, or events were lost), if they are
+also most of the signs that are not believed yet: many workers leave stray signs all over an
+epoch."""
+
+CHANCE_MAX = 0.001
+"""The kernel also reads ahead of files, by their places in chunks. Signs that may come from that
+make a jump believable only if they would be so near each other by chance with at most this
+probability."""
+
+SPREADS = 4
+"""A marker this many times `spread` behind `high` is no longer waited for: it was read before its
+watch was made, or it is never read. Waiting would keep claims."""
+
+SPREAD_SIGNS = 16
+"""`spread` follows a shrinking distance between the workers over about this many signs."""
+
+UNCONFIRMED_MAX = 64
+"""How many signs are remembered before they are believed."""
+
+SILENT_S = 600.0
+"""A reader without a sign for this time may have been killed, and no version switch waits for
+it."""
+
+LAST_READS_S = 10.0
+"""The same for a reader that has opened its last file; files around that one may follow."""
+
+RATE_PERIOD_S = 0.1
+"""The rate is measured over at least this time, because events come in bursts."""
+
+
+@dataclass(slots=True)
+class ReaderPosition:
+    """The reader of one stream. Positions are counted in the stream."""
+
+    order: StreamOrder
+    last_sign_s: float  # when the reader last gave a sign, or the stream was announced
+    tentative: bool = field(init=False)  # no sign has been believed yet (see `Stream`)
+    low: int = 0
+    high: int = 0
+    lag: int = field(init=False)  # how many positions apart the workers may read
+    spread: int = field(init=False)  # how many positions behind `high` signs came lately
+    rate: float = 0.0  # positions per second; 0 until measured
+    moved_s: float = -math.inf  # when a sign last raised `high`
+    late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
+    """Positions of the last READs from before the claims of the stream."""
+    _lag_is_known: bool = field(init=False)  # the stream says it
+    _rate_at: tuple[float, int] = field(init=False)
+    """When the rate was measured last, and `high` then."""
+    _unconfirmed: dict[int, bool] = field(default_factory=dict)
+    """Signs that are not believed yet, in order, and whether each is surely a reader's."""
+
+    def __post_init__(self) -> None:
+        stream = self.order.stream
+        self.tentative = stream.tentative
+        self._rate_at = self.last_sign_s, 0
+        batch = max((epoch.batch_entries_max for epoch in stream.epochs), default=0)
+        lag = stream.lag_entries or batch * BATCHES_IN_FLIGHT or LAG_ENTRIES
+        self.lag = min(max(lag, 2 * MARKER_STRIDE), LAG_ENTRIES_MAX)
+        self._lag_is_known = lag != LAG_ENTRIES
+        self.spread = stream.lag_entries  # signs show how much of it is true
+
+    # Signs
+
+    def note_open(self, position: int, now_s: float) -> None:
+        marker = self.order.marker_at(position)
+        if marker is None or not marker[0].opened[marker[1]]:
+            self.note_read(position, now_s)
+
+    def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
+        """Note a READ for a position. `is_sure`: a reader wanted it; otherwise the kernel may have
+        read ahead. Returns whether the stream's reader is believed to be there. A marker there then
+        counts as opened: its watch was not made yet, or its event is late."""
+        if not self._note_sign(position, now_s, is_sure=is_sure):
+            return False
+        if (marker := self.order.marker_at(position)) is not None:
+            marker[0].opened[marker[1]] = True
+            self._advance()
+        return True
+
+    def _note_sign(self, position: int, now_s: float, *, is_sure: bool) -> bool:
+        """Returns whether the sign is believed: at once if it is near the reader or claimed, as a
+        reader does not get far beyond; others if there are enough near each other."""
+        near = max(min(self.reach(), self.order.claimed_end() - self.high), 2 * MARKER_STRIDE)
+        if self.tentative or position + 1 - self.high > near:
+            nearby = self._confirmed_by(position, is_sure=is_sure)
+            if not nearby:
+                return False
+            position = max(nearby)
+            self._unconfirmed.clear()
+        self.last_sign_s, self.tentative = now_s, False
+        behind = max(self.high - position, 0)
+        self.spread = max(behind, self.spread - (self.spread - behind) // SPREAD_SIGNS)
+        if position >= self.high:
+            self.high, self.moved_s = position + 1, now_s
+            self._measure_rate(now_s)
+            for state in self.order.epochs:
+                if state.end <= position:  # an epoch begins when the one before has been read
+                    state.markers.opened[:] = True
+        self._advance()
+        return True
+
+    def _confirmed_by(self, position: int, *, is_sure: bool) -> list[int]:
+        """Remember a sign. Returns it and the signs near it if together they are believable."""
+        if len(self._unconfirmed) >= UNCONFIRMED_MAX:
+            del self._unconfirmed[next(iter(self._unconfirmed))]
+        self._unconfirmed[position] = is_sure
+        reach = self.reach()
+        nearby = [other for other in self._unconfirmed if abs(other - position) <= reach]
+        epoch = self.order.epoch_at(self.high)  # a short one may have fewer markers than SIGNS_MIN
+        needed = min(SIGNS_MIN, len(epoch.markers.opened)) if epoch else SIGNS_MIN
+        if len(nearby) < needed or 2 * len(nearby) < len(self._unconfirmed):
+            return []
+        if not any(map(self._unconfirmed.__getitem__, nearby)) and self._may_be_chance(nearby):
+            return []
+        return nearby
+
+    def _may_be_chance(self, nearby: Sequence[int]) -> bool:
+        """Whether these signs may be near each other although signs come from anywhere."""
+        epoch = self.order.epoch_at(self.high)
+        chance = min(2 * self.reach() / len(epoch.epoch), 1.0) if epoch else 1.0
+        part = len(nearby) / len(self._unconfirmed)
+        return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
+
+    def late_reads_near(self, position: int) -> list[int]:
+        """Note a READ for a position before all claims. Returns it and the late READs near it if
+        they show that the reader, or one of its workers, is there."""
+        self.late_reads.append(position)
+        nearby = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
+        is_enough = len(nearby) >= SIGNS_MIN and 2 * len(nearby) >= len(self.late_reads)
+        return nearby if is_enough else []
+
+    # Position
+
+    def reach(self) -> int:
+        """How many positions from `high` a sign is believed at once, and how many behind it a
+        marker is waited for."""
+        return max(min(self.lag, self.order.capacity), 2 * MARKER_STRIDE)
+
+    def is_far(self, position: int) -> bool:
+        """Whether a position is too far behind to be that of one of this reader's workers."""
+        return self.high - position > max(2 * self.reach(), LAG_ENTRIES)
+
+    def is_running(self, now_s: float) -> bool:
+        """Whether the reader is probably reading on. No reader reports that it has ended."""
+        silent_s_max = SILENT_S if self.high < self.order.end else LAST_READS_S
+        is_silent = now_s - self.last_sign_s >= silent_s_max
+        return not self.tentative and self.low < self.order.end and not is_silent
+
+    def has_workers_ahead(self, position: int, floor: int) -> bool:
+        """Whether a reader at a position may have workers that have read up to `high`. `floor`:
+        the stream has no claims before it."""
+        return max(floor, self.high - self.order.stream.lag_entries) <= position <= self.high
+
+    def note_loop(self, position: int, now_s: float) -> None:
+        """Note that the program's loop has come to a position; its workers are ahead, at `high`."""
+        self._note_report(now_s)
+        for state in self.order.epochs:
+            state.markers.open_before(position - state.base)
+        self._advance()
+        self.low = max(self.low, position)
+
+    def move_to(self, position: int, now_s: float) -> None:
+        """Move the reader to a position that its program has reported, forwards or backwards."""
+        self._note_report(now_s)
+        for state in self.order.epochs:
+            state.markers.move_to(position - state.base)
+        is_forwards = position >= self.high
+        self.low = self.high = position
+        if is_forwards:
+            self._measure_rate(now_s)
+        else:
+            self._rate_at = now_s, position
+
+    def _note_report(self, now_s: float) -> None:
+        self._unconfirmed.clear()
+        self.last_sign_s, self.tentative = now_s, False
+
+    def note_replaced(self, start: int, floor: int) -> None:
+        """The order has changed from `start` on: nothing behind it has been read."""
+        if self.high > start:
+            self.high = max(start, floor)
+        self.low = min(self.low, self.high)
+        self._rate_at = self.last_sign_s, self.high
+        if floor > start:  # the new order has unread entries before the floor
+            self.low = self.high = start
+        self._unconfirmed.clear()
+
+    def _measure_rate(self, now_s: float) -> None:
+        since, start = self._rate_at
+        if not start and not self.rate:
+            self._rate_at = now_s, self.high  # the time before the first sign does not count
+        elif now_s - since >= RATE_PERIOD_S:
+            rate = (self.high - start) / (now_s - since)
+            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
+            self._rate_at = now_s, self.high
+
+    def _advance(self) -> None:
+        """Move `low` up behind the markers that are opened or no longer waited for."""
+        waited_for = self.reach()  # how many positions behind `high`
+        if not self._lag_is_known:
+            waited_for = min(waited_for, SPREADS * self.spread + 2 * MARKER_STRIDE)
+        for state in self.order.epochs:
+            low = state.markers.advance(self.high - state.base, waited_for)
+            if low is not None:
+                self.low = max(self.low, min(state.base + low, self.high))
+            if state.markers.done < len(state.markers.opened):
+                break

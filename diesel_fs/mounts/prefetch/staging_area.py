@@ -1,0 +1,131 @@
+"""Keeps account of the pages of the content file that a native mount has pushed.
+
+These pages are a *staging area*: a queue of batches, oldest first. A batch is *settled* when the
+kernel has copied its files, and its pages of the content file have been dropped. Until the advice
+process (`advice_process.py`) has done that, the batch is being settled, and its files must not be
+pushed again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...format.image import BLOCK_BYTES
+from .advice_process import PART, Parts, whole_files
+
+CONTENT = 0xFFFFFFFF
+"""Stands for the content file where an entry is named."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """One batch that was pushed: parts of files, and the ranges of the content file with them."""
+
+    parts: Parts
+    ranges: Parts
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint32]:
+        return pages_of(self.parts)
+
+
+class StagingArea:
+    def __init__(self, first_block: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> None:
+        """Both have a value for each entry: the first block of its content in the content file, and
+        its size in bytes."""
+        self._first_block = first_block
+        self._sizes = sizes
+        self.bytes = 0  # in whole pages
+        self.pages = np.zeros(len(sizes), np.uint32)  # of each entry
+        self.is_settling = np.zeros(len(sizes), np.bool_)  # by entry: some part of it
+        self.queue: deque[Staged] = deque()  # oldest first
+        self._settling: deque[tuple[int, Staged]] = deque()  # by the process's last piece for it
+
+    def add(self, staged: Staged) -> None:
+        self.queue.append(staged)
+        pages = staged.pages
+        np.add.at(self.pages, staged.parts["entry"], pages)
+        self.bytes += int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
+
+    def skip_dropped(self) -> None:
+        """Forget the oldest batches if all their files have been dropped."""
+        while self.queue and not self.pages[self.queue[0].parts["entry"]].any():
+            self.queue.popleft()
+
+    def remove(self, parts: Parts) -> None:
+        """Note that these parts are not in the staging area any more. A file may have several."""
+        self._remove(parts["entry"], pages_of(parts))
+
+    def _remove(self, entries: npt.NDArray[np.uint32], pages: npt.NDArray[np.uint32]) -> None:
+        some, at = np.unique(entries, return_inverse=True)
+        removed = np.bincount(at, pages).astype(np.uint32)
+        # Some may have been dropped before, and fewer pushed again.
+        removed = np.minimum(removed, self.pages[some])
+        self.pages[some] -= removed
+        self.bytes -= BLOCK_BYTES * int(removed.sum(dtype=np.int64))
+
+    def staged(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Those of these files that have pages in the staging area."""
+        return entries[self.pages[entries] > 0]
+
+    def drop(self, entries: npt.NDArray[np.uint32]) -> Staged:
+        """Take files out of the staging area. Returns the parts and ranges to drop."""
+        self._remove(entries, self.pages[entries])
+        return Staged(whole_files(entries), self.ranges_of(entries))
+
+    # Settling
+
+    def settle(self, staged: Staged, piece: int) -> None:
+        """Note that this is settled when the process has done its first `piece` pieces."""
+        self._settling.append((piece, staged))
+
+    def note_settled(self, done: int) -> None:
+        """Note that the process has done its first `done` pieces."""
+        while self._settling and self._settling[0][0] <= done:
+            _, staged = self._settling.popleft()
+            self.is_settling[staged.parts["entry"]] = False
+        for _, staged in self._settling:  # an entry may have parts in several of them
+            self.is_settling[staged.parts["entry"]] = True
+
+    # Ranges
+
+    def ranges_of(self, entries: npt.NDArray[np.uint32]) -> Parts:
+        """The ranges of the content file that have these entries, as few as possible."""
+        if not len(entries):
+            return np.empty(0, PART)
+        entries = entries[np.argsort(self._first_block[entries])]
+        begins = self._first_block[entries].astype(np.int64) * BLOCK_BYTES
+        sizes = self._sizes[entries].astype(np.int64)
+        begins, ends, _ = joined(begins, begins + sizes + -sizes % BLOCK_BYTES)
+        return content_ranges(begins, ends)
+
+    def ranges(self) -> Iterator[Parts]:
+        """All ranges of the content file with pages that are staged or being settled."""
+        yield self.ranges_of(np.flatnonzero(self.pages).astype(np.uint32))
+        for _, staged in self._settling:
+            yield staged.ranges
+
+
+def joined(
+    begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Join adjacent ranges. Returns the begins and ends of the joined ones, and the index of the
+    first range in each. There must be some."""
+    firsts = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
+    return begins[firsts], ends[np.append(firsts[1:], len(ends)) - 1], firsts
+
+
+def content_ranges(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Parts:
+    ranges = np.empty(len(begins), PART)
+    ranges["entry"], ranges["start"], ranges["size"] = CONTENT, begins, ends - begins
+    return ranges
+
+
+def pages_of(parts: Parts) -> npt.NDArray[np.uint32]:
+    pages: npt.NDArray[np.uint32] = (
+        (parts["size"] + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES)
+    ).astype(np.uint32)
+    return pages
