@@ -1,9 +1,10 @@
 """Turns the orders of a job's epochs into the requests of its mounts, in their sequence.
 
-A mount cuts each rank's order into *pushes* (`mounts/prefetch/units.py`): a whole chunk if its
-files are near each other in the order, else up to 256 files of many chunks. It loads first the push
-that is needed first. All parts of one chunk in one push are one *access* to the cache. So a chunk
-is accessed once an epoch in chunk-wise order, and nearly once for each of its files in full order.
+A mount cuts each rank's order into *pushes* (`mounts/prefetch/streams/units.py`): a whole chunk if
+its files are near each other in the order, else up to 256 files of many chunks. It loads first the
+push that is needed first. All parts of one chunk in one push are one *access* to the cache. So a
+chunk is accessed once an epoch in chunk-wise order, and nearly once for each of its files in full
+order.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
 the chunk, as the mount reads them. Empty files have no rows.
@@ -20,7 +21,7 @@ from ..cache.fetching.coalesce import ReadLimits, merge_spans
 from ..errors import UsageError
 from ..format.snapshot.layout import MANY_EXTENTS
 from ..format.snapshot.reader import Indices, Snapshot
-from ..mounts.prefetch.units import PAGE_BYTES, Columns, cut
+from ..mounts.prefetch.streams.units import PAGE_BYTES, Columns, cut
 from ..orders.parts import part_positions
 from ..orders.shuffle import ChunkedFiles
 from .nodes import ForecastJob

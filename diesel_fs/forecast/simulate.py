@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ..cache.fetching.coalesce import ReadLimits
 from ..format.snapshot.reader import Indices
-from ..mounts.prefetch.units import PAGE_BYTES
+from ..mounts.prefetch.streams.units import PAGE_BYTES
 from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, looks_ahead, replay
 from .nodes import CONNECTIONS, ForecastJob
 from .reads import EpochReads, ForecastFiles, Mask, Numbers, cut_epoch, epoch_order

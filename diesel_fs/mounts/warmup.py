@@ -39,10 +39,10 @@ from ..system.available_memory import default_memory_bytes, memory_limit_bytes
 from . import launcher
 from .mountpoints.mountpoint import DatasetMount, is_alive, locate, mounted_at
 from .plans.control import Control, explicit
-from .prefetch.content_page_cache import STAGING_DIVISOR
 from .prefetch.memory import KNOWN_DIVISOR, KNOWN_ENTRY_BYTES
+from .prefetch.pages.content_page_cache import STAGING_DIVISOR
 from .prefetch.planner import PAUSE_S_MAX
-from .prefetch.units import PAGE_BYTES
+from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]

@@ -12,8 +12,8 @@ import os
 import sys
 
 from diesel_fs.mounts.daemon.supervisor import main
-from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
-from diesel_fs.mounts.prefetch.page_cache import FusePageCache, PageCache
+from diesel_fs.mounts.prefetch.pages.content_page_cache import ContentPageCache
+from diesel_fs.mounts.prefetch.pages.page_cache import FusePageCache, PageCache
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.keeping_daemon")
 

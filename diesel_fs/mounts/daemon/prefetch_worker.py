@@ -4,7 +4,7 @@ The supervisor calls `run_prefetch_worker` in a new process. The mount's server 
 (`prefetch/link.py`): misses (READs that reached the mount), files that the kernel has forgotten,
 changes of plans, switches to another version. The loop reports them, and opens of watched files,
 to the planner (`prefetch/planner.py`), asks it for a decision and carries the decision out
-(`prefetch/page_cache.py`). Every byte is checked before it is pushed.
+(`prefetch/pages/page_cache.py`). Every byte is checked before it is pushed.
 
 The worker is a process of its own because each of its steps may wait: for the store, for the
 server, or for the lock of a page that a READ in progress holds. If it is killed or fails, the mount
@@ -25,7 +25,7 @@ Rules of concurrency:
   never happens during a decision. Requests overtake misses and forgotten files only.
 - Other threads read the store ahead (`cache/readers/coalescing_reader.py`), write order logs and
   send plans to the task's master. A process of its own drops pages, in the order of the calls
-  (`prefetch/advice_process.py`). None of them uses the planner.
+  (`prefetch/pages/advice_process.py`). None of them uses the planner.
 """
 
 import gc
@@ -58,10 +58,10 @@ from ..mountpoints.mountpoint import MountPresence
 from ..options import MountRequest
 from ..plans.commands import PlanCommands
 from ..plans.control_wire import REQUESTS
-from ..prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
 from ..prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
 from ..prefetch.link import MountServerLink
-from ..prefetch.page_cache import FusePageCache, PageCache, some_contents
+from ..prefetch.pages.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
+from ..prefetch.pages.page_cache import FusePageCache, PageCache, some_contents
 from ..prefetch.planner import PrefetchPlanner
 from ..sessions.protocol import invalidate_node
 from ..sessions.push_status import PushStatusMap

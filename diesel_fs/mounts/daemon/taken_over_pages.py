@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cache.readers.coalescing_reader import ExtentBatch
-from ..prefetch.page_cache import PageCache
+from ..prefetch.pages.page_cache import PageCache
 from ..prefetch.planner import PrefetchPlanner
 
 

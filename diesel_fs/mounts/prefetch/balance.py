@@ -29,9 +29,9 @@ import numpy.typing as npt
 from ...orders.plan import Entries
 from .decisions import UnitCosts
 from .resident_set import Clock, ResidentSet
-from .stream_tracker import StreamTracker
-from .stream_views import StreamViews
-from .units import Columns
+from .streams.stream_tracker import StreamTracker
+from .streams.stream_views import StreamViews
+from .streams.units import Columns
 
 READ_AHEAD_S = 5.0
 """A unit that is read ahead stays so for this time, or until it is pushed. Otherwise small changes

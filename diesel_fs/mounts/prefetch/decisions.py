@@ -77,7 +77,7 @@ class PrefetchCounters(TypedDict):
 
 
 class StreamStats(TypedDict):
-    """The positions of one stream, which `stream_tracker.py` explains.
+    """The positions of one stream, which `streams/stream_tracker.py` explains.
 
     They are counted in the current epoch; `high` and `frontier` exceed its `length` if they are in
     the next epoch.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...cache.policies.importance import ImportanceHeap, JobImportances, check_importances
 from ...orders.plan import NO_ENTRIES, Entries
-from .units import PAGE_BYTES, Columns
+from .streams.units import PAGE_BYTES, Columns
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 NextUse: TypeAlias = Callable[[Entries], npt.NDArray[np.float64]]

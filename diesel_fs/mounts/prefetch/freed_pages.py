@@ -13,13 +13,13 @@ import numpy as np
 
 from ...orders.plan import Entries
 from .decisions import PrefetchCounters, Sample
-from .markers import MARKER_STRIDE
 from .miss_fill import ChunkEntries
 from .resident_set import Clock, ResidentSet
-from .stream_tracker import StreamTracker
-from .stream_views import SAMPLE_S, STILL_S, StreamViews
-from .units import Columns
-from .watches import Watches
+from .streams.markers import MARKER_STRIDE
+from .streams.stream_tracker import StreamTracker
+from .streams.stream_views import SAMPLE_S, STILL_S, StreamViews
+from .streams.units import Columns
+from .streams.watches import Watches
 
 LATE_READ_S = 1.0
 """A miss that comes later than this after the push of its file means that the kernel has freed the

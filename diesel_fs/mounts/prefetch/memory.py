@@ -8,7 +8,7 @@ it if important entries are kept (`memory_split.py`).
 from dataclasses import dataclass
 
 from .resident_set import ResidentSet
-from .stream_tracker import StreamTracker
+from .streams.stream_tracker import StreamTracker
 
 KNOWN_ENTRY_BYTES = 1_150
 """Kernel memory for the name and inode of one file: measured as 1.5 GB for 1.28 million files."""

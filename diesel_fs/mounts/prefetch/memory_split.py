@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ...orders.plan import Entries, EntryOrder
 from .memory import Memory
-from .units import Columns
+from .streams.units import Columns
 
 HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
 """Before accesses are counted, nine in ten are assumed to be to important entries, as in iCache

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...orders.plan import Entries
 from .resident_set import ResidentSet
-from .units import Columns
+from .streams.units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
 """If the kernel frees the pages of a chunk, it is pushed again after 1 s at the soonest, then after

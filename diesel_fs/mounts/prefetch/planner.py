@@ -15,9 +15,9 @@ came first stay, and READs bring the rest file by file; random misses never make
 and drop in turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
-is cut into units (`units.py`). A stream *claims* the entries of a unit from the decision to push it
-until its reader has passed them, and claimed entries are not dropped. The package's page names the
-module of each policy.
+is cut into units (`streams/units.py`). A stream *claims* the entries of a unit from the decision to
+push it until its reader has passed them, and claimed entries are not dropped. The package's page
+names the module of each policy.
 """
 
 import math
@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries, EntryOrder
-from . import signs
 from .balance import Balance
 from .decisions import (
     Decision,
@@ -46,13 +45,14 @@ from .memory_split import Importances
 from .miss_fill import ChunkEntries, MissFill
 from .resident_set import Clock, ResidentSet
 from .room import Room
-from .stream_tracker import StreamTracker
-from .stream_views import StreamViews, is_still
-from .streams import Streams
+from .streams import signs
+from .streams.changes import Streams
+from .streams.stream_tracker import StreamTracker
+from .streams.stream_views import StreamViews, is_still
+from .streams.units import PAGE_BYTES, Columns
+from .streams.units_ahead import NextUnit
+from .streams.watches import Watches
 from .turns import UrgentTurns, soonest_stream
-from .units import PAGE_BYTES, Columns
-from .units_ahead import NextUnit
-from .watches import Watches
 
 STILL_DIVISOR = 4
 """A still stream gets room only while this part of the budget (a quarter) stays free."""

@@ -2,8 +2,8 @@
 
 The kernel does not report which pages it holds: this is the planner's belief. An entry is *claimed*
 by a stream (a reader with a known order) from the decision to push it until the reader has passed
-it; a claimed entry is not dropped. `stream_tracker.py` decides which entries are claimed, `room.py`
-when something must be dropped, and `eviction.py` which entries.
+it; a claimed entry is not dropped. `streams/stream_tracker.py` decides which entries are claimed,
+`room.py` when something must be dropped, and `eviction.py` which entries.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries
 from .eviction import Eviction, Mask, NextUse
-from .units import PAGE_BYTES, Columns
+from .streams.units import PAGE_BYTES, Columns
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0

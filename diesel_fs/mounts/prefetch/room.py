@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from ...orders.plan import NO_ENTRIES
 from .decisions import Drop
-from .markers import MARKER_STRIDE
 from .memory import Memory
-from .stream_tracker import StreamTracker
-from .stream_views import StreamViews, is_still
-from .streams import Streams
-from .watches import Watches
+from .streams.changes import Streams
+from .streams.markers import MARKER_STRIDE
+from .streams.stream_tracker import StreamTracker
+from .streams.stream_views import StreamViews, is_still
+from .streams.watches import Watches
 
 
 @dataclass(slots=True)

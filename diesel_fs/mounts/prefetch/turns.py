@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from .balance import Balance
-from .markers import MARKER_STRIDE
 from .memory import Memory
 from .room import Room
-from .stream_tracker import StreamTracker
-from .units_ahead import NextUnit
-from .watches import MARKERS_MAX
+from .streams.markers import MARKER_STRIDE
+from .streams.stream_tracker import StreamTracker
+from .streams.units_ahead import NextUnit
+from .streams.watches import MARKERS_MAX
 
 URGENT_S = 1.0
 """The files that a reader comes to within this time are pushed first from a slow store."""

@@ -23,7 +23,7 @@ from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.image import BLOCK_BYTES, Image, Shown, build_image
 from diesel_fs.format.snapshot.build import build_snapshot
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.prefetch.content_page_cache import ContentTarget
+from diesel_fs.mounts.prefetch.pages.content_page_cache import ContentTarget
 from diesel_fs.system import syscalls
 
 IDENTITY = UUID(int=5)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from diesel_fs.mounts.prefetch.stream_order import StreamOrder
-from diesel_fs.mounts.prefetch.stream_tracker import StreamTracker
-from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
+from diesel_fs.mounts.prefetch.streams.stream_order import StreamOrder
+from diesel_fs.mounts.prefetch.streams.stream_tracker import StreamTracker
+from diesel_fs.mounts.prefetch.streams.units import PAGE_BYTES, Columns
 from diesel_fs.orders.plan import Stream
 
 from .simulated_kernel import stream

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.mounts.prefetch.advice_process import (
+from diesel_fs.mounts.prefetch.pages.advice_process import (
     PIECE_PARTS,
     PIECES_MAX,
     AdviceProcess,

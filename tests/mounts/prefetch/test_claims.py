@@ -1,6 +1,6 @@
 """`Claims` of a stream: their ends, and the claims that are left."""
 
-from diesel_fs.mounts.prefetch.claims import Claims
+from diesel_fs.mounts.prefetch.streams.claims import Claims
 from tests.rows import each_row
 
 from .one_stream import claim_next, order_of, tracker_of

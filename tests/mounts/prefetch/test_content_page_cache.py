@@ -12,7 +12,7 @@ import pytest
 
 from diesel_fs.cache.readers.coalescing_reader import ExtentBatch
 from diesel_fs.format.snapshot.diff import diff_snapshots
-from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
+from diesel_fs.mounts.prefetch.pages.content_page_cache import ContentPageCache
 from tests.mounts.observed import noise
 from tests.mounts.prefetch.content_mount import ContentMount, content_mount
 from tests.waiting import wait_until

@@ -8,7 +8,7 @@ import pytest
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
-from diesel_fs.mounts.prefetch.stream_views import STILL_S
+from diesel_fs.mounts.prefetch.streams.stream_views import STILL_S
 from diesel_fs.orders.plan import STREAMS_MAX, Epoch, Stream
 from tests.rows import each_row
 

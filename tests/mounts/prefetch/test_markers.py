@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diesel_fs.mounts.prefetch.markers import Markers, WatchedMarkers
+from diesel_fs.mounts.prefetch.streams.markers import Markers, WatchedMarkers
 from tests.rows import each_row
 
 

@@ -17,8 +17,8 @@ from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
 from diesel_fs.mounts.prefetch.resident_set import ResidentSet
-from diesel_fs.mounts.prefetch.stream_views import TENTATIVE_S
-from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
+from diesel_fs.mounts.prefetch.streams.stream_views import TENTATIVE_S
+from diesel_fs.mounts.prefetch.streams.units import PAGE_BYTES, Columns
 from diesel_fs.orders.plan import Entries, Epoch, Stream
 from tests.examples import examples
 from tests.rows import each_row

@@ -8,7 +8,7 @@ import pytest
 from diesel_fs.mounts.prefetch.balance import least_slack_first, slacks
 from diesel_fs.mounts.prefetch.memory import AHEAD_BYTES_MIN, ahead_bytes
 from diesel_fs.mounts.prefetch.memory_split import ACCESSES_MAX, AHEAD_PART_MIN, AccessCounts
-from diesel_fs.mounts.prefetch.watches import Watches
+from diesel_fs.mounts.prefetch.streams.watches import Watches
 
 
 def test_a_unit_is_as_urgent_as_a_later_one_of_its_stream() -> None:

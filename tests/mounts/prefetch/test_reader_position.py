@@ -2,7 +2,7 @@
 
 import pytest
 
-from diesel_fs.mounts.prefetch.reader_position import (
+from diesel_fs.mounts.prefetch.streams.reader_position import (
     LAG_ENTRIES,
     LAG_ENTRIES_MAX,
     LAST_READS_S,

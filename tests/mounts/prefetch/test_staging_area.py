@@ -3,8 +3,8 @@
 import numpy as np
 
 from diesel_fs.format.image import BLOCK_BYTES
-from diesel_fs.mounts.prefetch.advice_process import PART, Parts
-from diesel_fs.mounts.prefetch.staging_area import (
+from diesel_fs.mounts.prefetch.pages.advice_process import PART, Parts
+from diesel_fs.mounts.prefetch.pages.staging_area import (
     CONTENT,
     Staged,
     StagingArea,

@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from diesel_fs.mounts.prefetch.lateness import LATE_DECAY, Lateness
-from diesel_fs.mounts.prefetch.stream_tracker import StreamTracker
-from diesel_fs.mounts.prefetch.units import MIXED_ENTRIES, PAGE_BYTES, URGENT_BYTES_MIN, Columns
+from diesel_fs.mounts.prefetch.streams.lateness import LATE_DECAY, Lateness
+from diesel_fs.mounts.prefetch.streams.stream_tracker import StreamTracker
+from diesel_fs.mounts.prefetch.streams.units import (
+    MIXED_ENTRIES,
+    PAGE_BYTES,
+    URGENT_BYTES_MIN,
+    Columns,
+)
 from diesel_fs.orders.plan import Epoch, Stream
 
 from .one_stream import FILES, claim_next, tracker_of

@@ -25,9 +25,9 @@ there, too. Each part of a `StreamTracker` has a module:
 
 from dataclasses import dataclass, field
 
-from ...orders.plan import NO_ENTRIES, Entries, Stream
+from ....orders.plan import NO_ENTRIES, Entries, Stream
+from ..decisions import StreamReading, StreamStats
 from .claims import Claims
-from .decisions import StreamReading, StreamStats
 from .lateness import Lateness
 from .markers import MARKER_STRIDE
 from .reader_position import LAG_ENTRIES_MAX, ReaderPosition

@@ -1,6 +1,6 @@
 """Learns how much longer than predicted the pushes of one stream take.
 
-`balance.py` predicts the cost of a unit from the place of its contents, and corrects it by this.
+`../balance.py` predicts the cost of a unit from the place of its contents, and corrects it by this.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...orders.plan import Entries
+from ....orders.plan import Entries
 
 MARKERS_MAX = 2_048
 """Watches of all streams together: a quarter of the lowest limit that kernels set for a user."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries
+from ....orders.plan import Entries
 from .claims import Claims
 from .reader_position import ReaderPosition
 from .stream_order import StreamEpoch, StreamOrder

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries, Epoch, Stream
+from ....orders.plan import Entries, Epoch, Stream
 from .markers import MARKER_STRIDE, Markers
 from .units import Columns, UnitQueue
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...orders.plan import NO_ENTRIES, Entries
+from ....orders.plan import NO_ENTRIES, Entries
 from .markers import WatchedMarkers
 from .reader_position import LAG_ENTRIES_MAX
 from .stream_order import StreamEpoch, StreamOrder

@@ -6,9 +6,9 @@ file, in its order, has probably asked for it. Functions without a state of thei
 
 import math
 
+from .changes import Streams
 from .markers import MARKER_STRIDE
 from .stream_tracker import StreamTracker
-from .streams import Streams
 from .watches import Watches
 
 

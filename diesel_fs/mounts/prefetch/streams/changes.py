@@ -7,12 +7,12 @@ their progress; the planner ends claims on entries that readers have passed. Eac
 
 from collections.abc import Callable, Sequence
 
-from ...errors import UsageError
-from ...orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
-from .eviction import Mask
-from .memory import Memory
-from .memory_split import Importances
-from .resident_set import Clock
+from ....errors import UsageError
+from ....orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
+from ..eviction import Mask
+from ..memory import Memory
+from ..memory_split import Importances
+from ..resident_set import Clock
 from .stream_tracker import StreamTracker
 from .stream_views import TENTATIVE_S
 from .units import Columns

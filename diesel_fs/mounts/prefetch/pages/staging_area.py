@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...format.image import BLOCK_BYTES
+from ....format.image import BLOCK_BYTES
 from .advice_process import PART, Parts, whole_files
 
 CONTENT = 0xFFFFFFFF

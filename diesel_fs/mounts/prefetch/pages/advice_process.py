@@ -16,7 +16,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ...system import syscalls
+from ....system import syscalls
 
 log = logging.getLogger("diesel.mount")
 

@@ -31,10 +31,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.readers.coalescing_reader import ExtentBatch
-from ...format.snapshot.diff import OldIndices, SnapshotDiff
-from ...format.snapshot.reader import Snapshot
-from ..sessions.protocol import NOTIFY_STORE, STORE
+from ....cache.readers.coalescing_reader import ExtentBatch
+from ....format.snapshot.diff import OldIndices, SnapshotDiff
+from ....format.snapshot.reader import Snapshot
+from ...sessions.protocol import NOTIFY_STORE, STORE
 from .advice_process import AdviceProcess, Advise, whole_files
 from .mount_files import MountFiles
 from .open_events import OpenEvents

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import UsageError
-from ...orders.plan import Entries, EntryOrder
+from ....errors import UsageError
+from ....orders.plan import Entries, EntryOrder
 
 Positions = npt.NDArray[np.int32]
 """Positions in one epoch, 4 bytes each: an epoch has fewer than 2**31 entries."""
@@ -92,7 +92,7 @@ class UnitQueue:
     units: Units
     share_bytes: int  # the memory that they were cut for
     next: int = 0  # the first that is not claimed
-    costs: npt.NDArray[np.float64] | None = None  # of each unit (`balance.py`); NaN: unknown
+    costs: npt.NDArray[np.float64] | None = None  # of each unit (`../balance.py`); NaN: unknown
     costs_s: float = -math.inf  # when the first of `costs` was predicted
 
     def fits(self, share_bytes: int) -> bool:

@@ -9,8 +9,8 @@ import os
 from contextlib import suppress
 from os import POSIX_FADV_DONTNEED
 
-from ...format.snapshot.reader import ROOT_INDEX, Snapshot
-from ...system import syscalls
+from ....format.snapshot.reader import ROOT_INDEX, Snapshot
+from ....system import syscalls
 from .advice_process import Parts
 
 FOLDERS_OPEN = 256

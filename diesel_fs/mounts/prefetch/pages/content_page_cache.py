@@ -25,12 +25,12 @@ from os import POSIX_FADV_DONTNEED, POSIX_FADV_WILLNEED
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.readers.coalescing_reader import ExtentBatch
-from ...format.image import BLOCK_BYTES, Image
-from ...format.snapshot.diff import OldIndices, SnapshotDiff
-from ...format.snapshot.reader import Snapshot
-from ...system.syscalls import cached_bytes
-from ..tree.content_file import CONTENT_BYTES, private_name
+from ....cache.readers.coalescing_reader import ExtentBatch
+from ....format.image import BLOCK_BYTES, Image
+from ....format.snapshot.diff import OldIndices, SnapshotDiff
+from ....format.snapshot.reader import Snapshot
+from ....system.syscalls import cached_bytes
+from ...tree.content_file import CONTENT_BYTES, private_name
 from .advice_process import PART, Advise, Parts, whole_files
 from .mount_files import MountFiles, advise_in_steps, drop_failed
 from .page_cache import PageCache, some_contents, store_heads

@@ -1,7 +1,7 @@
 """Answers questions about all streams of a planner, and changes none of them.
 
-The policies (`balance.py`, `room.py`, `turns.py`), the worker and the commands for plans use it.
-`streams.py` makes the changes.
+The policies (`../balance.py`, `../room.py`, `../turns.py`), the worker and the commands for plans
+use it. `changes.py` makes the changes.
 """
 
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries, Epoch, Stream
-from .decisions import StreamReading, StreamStats
+from ....orders.plan import Entries, Epoch, Stream
+from ..decisions import StreamReading, StreamStats
 from .stream_tracker import StreamTracker
 
 STILL_S = 60.0

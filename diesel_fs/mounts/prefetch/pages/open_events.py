@@ -1,6 +1,7 @@
 """Reports when readers open watched files of a mount (inotify).
 
-The prefetch worker watches the marker files of orders (`watches.py`). Used by one thread.
+The prefetch worker watches the marker files of orders (`../streams/watches.py`). Used by one
+thread.
 """
 
 import os
@@ -8,7 +9,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ...system import syscalls
+from ....system import syscalls
 from .mount_files import MountFiles
 
 _IN_OPEN = 0x20
