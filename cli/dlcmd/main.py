@@ -60,7 +60,7 @@ VERBS = {
     "completion": "Print the code with which a shell completes dlcmd.",
 }
 
-ENDLESS = {"top", "dashboard"}
+ENDLESS = {"top", "dashboard"}  # verbs that run until they are interrupted
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -162,7 +162,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run `dlcmd` in this process, and return its exit code."""
     own = {
         *itertools.takewhile(lambda word: word != "--", arguments)
-    }  # not those of `run`'s command
+    }  # behind `--` are the options of the command that `dlcmd run` runs
     context: click.Context | None = None
     flags = Flags(json="--json" in own, verbose={"-v", "--verbose"} & own != set())
     try:
@@ -221,17 +221,18 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """What to do after an interruption; `context` is None if it came before the verb was known."""
+    """The advice after an interruption; `context` is None if it came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:
-    """How much a verb had done."""
+    """The notes that a verb has added to the exception: how much it had done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def as_diesel_error(error: Exception) -> DieselError:
+    """The error to report for any exception; one that is not an OSError counts as a bug."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):

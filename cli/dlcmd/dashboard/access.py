@@ -36,6 +36,8 @@ class Access:
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
+        """None if the request is allowed, otherwise its answer: an error, or a redirect that sets
+        the cookie."""
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None

@@ -55,7 +55,7 @@ def _head(stats: Stats) -> Iterator[str]:
 
 
 def _shares(found: Mapping[str, object]) -> dict[str, float]:
-    """They add up to 1."""
+    """The share of each cause in the interval; the shares add up to 1."""
     passed_s = number_at(found, "interval_s")
     causes = {name: number_at(found, f"causes_s.{name}") for name in reversed(CAUSE_NAMES)}
     causes |= {name: number_at(found, f"{name}_s") for name in ("reader", "idle")}
