@@ -232,7 +232,8 @@ def _notes(error: BaseException) -> str:
 
 
 def as_diesel_error(error: Exception) -> DieselError:
-    """The error to report for any exception; one that is not an OSError counts as a bug."""
+    """The error to report for an exception. One that is neither a DieselError nor an OSError counts
+    as a bug."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):

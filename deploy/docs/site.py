@@ -57,6 +57,7 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
+    """A link as the site has it. If it leads to a source file, the file is copied."""
     text, target = link.groups()
     there = (TREE / page.parent / target).resolve()
     if there.is_dir():

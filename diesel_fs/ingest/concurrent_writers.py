@@ -1,11 +1,12 @@
 """Mends paths that two writers made at once, one as a file and the other as a folder.
 
 A put refuses such a path when it can see the conflict (`compare.py`), but it cannot see the commits
-of other writers while it runs. Of two entries at one path the one with the greater stamp (made when
-its chunk was) wins, so a folder would replace the file for good. Therefore a writer that finishes looks for files that a folder has replaced since the
-put began, if one of the two is its own, and puts the file again. Readers then show the folder, as
-always if a path is both; `verify` and the put name the path. Each of two writers checks after its
-own last commit, so at least one of them sees both entries.
+of other writers while it runs. Of two entries at one path the entry with the greater stamp (see
+FORMAT.md) wins, so a folder would replace the file for good. Therefore a writer that finishes looks
+for files that a folder has replaced since the put began, if the file or the folder is its own, and
+puts the file again. Readers then show the folder, as always if a path is both; `verify` and the
+report of the put name the path. Each of two writers checks after its own last commit, so at least
+one of them sees both entries.
 
 Headers of other writers' chunks are read only if somebody else wrote during the put, and own
 headers only if such a path may be in them. One thread.
@@ -170,7 +171,7 @@ def _headers(
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)
-        except (FormatError, ObjectMissing) as error:  # a bad chunk of another writer must not stop the put
+        except (FormatError, ObjectMissing) as error:  # a bad chunk must not stop the put
             log.warning(
                 "conflicts in chunk %s are not looked for: %s", chunk_id_text(chunk), error.message
             )

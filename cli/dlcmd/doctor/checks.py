@@ -26,9 +26,9 @@ FILES_MIN, FILES_FEW = 256, 1024
 of a data loader has sockets besides."""
 
 FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
-"""Less free space in the user's folders is a fault: they need room for the log and the snapshot of
-a small dataset; or a warning: the snapshot of a dataset has some 100 bytes for each of millions of
-files."""
+"""Bytes that must be free in the user's folders, otherwise there is a fault: room for the log and
+the snapshot of a small dataset. Bytes that should be free, otherwise there is a warning: room for
+the snapshot of millions of files, some 100 bytes each."""
 
 FREE_FILES_MIN = 100
 """Snapshots, logs and sockets need files on the same disk."""

@@ -20,8 +20,8 @@ from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""Where a read of a task's cache was answered: by mapped memory, the node's master, another node,
-or the object store."""
+"""Where the parts of chunks were that a mount read through its task's cache: in memory that the
+node's master shares, at that master, on another node, or in the object store."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0

@@ -18,8 +18,9 @@ from .walk import failure_reason
 
 
 class FileSource(Source):
-    """The file at `path`, or behind a link there, goes to the target itself. Raises ConflictError
-    if a folder with entries is there or a file above, and UsageError for a path that is no file."""
+    """The file at `path`, or behind a link there, goes to the target itself. `start` raises
+    ConflictError if the dataset has a folder at the target, or a file above it; `open` raises
+    UsageError for a path that is no file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
