@@ -48,7 +48,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[torch.Tensor, int]],
 ) -> float:
-    """Returns the mean loss."""
+    """Train for one epoch, and return the mean loss."""
     model.train()
     losses = []
     for images, labels in batches:

@@ -52,6 +52,8 @@ BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """A metric: its name, its kind, and the values of each label."""
+
     name: str
     kind: str  # "counter", "gauge" or "histogram"
     help: str

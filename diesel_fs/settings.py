@@ -134,7 +134,7 @@ def _warn_others_may_read(path: Path, what: str) -> None:
 
 
 def private_text(path: Path, what: str, bytes_max: int) -> str:
-    """As `private_bytes`, as text; a byte that is not ASCII becomes U+FFFD."""
+    """The content as `private_bytes` reads it, as text; a byte that is not ASCII becomes U+FFFD."""
     return private_bytes(path, what, bytes_max).decode("ascii", errors="replace")
 
 

@@ -97,7 +97,8 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Raises UsageError for an unknown verb, and proposes one."""
+        """Finds the verb in the first word. Raises UsageError for an unknown verb, and proposes
+        one."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
             near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
@@ -146,6 +147,7 @@ def main() -> NoReturn:
 
 
 def prepare_process() -> None:
+    """Set up signals and the environment, before any verb runs."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
     # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

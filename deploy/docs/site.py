@@ -98,7 +98,7 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Returns the exit code of `mkdocs`."""
+    """Build the site with the program `mkdocs`, and return its exit code."""
     gather(PAGES)
     command = [
         mkdocs,

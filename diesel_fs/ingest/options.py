@@ -16,7 +16,7 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """Raises UsageError for bad values.
+    """The options of a put. Raises UsageError for bad values.
 
     `delete` deletes entries of the dataset that the source lacks; for an empty source, that needs
     `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include` and

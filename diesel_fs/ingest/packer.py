@@ -54,7 +54,7 @@ SplitPath = tuple[bytes, bytes]
 
 class Readable(Protocol):
     def read(self, size: int, /) -> bytes | memoryview:
-        """Returns at most `size` bytes; none at the end."""
+        """The next bytes, at most `size`; none at the end."""
         ...
 
 
@@ -299,7 +299,7 @@ class Packer:
                     break
                 count += more
             if count and not size:
-                raise FileSkipped("it says that it is empty but has bytes")
+                raise FileSkipped("its size is 0, but it has bytes")
         if count != size or not _is_same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)

@@ -53,7 +53,8 @@ class Source(ABC):
         gets in it. Raises NotFoundError, PermissionDenied, UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
-        """Returns the comparer that will record the source's entries. Raises ConflictError."""
+        """Begin the comparison with the dataset. Returns the comparer that will record the source's
+        entries. Raises ConflictError."""
         self._work = work
         self._comparer = Comparer(
             work.view, work.target, work.options, work.path_filter, work.readable

@@ -64,6 +64,8 @@ FolderEntry = tuple[bytes, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
+    """The part of a put that all packing processes need."""
+
     root: int  # a descriptor of the source
     target: bytes  # of the source, in the dataset
     identity: UUID
@@ -80,8 +82,8 @@ class _PackProcess:
         self._pipe = pipe
         self._job = job
         self._ids: deque[ChunkId] = deque()
+        # None stands for "finish"
         self._batches: deque[tuple[list[FolderFiles], list[FolderEntry]] | None] = deque()
-        # None: "finish"
         self._arrived = threading.Condition()
         self._sending = threading.Lock()
         self._storing: threading.Thread | None = None
@@ -103,6 +105,7 @@ class _PackProcess:
             self.end()
 
     def run(self) -> None:
+        """Packs the batches that arrive, and returns after "finish"."""
         threading.Thread(target=self._receive, daemon=True).start()
         while True:
             with self._arrived:

@@ -45,7 +45,7 @@ class Flags:
     verbose: bool = False
 
     def settings(self) -> Settings:
-        """Raises ConfigError."""
+        """The settings, in which these options win over all others. Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
@@ -54,7 +54,7 @@ class _Checked(click.Parameter):
     digits. Its errors name the option."""
 
     def type_cast_value(self, ctx: click.Context, value: object) -> object:
-        """Raises UsageError."""
+        """click's conversion, after these checks. Raises UsageError."""
         if ctx.resilient_parsing or isinstance(self.type, click.types.UnprocessedParamType):
             return super().type_cast_value(ctx, value)
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -143,6 +143,7 @@ _GLOBAL = (
 
 
 def global_options(command: _Command) -> _Command:
+    """Adds the global options, and `--version`, to a command."""
     command.params += [
         _Option(
             names,

@@ -29,6 +29,8 @@ and this browser is remembered; programs send `Authorization: Bearer TOKEN`.
 
 
 class Access:
+    """The rule by which requests are allowed."""
+
     def __init__(self, token: str, hosts: Collection[str]) -> None:
         """If `token` is empty, only `hosts` may stand in the header Host."""
         self._token = token.encode()

@@ -51,6 +51,8 @@ class _Details(NamedTuple):
 
 
 class WatchedDatasets(Watched):
+    """The datasets of the repository. It has no history."""
+
     least_s = DETAILS_EVERY_S
     late_s = 60.0
 
@@ -65,6 +67,7 @@ class WatchedDatasets(Watched):
         super().__init__("datasets", History(()))
 
     def refresh(self) -> None:
+        """Lists the datasets if that is due, and fetches details of some changed ones."""
         if time.monotonic() >= self._list_s:
             self._list()
         assert self._repository is not None

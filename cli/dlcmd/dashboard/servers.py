@@ -57,6 +57,8 @@ def parse_metrics_place(text: str) -> tuple[HostPort, str]:
 
 
 class WatchedServer(Watched):
+    """One server; `path` is that of its metrics."""
+
     def __init__(self, source_id: str, place: HostPort, path: str) -> None:
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None

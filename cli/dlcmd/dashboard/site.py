@@ -34,6 +34,8 @@ SECURITY_HEADERS = {
 
 
 class Site:
+    """Answers the requests of the page."""
+
     def __init__(self, watcher: Watcher, access: Access) -> None:
         self._watcher = watcher
         self._access = access

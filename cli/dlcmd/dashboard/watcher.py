@@ -40,6 +40,8 @@ MOUNTS_MAX = 256
 
 
 class Watcher:
+    """The sources on the dashboard, and their common state as JSON."""
+
     def __init__(self, servers: list[WatchedServer], datasets: WatchedDatasets) -> None:
         self._mounts: dict[MountPlace, WatchedMount] = {}
         self._own_mounts = OwnMounts()
@@ -89,6 +91,7 @@ class Watcher:
     # The ticks
 
     def run(self) -> None:
+        """Runs the ticks until `end` is called."""
         while not self._is_ended:
             began_s = time.monotonic()
             try:

@@ -45,6 +45,8 @@ class HttpAnswer:
 
 
 class WebServer:
+    """The server of the page, on sockets that listen already."""
+
     def __init__(
         self,
         sockets: Sequence[socket.socket],

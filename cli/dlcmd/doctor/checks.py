@@ -71,8 +71,10 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
+    """Whether this user may mount, and with which session."""
+
     device_errno: str = ""
-    """Empty if /dev/fuse can be opened."""
+    """The name of the error of opening /dev/fuse; empty if it can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
@@ -191,7 +193,7 @@ class FolderFacts:
     free_bytes: int = 0
     total_bytes: int = 0
     free_files: int | None = None
-    """None if the file system does not count them."""
+    """Files that can still be made; None if the file system does not count them."""
     kind: str = ""
 
 
@@ -432,6 +434,8 @@ class CachedUse:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
+    """Facts about a folder that the user names for a mount or a cache."""
+
     path: str
     exists: bool = True
     is_folder: bool = True

@@ -87,7 +87,7 @@ def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
 
 
 def folder_probes() -> list[Probe]:
-    """Raises ConfigError if there is no home folder."""
+    """Probes of the user's folders. Raises ConfigError if there is no home folder."""
     folders = user_folders()
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),

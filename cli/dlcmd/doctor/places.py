@@ -113,6 +113,8 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
+    """Facts about a folder; if it does not exist, its disk is that of the nearest folder above
+    it."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)
@@ -173,6 +175,7 @@ class Trial:
         return str(self._folder / MOUNTPOINT)
 
     def work(self, emit: Emit) -> None:
+        """The work of a probe: tries the mount, and emits a finding."""
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")

@@ -25,6 +25,9 @@ waits for a doctor for a minute."""
 
 @dataclass(frozen=True, slots=True)
 class Probe:
+    """Work that emits findings. `check` names those for errors; `late_cure` is the advice if the
+    time is over."""
+
     check: str
     what: str
     """The name in messages: `the store at s3://...`."""

@@ -44,6 +44,8 @@ _NAMED_SECRET = re.compile(
 
 
 class Redactor:
+    """Hides secrets in texts. `secrets` are the known ones."""
+
     def __init__(self, secrets: Iterator[str]) -> None:
         known = {each for each in secrets if len(each) >= SECRET_BYTES_MIN}
         ordered = sorted(known, key=len, reverse=True)  # a secret may be a part of another

@@ -88,7 +88,7 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _check_space(work: Path) -> None:
-    """Raises NoSpaceError."""
+    """Raises NoSpaceError if the disk has too little room for the files."""
     free, needed = shutil.disk_usage(work).free, SPACE_FACTOR * FILES * FILE_BYTES
     if free < needed:
         raise NoSpaceError(
@@ -107,7 +107,7 @@ class _Measurement:
         self._url = (work / "store").as_uri()
 
     def findings(self) -> Iterator[Finding]:
-        """Raises DieselError."""
+        """A finding for each measured rate. Raises DieselError."""
         self._make_files()
         yield self._put()
         yield self._read_many()

@@ -53,7 +53,7 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""The median time of so many requests is the latency."""
+"""The number of requests whose median time is the latency."""
 
 HTTP_S = 4.0
 """The time in which a bucket's endpoint must answer."""
@@ -71,6 +71,8 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 
 @dataclass(frozen=True, slots=True)
 class StoreQuestion:
+    """The repository to examine, and which checks to make."""
+
     settings: Settings
     is_named: bool
     """Whether the user has named the repository. The default one need not exist yet."""
@@ -102,7 +104,7 @@ def store_probe(question: StoreQuestion) -> Probe:
 
 
 def open_for_reading(settings: Settings) -> Repository:
-    """Raises DieselError."""
+    """The repository of the settings, which the caller closes. Raises DieselError."""
     open_buckets_directly()
     return open_configured(settings)
 
@@ -242,9 +244,9 @@ def _write_finding(
 
 
 def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
-    """Raises DieselError, OSError. In a folder, write an empty temporary file, as a killed put
-    leaves them. In a bucket, write a lease on no version, of an existing dataset if there is one.
-    """
+    """Write something, and remove it. In a folder, that is an empty temporary file, such as a
+    killed put leaves; in a bucket a lease on no version, of an existing dataset if there is one.
+    Raises DieselError, OSError."""
     if repository.url.scheme == "file":
         path = repository.url.path.resolve() / object_temporary_name()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

@@ -48,6 +48,7 @@ class ForecastResult:
         return commands(self.best, self.options)
 
     def show(self) -> None:
+        """Prints the result."""
         if global_flags().json:
             print_json(self._described())
             return

@@ -1,5 +1,5 @@
-"""What happened in a mount between two samples of its statistics: the figures of `dlcmd top` and of
-the dashboard.
+"""The figures of `dlcmd top` and of the dashboard: the changes between two samples of a mount's
+statistics.
 
 A mount counts since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the
 counters), so two samples give one interval exactly. The part of an interval in which nothing waited
@@ -36,9 +36,9 @@ class MountSamples:
     if the socket lets only the mount's user in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError if there is no mount, NotFoundError if the mount is dead, DeadlineError
-        if it hangs. A child process finds that out: this process would hang, too, and could not be
-        ended."""
+        """Connects to the mount on `folder`. Raises UsageError if there is no mount, NotFoundError
+        if the mount is dead, DeadlineError if it hangs. A child process finds that out: this
+        process would hang, too, and could not be ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(
@@ -75,7 +75,8 @@ class MountSamples:
             time.sleep(RETRY_S)
 
     def _check_there(self, wait_s: float = 0.0) -> None:
-        """Raises NotFoundError if the mount has ended, or ends within `wait_s`."""
+        """Checks that the mount is there. Raises NotFoundError if it has ended, or ends within
+        `wait_s`."""
         path, until_s = self._found.path, time.monotonic() + wait_s
         while True:
             now = mounted_at(path)

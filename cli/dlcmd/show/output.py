@@ -128,8 +128,8 @@ def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
 
 
 def print_error(error: DieselError, flags: Flags, *, code: int | None = None) -> None:
-    """One line on stderr, and with --json an object in a second line. `code` is the exit code, if
-    it is not the error's own. Never raises."""
+    """Prints an error: one line on stderr, and with --json an object in a second line. `code` is
+    the exit code, if it is not the error's own. Never raises."""
     lines = [f"dlcmd: {error}"]
     if flags.json:
         described = {

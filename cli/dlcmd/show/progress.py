@@ -68,6 +68,7 @@ def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProg
 def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
+    """The object of a progress line. A total of 0 is not known yet."""
     rate = done / passed_s
     to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {

@@ -59,7 +59,7 @@ def octal(text: str) -> int:
 
 
 def user_id(text: str) -> int:
-    """Takes a number or a name. Raises UsageError."""
+    """A user's ID, from a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -67,7 +67,7 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """Takes a number or a name. Raises UsageError."""
+    """A group's ID, from a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):

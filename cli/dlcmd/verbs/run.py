@@ -98,7 +98,7 @@ def run(
 
 
 def _check_writable(report: Path) -> None:
-    """Raises UsageError."""
+    """Makes the report's file before the command runs. Raises UsageError if that fails."""
     try:
         report.open("a").close()
     except OSError as error:

@@ -58,7 +58,8 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """Raises UsageError."""
+        """How well orders with several group sizes mix the classes of these files. Raises
+        UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -147,7 +148,7 @@ def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
-    """Raises UsageError, before anything is printed."""
+    """Raises UsageError if a path has a newline, before anything is printed."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in view.iter_paths(order):

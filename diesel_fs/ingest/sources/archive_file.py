@@ -90,6 +90,8 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
+    """A local archive; reading raises OSError if it changes."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._before = os.fstat(self._file)

@@ -61,13 +61,13 @@ def split_sha256(address: str) -> tuple[str, bytes]:
     plain, has_fragment, fragment = address.partition("#")
     if not has_fragment:
         return address, b""
-    said = _SHA256.fullmatch(fragment)
-    if said is None:
+    given = _SHA256.fullmatch(fragment)
+    if given is None:
         shown_address = plain.partition("?")[0]  # a query may hold a secret
         raise UsageError(
             f"bad fragment in {shown_address}#...", advice="it is #sha256= and 64 hex digits"
         )
-    return plain, bytes.fromhex(said[1])
+    return plain, bytes.fromhex(given[1])
 
 
 class LocalArchive:
@@ -143,6 +143,7 @@ class HttpArchive:
         return self._retrying(0).call(self._look)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
+        """Open the archive after `look`. Raises OSError if it has changed since then."""
         if self._sends_parts:
             return FetchedArchiveFile(state.size, self._read, _AHEAD, is_pinned=bool(self.sha256))
         answer = self._retrying(0).call(lambda: self._get(self.address, {}))
@@ -186,12 +187,12 @@ class HttpArchive:
             headers["If-Match"] = self._etag
         answer = self._get(self._place, headers)
         try:
-            said, _, total = answer.headers.get("Content-Range", "").rpartition("/")
+            sent, _, total = answer.headers.get("Content-Range", "").rpartition("/")
             if answer.status != 206 or not self._seen.allows(answer, total):
                 raise ConflictError(f"{self.name} changed while it was being read")
-            if said.partition(" ")[2] != f"{start}-{start + size - 1}":
+            if sent.partition(" ")[2] != f"{start}-{start + size - 1}":
                 raise AttemptFailed(
-                    f"{self.name}: the server sent {said!r}, which was not requested"
+                    f"{self.name}: the server sent {sent!r}, which was not requested"
                 )
             data = answer.read(size)
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -224,21 +225,21 @@ class HttpArchive:
         if answer.status in (200, 206, 416):
             return answer
         answer.close()
-        said = f"{self.name}: the server answers {answer.status} {answer.reason or ''}".rstrip()
+        reason = f"{self.name}: the server answers {answer.status} {answer.reason or ''}".rstrip()
         match answer.status:
             case 404 | 410:
-                raise NotFoundError(said)
+                raise NotFoundError(reason)
             case 401 | 403:
                 self._place = self.address
                 if is_remembered:  # an address from a redirection may have expired
-                    raise AttemptFailed(said)
-                raise PermissionDenied(said)
+                    raise AttemptFailed(reason)
+                raise PermissionDenied(reason)
             case 412:
                 raise ConflictError(f"{self.name} changed while it was being read")
             case status if status in _BUSY:
                 pause_s = retry_after_s(answer.headers.get("Retry-After", ""))
-                raise AttemptFailed(said, pause_s_min=pause_s)
-        raise ObjectStoreRefused(said)
+                raise AttemptFailed(reason, pause_s_min=pause_s)
+        raise ObjectStoreRefused(reason)
 
     def _target(self, address: str, location: str) -> str:
         """The address to which a redirection leads. Raises ObjectStoreRefused if it is not http or

@@ -462,7 +462,7 @@ class ArchivesSource(Source):
         )
 
     def _check_running(self) -> None:
-        """Raise another thread's error."""
+        """Raise the error of another thread, if one has failed."""
         if self._error is not None:
             raise self._error
 

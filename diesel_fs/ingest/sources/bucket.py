@@ -93,7 +93,9 @@ class BucketSource(Source):
         if not first.key:
             check_file_target(target)
             if options.delete:
-                raise UsageError("one object says nothing about others: --delete cannot go with it")
+                raise UsageError(
+                    "one object does not show which others are gone: --delete cannot go with it"
+                )
         self._objects = chain([first], listed)
 
     def count(self) -> bool:

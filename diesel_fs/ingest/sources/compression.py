@@ -154,8 +154,8 @@ class Decompressor(io.BufferedIOBase):
         return True
 
     def peek(self, size: int) -> bytes:
-        """Returns at least one byte unless the content has ended. A later `read` returns
-        it again."""
+        """The next bytes, which a later `read` returns again: at least one, unless the content has
+        ended."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
@@ -170,7 +170,7 @@ class Decompressor(io.BufferedIOBase):
         return count
 
     def read(self, size: int | None = -1) -> bytes:
-        """Returns fewer bytes at the end."""
+        """The next `size` bytes, fewer at the end. Raises the errors of decompression."""
         assert size is not None
         assert size >= 0
         parts = []

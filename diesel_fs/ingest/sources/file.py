@@ -29,7 +29,9 @@ class FileSource(Source):
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
         check_file_target(target)
         if options.delete:
-            raise UsageError("one file says nothing about others: --delete cannot go with it")
+            raise UsageError(
+                "one file does not show which others are gone: --delete cannot go with it"
+            )
         try:
             real = Path(os.path.realpath(self._path, strict=True))
             self._folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

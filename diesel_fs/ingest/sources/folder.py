@@ -65,7 +65,7 @@ class FolderSource(Source):
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
         if options.delete and self._paths is not None:
             raise UsageError(
-                "a list of files says nothing about others: --delete cannot go with it"
+                "a list of files does not show which others are gone: --delete cannot go with it"
             )
         repository.check_no_overlap(self._folder)
         self._root = open_source(self._folder)

@@ -181,7 +181,7 @@ class _Window:
             pass
 
     def read(self, size: int) -> bytes:
-        """Returns fewer bytes at the end. Raises the errors of the stream."""
+        """The next `size` bytes, fewer at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
