@@ -162,9 +162,8 @@ def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run `dlcmd` in this process, and return its exit code."""
-    own = {
-        *itertools.takewhile(lambda word: word != "--", arguments)
-    }  # behind `--` are the options of the command that `dlcmd run` runs
+    # Behind `--` are the options of the command that `dlcmd run` runs
+    own = {*itertools.takewhile(lambda word: word != "--", arguments)}
     context: click.Context | None = None
     flags = Flags(json="--json" in own, verbose={"-v", "--verbose"} & own != set())
     try:

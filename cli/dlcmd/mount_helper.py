@@ -168,9 +168,8 @@ def mount_program(
     others = [each for each in given if each not in environment]
     words = dlcmd_options(others, sloppy=sloppy)
     is_noexec = _last_of(others, "noexec", "exec") == "noexec"
-    if (
-        is_noexec and "--follow" in words and not os.geteuid()
-    ):  # later versions would be new mounts without noexec
+    # With --follow, later versions would be new mounts without noexec
+    if is_noexec and "--follow" in words and not os.geteuid():
         raise UsageError("noexec and follow exclude each other", advice="leave out one of the two")
     if fake:
         mount_verb.make_context("mount", [*words, "--", device, folder], obj=Flags())

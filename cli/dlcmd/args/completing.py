@@ -82,9 +82,8 @@ def completions(
     )
     for each in items:
         each.value = f"{lead}{each.value}" if each.type in ("plain", "part") else ""
-    return [
-        each for each in items if f"{each.value}".isprintable()
-    ]  # others would break the answer
+    # Other words would break the lines of the answer
+    return [each for each in items if f"{each.value}".isprintable()]
 
 
 def _command(program: click.Command, words: Sequence[str]) -> click.Command:

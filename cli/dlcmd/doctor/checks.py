@@ -256,8 +256,8 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
     """Whether this host's clock agrees with the clock of `whose`, a store, metadata store or
-    server. It is `ahead_s` seconds ahead (negative: behind), measured with an error of at most
-    `error_s`."""
+    server. This host's clock is `ahead_s` seconds ahead (negative: behind), measured with an error
+    of at most `error_s`."""
     off_s = max(0.0, abs(ahead_s) - error_s)
     direction = "ahead of" if ahead_s > 0 else "behind"
     found = f"this host's clock is {abs(ahead_s):,.1f} s {direction} that of {whose}"

@@ -21,10 +21,10 @@ from .trial import LIMIT_S as TRIAL_LIMIT_S
 
 
 def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -> list[Finding]:
-    """Runs the checks. `target` is a repository's URL, a mount or a folder; None: only the
-    repository of the settings is examined. `quick` tries no mount and measures no bandwidth;
-    `writes` tries to write to the repository. Never raises DieselError: such an error becomes a
-    finding."""
+    """Runs the checks. `target` is the URL of a repository, in place of the one in the settings; or
+    a mount or a folder to check, too (None: neither). `quick` tries no mount and measures no
+    bandwidth; `writes` tries to write to the repository. Never raises DieselError: such an error
+    becomes a finding."""
     findings: list[Finding] = []
     probes: list[Probe] = []
     is_url = target is not None and "://" in target

@@ -20,7 +20,7 @@ SECRET_BYTES_MIN = 4
 """Shorter values stay: replacing them everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
-"""Bytes that are read of each file with secrets."""
+"""The most bytes that are read of each file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",

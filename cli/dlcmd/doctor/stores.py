@@ -210,9 +210,8 @@ def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
     else:
         emit(Finding("metadata", "ok", "SQLite beside the chunks can be used"))
     requested_s = time.time()
-    with suppress(
-        DieselError
-    ):  # SQLite's `now_s` makes a temporary file: that fails in a read-only folder
+    # SQLite's `now_s` makes a temporary file: that fails in a read-only folder
+    with suppress(DieselError):
         theirs_s = meta.now_s()
         now_s = time.time()
         emit(clock_finding((requested_s + now_s) / 2 - theirs_s, where, (now_s - requested_s) / 2))

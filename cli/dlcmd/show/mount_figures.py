@@ -25,7 +25,7 @@ node's master shares, at that master, on another node, or in the object store.""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""A mount that does not answer may end within this time: then that is the error."""
+"""If a mount that does not answer ends within this time, the error is that it has ended."""
 
 NUMBER_END = 1 << 63
 """Numbers of this size or larger, and infinity, count as 0."""

@@ -32,10 +32,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
         by_dataset: dict[str, list[Address]] = {}
         for target in targets:
             by_dataset.setdefault(target.dataset, []).append(target)
-        for (
-            name,
-            chosen,
-        ) in by_dataset.items():  # raises if one does not exist, before any is deleted
+        for name, chosen in by_dataset.items():  # raises, before any is deleted, if one is missing
             _paths(repository.view(name), chosen, recursive=recursive)
         deleted = 0
         for name, chosen in by_dataset.items():

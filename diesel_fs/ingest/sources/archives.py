@@ -16,8 +16,8 @@ has an archive of the same SHA-256, its entries are copied from there.
 **Order.** If files or links of several archives have one path, that of the last named archive
 counts, whichever is packed first: that archive is read again for such paths. A skipped archive is
 read again, too, if an earlier one has replaced an entry of it. An archive's record names the later
-archives that have replaced entries of it (`yields_to`): it is skipped only if this put names them
-behind it, too.
+archives that have replaced entries of the archive (`yields_to`); the archive is skipped only if
+this put names those behind it, too.
 """
 
 import contextlib
@@ -603,8 +603,8 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self) -> None:
-        """Read archives again, so that of several members at one path that of the last archive
-        counts. Raises DieselError."""
+        """If several archives have a member at one path, read the last of these archives again,
+        since its member counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
         view = self._newest_view() if contested else None
