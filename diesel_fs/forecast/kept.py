@@ -368,9 +368,7 @@ def _replay_log(
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
 ) -> list[EpochSources]:
-    logged_by = np.full(
-        len(files), -1, np.int32
-    )  # the node that has each file in its log; -1: none
+    logged_by = np.full(len(files), -1, np.int32)  # the node with each file in its log, or -1
     sources = []
     for each, then in zip(epochs, [*epochs[1:], following], strict=True):
         node = _node_of_rows(job, each)

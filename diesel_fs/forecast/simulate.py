@@ -220,9 +220,8 @@ class _Clock:
         self._now_s = 0.0
         self._iteration = 0
         counts = [len(each.rank) for each in reads]
-        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(
-            np.int64
-        )  # pushes before each epoch
+        # The number of pushes before each epoch
+        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._service = np.concatenate(
             [
                 _service_s(job, files, each, found)
