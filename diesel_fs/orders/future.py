@@ -9,9 +9,9 @@ as that of a validation set, gets a later `start`.
 
 The uses are one sorted array of 64-bit numbers: unit, time and rank in upper, middle and lower
 bits. So the uses of a unit are neighbours in the order of their times, and binary search finds
-them. With its flag a use takes 9 bytes, and a unit takes 12: 0.5 GB for two epochs of 14 million
-entries, which are sorted in 1.5 s. When a reader advances, only the uses that it passes are
-touched.
+them. A use takes 9 bytes (one says whether it is left), and a unit takes 12: 0.5 GB for two epochs
+of 14 million entries, which are sorted in 1.5 s. When a reader advances, only the uses that it
+passes are touched.
 
 Pure. Not safe for concurrent use.
 """

@@ -40,7 +40,7 @@ def part_positions(files: int, rank: int, world: int, *, drop_last: bool) -> Ind
     length = part_length(files, world, drop_last=drop_last)
     if not length:
         return np.empty(0, np.int64)
-    # The last part continues at the start of the order, as in torch
+    # The last parts continue at the start of the order, as in torch
     return np.arange(rank * length, (rank + 1) * length) % files
 
 
