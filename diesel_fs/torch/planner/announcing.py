@@ -29,8 +29,8 @@ class LoaderStreams:
         self.planned_epochs = 0  # the number of these epochs with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """An epoch begins. `indices` are its order as far as it is known. The workers may read up to
-        `lag_entries` places apart in this order."""
+        """An epoch begins. `indices` are its order as far as it is known. The workers may read up
+        to `lag_entries` places apart in this order."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()

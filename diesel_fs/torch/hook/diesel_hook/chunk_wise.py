@@ -3,8 +3,8 @@ chunk`).
 
 Chunk-wise shuffle (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups,
 and the samples of each group are shuffled among themselves. Lengths, seeds and `drop_last` stay
-those of the sampler. A `DistributedSampler` gives each rank a contiguous part, so that each chunk
-is read by one rank.
+those of the sampler. A `DistributedSampler` gives each rank a contiguous part, so that most chunks
+are read by one rank.
 
 A sampler is chunk-wise if it has the attribute `_diesel_chunks` (a `Grouping`). Copies of the
 sampler also have it, so their orders can be predicted.

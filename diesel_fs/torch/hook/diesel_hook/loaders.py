@@ -226,8 +226,8 @@ class LoaderEpoch:
         stream: _LoaderStream,
         lag: int,
     ) -> None:
-        """`lag` is the number of batches that the workers prepare ahead, in any order. With
-        `record` None only times are sent."""
+        """`lag` is the number of batches that the workers prepare ahead, in any order. If `record`
+        is None, only the loop's progress is sent."""
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
@@ -607,9 +607,7 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
 
     try:
         kind.__iter__ = __iter__  # type: ignore[attr-defined] # of whatever class it is
-    except (
-        TypeError
-    ):  # a built-in class such as list: its order does not change, so announce it now
+    except TypeError:  # a class such as list: its order does not change, so announce it now
         epoch.foresee()
         return
     _wrapped.add(kind)
