@@ -122,9 +122,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.transform = transform
         self.target_transform = target_transform
         self.target_loader = target_loader
-        self._order: tuple[int, Indices, Indices] | None = (
-            None  # of `announce`, after the ID of its process
-        )
+        # The ID of the process that called `announce`, and its arguments
+        self._order: tuple[int, Indices, Indices] | None = None
         self._follower = 0  # the ID of the process that loads in an announced order; 0: none
         self._dataset = connect(name, **options)
         try:

@@ -62,8 +62,8 @@ _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
-"""So many reported values are collected before they are copied from their device together, since
-each copy waits for the device."""
+"""When this many reported values are pending, they are copied from their device together: a copy
+waits for the device."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"

@@ -53,9 +53,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
     torch.distributed if it is initialized, otherwise 0 and 1. `group_size` is the number of chunks
-    whose samples are shuffled together. `drop_last`, as in `DistributedSampler`: if the order
-    cannot be cut into equal parts, leave out its last samples; otherwise its first samples come
-    again at the end.
+    whose samples are shuffled together. If the order cannot be cut into equal parts, `drop_last`
+    leaves out its last samples, as in `DistributedSampler`; without `drop_last`, its first samples
+    come again at the end.
     """
 
     def __init__(
