@@ -446,7 +446,7 @@ def _summed(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
     """For each access of one epoch: its push, its unit, the wanted bytes, the number of the cache
-    (and node) that is asked, and the number of files that it reads."""
+    (and node) that serves it, and the number of files that it reads."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]

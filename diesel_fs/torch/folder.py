@@ -166,7 +166,7 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples of a manifest, whose paths begin in `folder`. If files are missing, raises
+    """The samples of a manifest, with paths relative to `folder`. If files are missing, raises
     NoSuchPath (a FileNotFoundError) with the first such line of the manifest."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:

@@ -59,7 +59,7 @@ with samples that are (iCache, section III-D)."""
 
 _LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
+_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
 """When this many reported values are pending, they are copied from their device together: a copy
@@ -237,7 +237,7 @@ class _Draw:
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """Of the shape (2, k): this rank's replaced samples, and their substitutes. None: not yet
+    """This rank's replaced samples and their substitutes, of the shape (2, k). None: not yet
     decided."""
     timed: Indices | None = None
     """The samples of the batches that are timed for `benefit`; this rank reads them first. None:
@@ -251,7 +251,7 @@ class _Sharing:
     jobs: int = 0
     """The jobs that have sent the mount importances, as it has answered; 0: not known."""
     batch_size: int = 0
-    """Of the loader that `enumerate` was called with; 0: not called yet."""
+    """The batch size of the loader that `enumerate` was called with; 0: not called yet."""
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""The batches between two decisions on the number of workers: enough for averages, and so many that
-few of these averages include a start of workers."""
+"""The batches between two decisions on the number of workers: enough for averages, few of which
+then include a start of workers."""
 
 _PAUSE_FACTOR = 10
 """A time from a batch to the loop's next request that is longer than this many times the median

@@ -73,7 +73,7 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         path, number = self.samples[index]
         sample, target = self.loader(path), self._target(number)
         if self.transform is not None:
-            # The user is responsible for a transform that takes what the loader returns
+            # The user is responsible for a transform that takes the loader's result
             sample = self.transform(sample)  # type: ignore[arg-type]
         if self.target_transform is not None:
             target = self.target_transform(target)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from .file_tables import (
 
 Paths = Sequence[bytes]
 Places = dict[ShownVersion, tuple[Entries, Entries]]
-"""By mount: opened or planned files, and for each file the place of its sample in a list of
+"""The opened or planned files by mount, and for each file the place of its sample in a list of
 samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24

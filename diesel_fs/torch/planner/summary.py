@@ -74,7 +74,7 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class Summary:
-    """What a training command has read, and the notes for its user."""
+    """The announcements and the times of a training command, and the notes for its user."""
 
     processes: int = 0
     """Python processes that loaded the hook."""
@@ -115,8 +115,8 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """The lines that tell the user what was announced, how long the loops waited, and the
-        notes; with `again` also the notes that were shown before."""
+        """The lines for the user at the end: the announcements, the time that the loops waited, and
+        the notes; with `again` also the notes that were shown before."""
         lines = []
         if not self.processes:
             lines.append(

@@ -53,7 +53,7 @@ class _Sampler(Protocol):
 
 
 class Grouping(NamedTuple):
-    """What a chunk-wise order of a dataset depends on."""
+    """The chunks of a dataset's samples, and the size of a group of chunks."""
 
     chunks: _Tensor
     """The number of each sample's chunk; -1: not known."""

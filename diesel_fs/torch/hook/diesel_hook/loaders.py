@@ -82,8 +82,8 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
-        """By loader with persistent workers: the dataset of its first epoch, which the workers keep
-        reading."""
+        """For each loader with persistent workers: the dataset of its first epoch, which the
+        workers keep reading."""
         self._count = 0  # the number of loaders that have begun an epoch
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
@@ -91,7 +91,7 @@ class Watch:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a forked child: forget what the parent has sent. For the launcher the child is another
+        """In a forked child: forget the parent's messages. For the launcher the child is another
         process, which has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
