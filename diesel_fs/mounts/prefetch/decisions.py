@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias, TypedDict
 from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
+"""What is pushed without a plan: the chunks of files that were missed, or all chunks, from the
+start."""
 
 UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
 """Predicts the cost of reading each list of entries, from the places of their contents: the latency
@@ -23,8 +25,8 @@ reads share), both in seconds. Latencies of concurrent reads overlap, and transf
 class Push:
     """Watch `markers`, then push the contents of `entries` into the page cache, in this order.
 
-    Either may be empty. `chunk` is the chunk of all entries, -1 if they are of several.
-    `PrefetchPlanner.upcoming` does not foresee urgent pushes.
+    Either may be empty. `chunk` is the chunk of all entries, -1 if they are of several. An urgent
+    push goes before its turn (`turns.py`); `PrefetchPlanner.upcoming` does not foresee it.
     """
 
     chunk: int
@@ -51,7 +53,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to do until something is reported to the planner, or until this time."""
+    """Nothing to do until something is reported to the planner, or until the time `until_s` (None:
+    only a report can change that)."""
 
     until_s: float | None
 
@@ -63,7 +66,8 @@ class PrefetchCounters(TypedDict):
     """Counters since the start of the mount, over all versions of the dataset.
 
     `absent_entries`: pushed files that the kernel did not know. `lost_entries`: pushed files that
-    the kernel has freed. `kept_entries`: files of orders that were resident when their turn came.
+    the kernel has freed. `kept_entries`: files of orders that were resident already when it was
+    their turn to be pushed.
     """
 
     pushes: int
@@ -96,8 +100,11 @@ class StreamStats(TypedDict):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamReading:
-    """The epoch of a stream's next push, the one after it, and a position in the first before which
-    all has been read."""
+    """How far a stream has been read and pushed.
+
+    `current` is the epoch of its next push, `following` the epoch after that; None if there is no
+    such epoch. All files of `current` before the position `read_up_to` have been read.
+    """
 
     name: str
     current: Epoch | None

@@ -82,8 +82,9 @@ class WorkerLink:
         self._answers: dict[int, Message] = {}  # by `id`, until the request takes them
         self._answered: dict[int, trio.Event] = {}  # by `id`, of the requests that wait
         self.worker_stats: Message = {}
-        """The statistics that the worker sent last."""
+        """The statistics that the worker sent last; empty before the first, and after its end."""
         self.alive = True
+        """Whether the worker can still answer: False once the connection is closed."""
 
     async def receive_hello(self, deadline_s: float) -> None:
         """Receive the worker's first message, its process number, before `start_worker`.
@@ -101,7 +102,7 @@ class WorkerLink:
         self.send(message)
 
     def report_miss(self, entry: int) -> None:
-        """Report a READ of an entry, soon."""
+        """Report, soon, a miss: a READ of an entry that has reached the server."""
         if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
@@ -224,8 +225,8 @@ class MountServerLink:
             return []
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that came with the last message. Raises ValueError unless there are
-        `count`."""
+        """The descriptors that have come with messages since the last call; the caller closes them.
+        Raises ValueError unless there are `count`."""
         found, self._received = self._received, []
         if len(found) != count:
             raise ValueError(f"{len(found)} descriptors came with a message instead of {count}")
@@ -238,7 +239,7 @@ class MountServerLink:
         return list(descriptors)
 
     def watch(self, descriptor: int, events: int = select.POLLIN) -> None:
-        """Let `messages` return for these events of a descriptor, too."""
+        """Make `messages` return at these events of a descriptor, too; `ready` names it then."""
         self._poll.register(descriptor, events)
 
     def watch_no_more(self, descriptor: int) -> None:
@@ -246,8 +247,8 @@ class MountServerLink:
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """The messages that have come, waiting for at most this time. Raises EOFError if the server
-        has ended."""
+        """The messages that have come; waits up to `timeout_s` for a message or another watched
+        event. Raises EOFError if the server has ended."""
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self.ready = frozenset(descriptor for descriptor, _ in ready)
         if self._socket.fileno() not in self.ready:
