@@ -19,7 +19,7 @@ class Watches:
     """The watched entries, by the streams that need each watch."""
 
     users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """The streams that need the watch of each entry, with their positions of it."""
+    """By watched entry: the streams that need the watch, each with the entry's position in it."""
     unneeded: dict[int, None] = field(default_factory=dict)
     """Entries that are still watched although no stream needs it; an ordered set."""
 
@@ -46,7 +46,7 @@ class Watches:
         return entry in self.users or entry in self.unneeded
 
     def take_unneeded(self) -> Entries:
-        """Take the entries that the worker shall stop watching."""
+        """Take the entries of `unneeded`; the worker must stop watching them."""
         entries = np.fromiter(self.unneeded, np.uint32)
         self.unneeded.clear()
         return entries
