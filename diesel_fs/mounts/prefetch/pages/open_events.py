@@ -14,7 +14,8 @@ from .mount_files import MountFiles
 
 _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
-"""An event of inotify: the watch, its kind, a cookie, the length of a name that follows."""
+"""The head of an event of inotify: the watch, the kinds of event (a mask), a cookie, and the length
+of a name that follows."""
 
 
 class OpenEvents:
@@ -63,7 +64,8 @@ class OpenEvents:
                 os.close(file)
 
     def read(self) -> list[int]:
-        """The watched files that were opened since the last call, in order. Never waits."""
+        """The entries of watched files that were opened since the last call, in the order of the
+        opens. Never waits."""
         found: list[int] = []
         while True:
             try:
