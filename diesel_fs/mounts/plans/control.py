@@ -39,10 +39,10 @@ from .control_wire import (
 )
 
 DEADLINE_S = 30.0
-"""How long an answer may take. The mount gives its prefetch worker 15 s of this."""
+"""How long an answer may take. The mount waits up to 15 s of this for its prefetch worker."""
 
 ANSWER_ITEMS_MAX = 1 << 14
-"""Items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
+"""The most items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
 
 Epochs: TypeAlias = Sequence[Message]
 """Made by `explicit` and `drawn`."""
@@ -91,11 +91,12 @@ class Control:
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        # One for each process, since a fork may inherit a lock that is held.
+        # A lock for each process, since a fork may inherit a lock that is held.
         self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
-        self._owner = -1
+        self._owner = -1  # the process that has opened the socket
         self.hello: Message = {}
+        """The mount's first answer: facts about the mount (CONTROL.md)."""
         self._identity = identity
         self._version = version
 
@@ -148,13 +149,13 @@ class Control:
         self._extend(stream, rest)
 
     def extend(self, stream: str, epochs: Epochs) -> None:
-        """Adds epochs. If the first one has the number of the last announced epoch, it is appended
-        to that."""
+        """Adds epochs to a stream. If the first of them has the number of the last announced epoch,
+        its entries are appended to that epoch."""
         first, rest = _split(epochs)
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Replaces an announced epoch, from a position on."""
+        """Replaces the entries of an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
@@ -170,7 +171,7 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """The stream will not be read any more."""
+        """Removes a stream: it will not be read any more."""
         self._request({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
@@ -180,7 +181,8 @@ class Control:
 
     def value(self, entries: EntryOrder, importance: float) -> None:
         """Sets one value for all these entries: a finite number that is not negative. Of the
-        entries that no plan names, the page cache drops the least valuable first."""
+        entries that no stream has claimed (pushed ahead of its reader), the mount drops the least
+        valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -239,7 +241,7 @@ class Control:
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """As in `.diesel/stats`, but up to date."""
+        """The statistics of the mount, as in `.diesel/stats`, but up to date."""
         found = self._request({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")

@@ -144,8 +144,8 @@ class PageCache(ABC):
         self._files.release()
 
     def retire(self) -> None:
-        """Stop pushing, dropping and watching, because the page cache of another version is used
-        from now on. `take_contents` and `close` may still be called."""
+        """End the process that drops pages, and all watches: the page cache of another version is
+        used from now on. `take_contents` and `close` may still be called."""
         self.opens.close()
         self._process.close()
 
