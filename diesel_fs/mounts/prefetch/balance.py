@@ -83,7 +83,7 @@ def least_slack_first(
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """When `upcoming` first named a unit, and when its contents are expected."""
+    """When `upcoming` first named a unit, and when its contents should arrive."""
 
     begun_s: float
     due_s: float
@@ -97,11 +97,14 @@ class PlannedPush:
     tracker: StreamTracker
     read_s: float  # latency and transfer, as `UnitCosts` has predicted them
     bytes: int
-    begun_s: float  # when its contents were first asked for
+    begun_s: float  # when its contents were first requested
 
 
 @dataclass(slots=True)
 class Balance:
+    """The policy (see the module). `costs` is None if they are unknown: nothing is balanced
+    then."""
+
     costs: UnitCosts | None
     columns: Columns
     resident_set: ResidentSet
@@ -117,8 +120,8 @@ class Balance:
         return self.costs is not None and len(self.views.trackers) > 1
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The entries of the next `count` units of all streams, those of the unit with the least
-        slack first (see the module)."""
+        """The next `count` units of all streams, as their entries, in the order of their slack (see
+        the module)."""
         names: list[tuple[str, int]] = []  # of all units: the stream, and the first position
         units: list[Entries] = []
         slack_s, cost_s = [np.empty(0)], [np.empty(0)]
@@ -212,7 +215,8 @@ class Balance:
         return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
-        """A row for each unit, with the cost of reading those entries that are not resident."""
+        """The cost of reading those entries of each unit that are not resident: a row for each
+        unit, as `_costs` returns them."""
         assert self.costs is not None
         missing = [self.resident_set.missing(unit) for unit in units]
         rows = np.zeros((len(units), 3))

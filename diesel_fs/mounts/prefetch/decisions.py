@@ -45,8 +45,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these entries are still resident. None is watched: the worker opens them, which
-    would look like a reader's open."""
+    """Look whether these entries are still resident. No entry of them is watched for opens, because
+    the worker opens it to look."""
 
     entries: Entries
 
@@ -83,8 +83,8 @@ class PrefetchCounters(TypedDict):
 class StreamStats(TypedDict):
     """The positions of one stream, which `streams/stream_tracker.py` explains.
 
-    They are counted in the current epoch; `high` and `frontier` exceed its `length` if they are in
-    the next epoch.
+    Positions are counted in the current epoch; `high` and `frontier` exceed its `length` if they
+    are in the next epoch.
     """
 
     name: str
@@ -117,9 +117,9 @@ class PrefetchStats(PrefetchCounters):
 
     `resident_bytes` of `dataset_bytes` are in the page cache, in whole pages, as far as is known.
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
-    policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
-    `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does not fit
-    beside the claimed files.
+    policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many of them had
+    their turn. `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does
+    not fit beside the claimed files.
     """
 
     resident_entries: int

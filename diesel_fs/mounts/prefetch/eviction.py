@@ -1,11 +1,11 @@
 """Chooses which resident entries without claims are dropped first.
 
-Entries of the importance 0 come first: those that readers have passed, oldest first, then the
-others, those that will be read last first. If programs have reported importances, entries of low
-importance follow as long as they take more than `low_bytes_max`, and then the least important of
-high importance (`memory_split.py`). Among both, entries that this epoch still reads go last.
-
-`resident_set.py` reports which entries get and lose claims.
+A *claim* keeps an entry for a reader; `resident_set.py` reports which entries get and lose claims.
+Entries of the importance 0 are dropped first (all have it until programs report others): those that
+readers have passed, oldest first, then the others, beginning with those that will be read last.
+Entries of low importance follow as long as they take more than `low_bytes_max`, and then the least
+important of high importance (`memory_split.py`). Among both, entries that this epoch still reads
+are dropped last.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ from .streams.units import PAGE_BYTES, Columns
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 NextUse: TypeAlias = Callable[[Entries], npt.NDArray[np.float64]]
-"""Returns how far ahead of its reader each entry will be read next; infinite if no stream reads
-it."""
+"""Returns how many positions ahead of its reader each entry will be read next; infinite if no
+stream reads it."""
 
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
@@ -38,6 +38,8 @@ search: a search takes a millisecond then."""
 
 
 class Eviction:
+    """Decides for one `ResidentSet` in which order entries are dropped (see the module)."""
+
     def __init__(self, columns: Columns, resident: Mask, claims: npt.NDArray[np.int32]) -> None:
         """`resident` and `claims` are columns of the `ResidentSet`, which alone changes them."""
         self._columns = columns

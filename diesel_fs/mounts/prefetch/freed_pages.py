@@ -23,9 +23,10 @@ from .streams.watches import Watches
 
 LATE_READ_S = 1.0
 """A miss that comes later than this after the push of its file means that the kernel has freed the
-pages. An earlier one may be of a READ that began before the push."""
+pages. An earlier miss may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
-"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES`."""
+"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES` of a
+reader."""
 SAMPLE_AHEAD_ENTRIES = 8_192
 
 
@@ -40,6 +41,8 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
 
     def push_again(self, entries: Entries) -> None:
+        """Have `next` return these entries, unless they are resident by then, or there are streams
+        and none claims them."""
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:

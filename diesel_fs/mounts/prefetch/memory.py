@@ -31,7 +31,7 @@ def ahead_bytes(part_bytes: int) -> int:
 
 @dataclass(slots=True)
 class Memory:
-    """The memory of one planner."""
+    """The account of one planner's memory."""
 
     budget_bytes: int
     resident_set: ResidentSet

@@ -16,8 +16,9 @@ from .resident_set import ResidentSet
 from .streams.units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
-"""If the kernel frees the pages of a chunk, it is pushed again after 1 s at the soonest, then after
-2, 4 and so on: a machine without memory for them would otherwise push in a loop."""
+"""If the kernel frees the pages of a chunk, the chunk is pushed again after 1 s at the soonest,
+then after 2 s, 4 s and so on, up to 64 s: a machine without memory for it would otherwise push in a
+loop."""
 
 
 class ChunkEntries:
@@ -42,6 +43,7 @@ class ChunkEntries:
         return place
 
     def of(self, chunk: int) -> Entries:
+        """The entries with content of a chunk."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:

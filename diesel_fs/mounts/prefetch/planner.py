@@ -10,14 +10,14 @@ the kernel has forgotten. It calls `next` for a decision, carries it out, and re
 
 Without a plan, a miss pushes the rest of its chunk if that fits the free part of the budget; the
 policy `oneshot` does that for all chunks from the start (`miss_fill.py`). Nothing is dropped for
-such pushes. So a dataset that fits becomes resident as a whole. Of a larger one, the files that
+such pushes. So a dataset that fits becomes resident as a whole. Of a larger dataset, the files that
 came first stay, and READs bring the rest file by file; random misses never make the planner push
-and drop in turns.
+and drop by turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
-is cut into units (`streams/units.py`). A stream *claims* the entries of a unit from the decision to
-push it until its reader has passed them, and claimed entries are not dropped. The package's page
-names the module of each policy.
+is cut into *units*, the files of one push each (`streams/units.py`). A stream *claims* the entries
+of a unit from the decision to push it until its reader has passed them, and claimed entries are not
+dropped. The package's `__init__.py` names the module of each policy.
 """
 
 import math
@@ -55,7 +55,8 @@ from .streams.watches import Watches
 from .turns import UrgentTurns, soonest_stream
 
 STILL_DIVISOR = 4
-"""A still stream gets room only while this part of the budget (a quarter) stays free."""
+"""A still stream (its reader gives no sign, see `streams/stream_views.py`) gets room only while
+this part of the budget (a quarter) stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
 """After a failed push, the first and the longest pause before the next one."""
@@ -283,7 +284,8 @@ class PrefetchPlanner:
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """The decision for now. The result of any but Idle is reported before the next call."""
+        """The next decision. The caller carries it out and reports the result (of all but Idle)
+        before it calls this again."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
         heap = self.resident_set.eviction.heap
@@ -329,12 +331,12 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        """The unit that a reader needs soonest, or a drop that makes room for it; None if no stream
-        has anything to push."""
+        """A push of the unit that a reader needs soonest, or a drop that makes room for it; None if
+        no stream has anything to push, or there is no room."""
         if not self.views.has_streams:
             return None
         without_room: set[str] = set()  # streams that get nothing in this decision
-        markers: list[int] = []  # of units with nothing to push
+        markers: list[int] = []  # of units that were skipped, as they had nothing to push
         last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         is_balanced = self._balance.is_active
         may_wait = is_balanced  # a stream lets others go first until its contents have arrived

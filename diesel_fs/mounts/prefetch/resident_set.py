@@ -23,7 +23,8 @@ LATELY_S = 1.0
 need not be pushed."""
 
 _ONE = np.int32(1)
-"""One claim, of their column's type: without conversions `ufunc.at` is twenty times as fast."""
+"""One claim, in the type of the column `claims`: without a conversion `ufunc.at` is twenty times as
+fast."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Clock:
         self.now_s = now_s
 
     def since_start_s(self, now_s: float) -> float:
-        """A time as `ResidentSet` counts it."""
+        """A time as `ResidentSet` counts it: in seconds since the first report."""
         return now_s - self.start_s
 
     def inherit(self, old: "Clock") -> None:
@@ -162,5 +163,6 @@ class ResidentSet:
         return np.concatenate(victims)
 
     def victims_dropped(self, victims: Entries) -> None:
+        """Note that entries that `victims` has chosen are dropped."""
         self.eviction.note_dropped(victims)
         self.remove(victims)

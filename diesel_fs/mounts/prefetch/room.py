@@ -74,7 +74,7 @@ class Room:
         farthest = max(others, key=self.ahead_s, default=None)
         if farthest is None:
             return None
-        # Positions of readers are known to about a marker, so two more are allowed for.
+        # A reader's position is known only to about a marker, so two markers are allowed for.
         allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.reader.rate or 1)
         if self.ahead_s(farthest) > allowed_s and self._retreat(farthest):
             return self._drop(need_bytes)

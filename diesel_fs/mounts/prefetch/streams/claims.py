@@ -121,7 +121,8 @@ class Claims:
         return np.concatenate(released)
 
     def lower_floor(self, position: int) -> None:
-        """The reader has gone back: units are cut again from there; claims ahead stay."""
+        """Lower the floor to a position to which the reader has gone back. Units are cut again from
+        there on; claims ahead stay."""
         epochs = self.order.epochs
         self.floor = max(position, epochs[0].base if epochs else position)
         for number, state in enumerate(epochs):

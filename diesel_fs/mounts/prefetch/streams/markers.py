@@ -35,7 +35,7 @@ class Markers:
         return min(number * MARKER_STRIDE, self.length - 1)
 
     def number(self, position: int) -> int:
-        """The number of the marker at a position that has one."""
+        """The number of the marker at a position; there must be a marker."""
         return position // MARKER_STRIDE if position % MARKER_STRIDE == 0 else len(self.opened) - 1
 
     def has(self, position: int) -> bool:
@@ -53,7 +53,7 @@ class Markers:
             self.opened[self.number(position)] = True
 
     def open_before(self, position: int) -> None:
-        """Count the markers before a position as opened, without the epoch's last one."""
+        """Count the markers before a position as opened, except the epoch's last marker."""
         self.opened[: max(-(-position // MARKER_STRIDE), 0)] = True
 
     def move_to(self, position: int) -> None:
@@ -65,8 +65,9 @@ class Markers:
         self.done = int(np.count_nonzero(self.opened))
 
     def advance(self, high: int, waited_for: int) -> int | None:
-        """Pass the first markers that are opened or at least `waited_for` positions behind `high`.
-        Returns the position behind the last one passed; None if none has been."""
+        """Pass markers in their order, as long as they are opened or at least `waited_for`
+        positions behind `high`. Returns the position behind the last marker passed; None if no
+        marker has been passed yet."""
         while self.done < len(self.opened):
             behind = high - self.position(self.done)
             if not self.opened[self.done] and behind < waited_for:

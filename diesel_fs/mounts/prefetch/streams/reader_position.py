@@ -4,8 +4,9 @@ A reader may have several workers (processes of a DataLoader), which read at dif
 All positions before `low` have been read, and `high` is behind the farthest one that was read.
 
 Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
-of a marker file and each READ of one of the stream's files is a *sign*. Another program may have
-made it, so a sign far from the reader is believed only together with others.
+of a marker file (`markers.py`) and each READ of one of the stream's files is a *sign* of the
+reader. But another program may have made it, so a sign far from the reader is believed only
+together with others.
 """
 
 import math
@@ -24,7 +25,8 @@ LAG_ENTRIES_MAX = 65_536
 """A reader with workers that seem further apart than this does not follow the order."""
 
 BATCHES_IN_FLIGHT = 32
-"""Batches that the workers of a DataLoader read at once: 16 workers, 2 prefetched by each."""
+"""How many batches the workers of a DataLoader are assumed to read at once: 16 workers, 2 batches
+prefetched by each."""
 
 SIGNS_MIN = 3
 """How many signs near each other make a jump of the reader believable. A single sign may come from
@@ -46,7 +48,7 @@ SPREAD_SIGNS = 16
 """`spread` follows a shrinking distance between the workers over about this many signs."""
 
 UNCONFIRMED_MAX = 64
-"""How many signs are remembered before they are believed."""
+"""How many signs that are not believed yet are remembered."""
 
 SILENT_S = 600.0
 """A reader without a sign for this time may have been killed, and no version switch waits for
@@ -141,7 +143,7 @@ class ReaderPosition:
         self._unconfirmed[position] = is_sure
         reach = self.reach()
         nearby = [other for other in self._unconfirmed if abs(other - position) <= reach]
-        epoch = self.order.epoch_at(self.high)  # a short one may have fewer markers than SIGNS_MIN
+        epoch = self.order.epoch_at(self.high)  # a short epoch has fewer markers than SIGNS_MIN
         needed = min(SIGNS_MIN, len(epoch.markers.opened)) if epoch else SIGNS_MIN
         if len(nearby) < needed or 2 * len(nearby) < len(self._unconfirmed):
             return []
@@ -169,8 +171,8 @@ class ReaderPosition:
     # Position
 
     def reach(self) -> int:
-        """A number of positions: a sign that is no farther ahead of `high` is believed at once, and
-        a marker that is no farther behind `high` is waited for."""
+        """How far from `high`, in positions, a sign ahead may be believed at once, and a marker
+        behind is still waited for."""
         return max(min(self.lag, self.order.capacity), 2 * MARKER_STRIDE)
 
     def is_far(self, position: int) -> bool:

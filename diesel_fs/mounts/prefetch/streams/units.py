@@ -37,8 +37,8 @@ URGENT_BYTES_MIN = 64 << 10
 ms each bring 200 MB/s."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
-"""A chunk of which an epoch reads less than both gets no unit of its own: that would cost as many
-decisions and fetches as a large one."""
+"""If an epoch reads fewer entries and fewer bytes of a chunk than these, the chunk gets no unit of
+its own: that would cost as many decisions and fetches as a large unit."""
 
 
 @dataclass(frozen=True, slots=True)
