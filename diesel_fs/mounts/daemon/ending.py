@@ -34,8 +34,9 @@ NEXT_READ_S = 0.02
 """In a native mount, the longest time between a READ and the next one of the same read."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
-"""The supervisor sends it once to unmount, and twice to end at once. SIGTERM from other processes
-unmounts as well, but does not count: they may have signalled the supervisor too."""
+"""The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
+unmounts as well, but does not count as one of the two: that process may have signalled the
+supervisor, too."""
 
 ORPHANED_SIGNAL = signal.SIGUSR2
 """The kernel sends it when the supervisor was killed. The server then aborts the connection, since
@@ -57,7 +58,7 @@ class MountEnd:
         self._vfs = vfs
         self._grace_s = grace_s
         self._mount_id = found.tree.mount_id if found else 0  # a native session has its own
-        self._abort_file = syscalls.open_abort(self.device)
+        self._abort_file = syscalls.open_abort(self.device)  # -1: this user may not abort
 
     async def handle_signals(
         self,

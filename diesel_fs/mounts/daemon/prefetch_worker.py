@@ -85,7 +85,7 @@ IDLE_S_MAX = 5.0
 """How long the loop waits for messages and events if nothing is due."""
 
 UNITS_AHEAD = 16
-"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
+"""How many pushes are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
 """How many misses of one message are used; of more, an even sample. Each is looked up in every
@@ -143,6 +143,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
+    """Maps the push status, which the server shares, and the image of a native mount's tree."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -156,6 +157,8 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
+    """The loop (see the module). `switch_version` sets the attributes that are declared here."""
+
     _snapshot: Snapshot
     _feed: OrderLogFeed
     _page_cache: PageCache
@@ -429,7 +432,7 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        if not push.is_urgent:  # reads under way go on during an urgent one
+        if not push.is_urgent:  # during an urgent push, reads ahead go on as they are
             self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
         if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:

@@ -272,7 +272,7 @@ class _Server:
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        if not isinstance(session, NativeSession):  # which has done so itself
+        if not isinstance(session, NativeSession):  # a native session has done so itself
             syscalls.tune(self._end.device)  # the kernel's first request would have reset this
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
@@ -288,7 +288,7 @@ class _Server:
         if isinstance(session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._end.is_ready = True
-        with suppress(BrokenPipeError):  # the supervisor was killed; a signal says so
+        with suppress(BrokenPipeError):  # the supervisor was killed: ORPHANED_SIGNAL comes
             os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
             os.dup2(2, 1)  # closes the report: the starter waits for its end
@@ -376,6 +376,7 @@ class _Server:
             self._control.set_hello(self._hello())
 
     async def _lease_and_follow(self) -> None:
+        """Takes the lease of the first version; then, if the mount follows, runs the watcher."""
         await trio.to_thread.run_sync(
             self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
         )

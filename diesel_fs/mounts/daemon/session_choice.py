@@ -35,10 +35,11 @@ from ..versions.watcher import VersionWatcher
 log = logging.getLogger("diesel.mount")
 
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
-"""The best first: `--session auto` takes the first of them that works here."""
+"""The names of the sessions, the best first: `--session auto` takes the first that works here."""
 
 RETIRED_DIVISOR = 4
-"""In a mount that follows, this part of the server's memory is for all retired versions."""
+"""In a mount that follows its dataset, this part (a quarter) of the server's memory is for all
+retired versions together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ServedMount:
     watcher: VersionWatcher | None
     """None unless the mount follows its dataset."""
     notes: Sequence[str]
-    """Why no better session is used, one sentence each; empty if there is no better session."""
+    """Why better sessions cannot be used, and the note of a native session; may be empty."""
 
     def switching(self, request: MountRequest, link: WorkerLink) -> Switching:
         """How this mount, which follows its dataset, switches to another version."""
@@ -160,7 +161,7 @@ class SessionChoice:
         return vfs, reader, watcher
 
     def _make_native(self, vfs: Vfs) -> tuple[NativeSession, int]:
-        """The session, and the file of its image. Raises SessionUnsupported, DieselError."""
+        """The session, and a descriptor of its image. Raises SessionUnsupported, DieselError."""
         self._report_step("making the tree of the native session")
         try:
             image, file = open_image(self._snapshot, _shown(self._request))

@@ -56,6 +56,8 @@ PREDICT_FROM_DIVISOR = 2
 
 @dataclass(slots=True)
 class _ListStream:
+    """The stream of a list, for all epochs of the list."""
+
     name: ListName  # the list of the last epoch that was announced
     is_predicted: bool  # no program has read the list of that epoch yet
     finished_s: float = math.inf  # when all epochs were first seen to be read
@@ -286,8 +288,8 @@ class PlanCommands:
 
     def predict_next_epochs(self, now_s: float) -> None:
         """Announces the next epoch of lists if half of the last announced one has been read, and
-        withdraws streams that were read to their end long ago. Cheap: the worker calls it all the
-        time."""
+        withdraws streams that were read to their end `FINISHED_S` ago. Cheap: the worker calls this
+        in each turn of its loop."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s

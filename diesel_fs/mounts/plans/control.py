@@ -45,14 +45,14 @@ ANSWER_ITEMS_MAX = 1 << 14
 """The most items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
 
 Epochs: TypeAlias = Sequence[Message]
-"""Made by `explicit` and `drawn`."""
+"""Epochs for `Control`, each made by `explicit` or `drawn`."""
 
 
 def explicit(
     *, epoch: int, entries: EntryOrder, exact: bool = True, bounds: Sequence[int] | None = None
 ) -> Message:
     """An epoch given by its entries, in the order of reading. `exact` is False for a prediction;
-    `bounds` are the positions behind each batch. Raises UsageError."""
+    `bounds` has for each batch the position behind its last entry. Raises UsageError."""
     fields: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
     if bounds is not None:
         fields["bounds"] = np.asarray(bounds, "<i8").tobytes()
@@ -71,8 +71,9 @@ def drawn(
     below: int = 0,
     exact: bool = True,
 ) -> Message:
-    """An epoch given by the parameters of its shuffle, which the mount draws itself. `kind` is
-    `chunk` (chunk-wise) or `full`; `below` is the index of the folder that is shuffled."""
+    """An epoch given by the parameters of its shuffle (`orders/computed.py`), which the mount draws
+    itself. `kind` is `chunk` (chunk-wise) or `full`; `below` is the index of the folder whose files
+    are shuffled; `exact` is False for a prediction."""
     fields: Message = {
         "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
         "drop_last": drop_last, "below": below,
@@ -139,7 +140,8 @@ class Control:
         stream of the same name.
 
         With `tentative`, nothing is pushed until the reader has been seen to follow the order.
-        `lag_entries` is how far apart in the order the stream's workers may read; 0 if unknown.
+        `lag_entries` is how many positions of the order the stream's workers may be apart; 0 if
+        unknown.
         """
         first, rest = _split(epochs)
         self._request(
@@ -201,9 +203,9 @@ class Control:
         """Sets the values of entries, one for each: finite numbers that are not negative. Returns
         how many jobs have set any.
 
-        If several jobs use the mount, each gives its name, and how many times faster its batches
+        If several jobs use the mount, each gives its name, and how many times as fast its batches
         arrive with the cache (`benefit`); their values are merged. With `substitutes`, the job
-        accepts other resident entries instead of entries of low importance.
+        accepts resident entries of low importance in place of others.
         """
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
@@ -271,7 +273,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _request(self, message: Message) -> Message:
-        """Raises the error in the answer."""
+        """Sends a request and returns the answer. Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -305,7 +307,7 @@ class Control:
                 )
             return unpack(self._receive(length), ANSWER_ITEMS_MAX)
         except BaseException as error:
-            self.close()  # its next answer could belong to this request
+            self.close()  # the next answer on this connection could belong to this request
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
                     f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
@@ -333,7 +335,7 @@ class Control:
 def _connect(mountpoint: str) -> socket.socket:
     path = os.path.join(mountpoint, ".diesel", "control")
     try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container the socket is there itself
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container this is the socket itself
             path = os.readlink(path)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error

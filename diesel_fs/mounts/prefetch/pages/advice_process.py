@@ -21,7 +21,7 @@ from ....system import syscalls
 log = logging.getLogger("diesel.mount")
 
 PIECE_PARTS = 256
-"""Parts in one message; a pipe's buffer holds several such messages."""
+"""The most parts in one message; a pipe's buffer holds several such messages."""
 
 PIECES_MAX = 8
 """The most messages without an answer: their files may still be in memory, while the planner counts
@@ -54,12 +54,12 @@ class AdviceProcess:
         self._make = make
         self._kept_file = kept_file
         self.pid = 0
-        """The process; 0 while there is none."""
-        self._pieces = self._answers = -1  # pipes
+        """The ID of the process; 0 while there is none."""
+        self._pieces = self._answers = -1  # descriptors of the pipes
         self.sent = 0
         """How many pieces were sent."""
         self.done = 0
-        """How many of them are done, or were lost with a process that was killed."""
+        """How many pieces are done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
         """Have the kernel advised soon, in the order of these calls. While too many messages are
@@ -116,8 +116,8 @@ class AdviceProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """Start the process now, unless it runs. It keeps a copy of all memory that the worker
-        changes later, so the earlier the better."""
+        """Start the process now, unless it runs. The process keeps a copy of all memory that the
+        worker changes later, so the earlier it starts, the less it takes."""
         if self.pid:
             return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)
@@ -149,7 +149,8 @@ def _serve(advise: Advise, pieces: int, answers: int) -> None:
 
 
 def _close_all_but(*open_files: int) -> None:
-    """Close all files of the worker: the connection to the kernel must end with the worker."""
+    """Close all other descriptors: the connection to the kernel must end with the worker, although
+    this process may still run."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in open_files:
             with suppress(OSError):

@@ -91,7 +91,7 @@ class ReadPages:
     of them."""
 
     content: int  # a descriptor of the content file
-    has_reads: bool = False  # there may be such pages
+    has_reads: bool = False  # whether there may be such pages
     _read_s: float = 0.0  # of the last READ
     _look_s: float = 0.0  # of the next look
 
@@ -324,9 +324,9 @@ class ContentPageCache(PageCache):
     # Residency
 
     def is_lost(self, entry: int) -> bool:
-        """Looks at the entry's neighbours in the content file, not at the entry: the READ may have
-        filled its pages again already, or be one by which the kernel has read ahead, and then the
-        neighbours are still resident."""
+        """Looks at the entry's neighbours in the content file: if all are resident, the kernel has
+        probably just read ahead. The entry itself does not count, because the READ may have filled
+        its pages again already."""
         blocks, order = self._image.start_blocks, self._image.order
         at = int(np.searchsorted(blocks, self._image.first_block[entry]))
         near = order[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]

@@ -14,8 +14,8 @@ from ....system import syscalls
 from .advice_process import Parts
 
 FOLDERS_OPEN = 256
-"""Folders of the mount that stay open for opening their files; the least recently used is
-closed."""
+"""How many folders of the mount stay open, so that their files can be opened; of more, the least
+recently used is closed."""
 
 ADVISED_BYTES = 128 << 10
 """The most bytes for one advice: at one WILLNEED the kernel reads no more than it reads ahead in a

@@ -1,7 +1,7 @@
 """Reports when readers open watched files of a mount (inotify).
 
-The prefetch worker watches the marker files of orders (`../streams/watches.py`). Used by one
-thread.
+The prefetch worker watches the marker files of orders (`../streams/watches.py`). One thread uses an
+`OpenEvents`.
 """
 
 import os
@@ -29,9 +29,9 @@ class OpenEvents:
         self._mount_files = files
         self._keeps_files_open = keeps_files_open
         self.descriptor = syscalls.inotify_init()
-        """Readable when a watched file has been opened."""
+        """A descriptor that is readable when a watched file has been opened."""
         self.files: dict[int, int] = {}
-        """The descriptors that are kept open, by entry."""
+        """By entry: the descriptor of a watched file that is kept open."""
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
 

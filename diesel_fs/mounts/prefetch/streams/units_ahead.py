@@ -121,15 +121,15 @@ class UnitsAhead:
         return _unit(state, positions, is_urgent=True)
 
     def claim(self, unit: NextUnit) -> None:
-        """Claim an urgent unit, or the unit at the frontier."""
+        """Claim a unit that `urgent` or `peek` has returned."""
         self.claims.claim(unit.state, unit.positions, unit.markers)
         if not unit.is_urgent:
             assert unit.state.queue is not None
             unit.state.queue.next += 1
 
     def has_share_left(self) -> bool:
-        """Whether the unit at the frontier fits the stream's share of the memory. Call this after
-        `frontier` has returned a position."""
+        """Whether the unit at the frontier fits the stream's share of the memory beside its claims.
+        Call this after `frontier` has returned a position."""
         _, queue = self._at_frontier()
         start, end = queue.units.starts[queue.next : queue.next + 2].tolist()
         claimed = self.order.claimed_end() - self.claims.floor
