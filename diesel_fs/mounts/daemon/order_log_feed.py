@@ -1,4 +1,4 @@
-"""Feeds the order logs of a mount: makes logs if they pay, and reports to them the files read.
+"""Feeds the order logs of a mount: makes logs if they pay, and reports readers' progress to them.
 
 Order logs (`cache/order_logs/`) have the files of an order one behind the other on a disk. While an
 epoch is read, its files are copied to the log of the next one. The prefetch worker reads from

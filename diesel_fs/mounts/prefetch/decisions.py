@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias, TypedDict
 from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
-"""What is pushed without a plan: the chunks of files that were missed, or all chunks, from the
-start."""
+"""Which contents are pushed without a plan: the chunks of files that were missed, or all chunks,
+from the start."""
 
 UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
 """Predicts the cost of reading each list of entries, from the places of their contents: the latency
