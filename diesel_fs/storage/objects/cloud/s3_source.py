@@ -60,7 +60,8 @@ class _Stream(Protocol):
 
 
 class S3Source:
-    """Nothing is sent and no credential is read before the first request."""
+    """The requests to one S3 bucket. Nothing is sent and no credential is read before the first
+    one."""
 
     def __init__(self, location: BucketLocation, limits: AttemptLimits | None = None) -> None:
         self.location = location
@@ -208,7 +209,8 @@ def _is_set(name: str) -> bool:
 
 
 def _trusted() -> str | None:
-    """The machine's certificates; None if a variable that botocore reads names others."""
+    """The file of the machine's certificates; None if a variable that botocore reads names
+    another."""
     if os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE"):
         return None
     return ssl.get_default_verify_paths().cafile
