@@ -72,8 +72,8 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
-    """Candidates have equal fingerprints, by path. Their names are compared, and then, level by
-    level, their folders."""
+    """The entry of `old` with each `new` entry's path and kind. Candidates have equal fingerprints.
+    Their names are compared, and then, level by level, their folders."""
     candidates, is_ambiguous = _candidates(old, new)
     has_candidate = np.flatnonzero(candidates >= 0)
     same = _same_names(old, candidates[has_candidate], new, has_candidate)

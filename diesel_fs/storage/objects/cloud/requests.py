@@ -122,6 +122,7 @@ class ResponseBody:
         slowly."""
         done = done_at_check = 0
         checked_s = time.monotonic()
+        # As if all `REQUESTS_MAX` requests shared a link that is just fast enough
         check_bytes_min = self._limits.stall_s * self._limits.bytes_per_s_min / 64
         try:
             for piece in self._result.stream(min_chunk_size=1):
