@@ -222,8 +222,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The columns of a chunk that is being built. A body's offset is the sum of the lengths before
-    it."""
+    """The columns of a chunk that is being built. Bodies (the stored contents) follow one another,
+    so a body's offset is the sum of the lengths before it."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -389,8 +389,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """Entries that contradict their bytes in `body`. `body_start` is the offset of `body` in the
-    object, if it is not the whole body."""
+    """The places of entries that contradict their bytes in `body`. `body_start` is the offset of
+    `body` in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]

@@ -248,7 +248,8 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """ "auto" tries the middle of a large content first."""
+        """The content packed by lz4, or None. With "auto" the middle of a large content is tried
+        first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

@@ -186,6 +186,8 @@ def _separator(header: str) -> str:
 
 
 class _Table:
+    """Reads the rows of a manifest."""
+
     def __init__(self, content: bytes, name: str) -> None:
         """Raises UsageError."""
         if content.startswith(_UTF_16):

@@ -49,7 +49,7 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """The columns of an image (FORMAT.md, section 8)."""
+    """An image's columns about the content file (FORMAT.md, section 8)."""
 
     first_block: layout.U4
     order: layout.U4
@@ -119,7 +119,8 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """Raises ImageTooLarge for a content so large that sums of blocks could overflow."""
+    """How many blocks contents of these sizes take. Raises ImageTooLarge for a content so large
+    that sums of blocks could overflow."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -164,7 +165,8 @@ class _Kept:
     """The contents of the earlier image."""
 
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """Chunk numbers are those of `chunk_id`, the snapshot's table."""
+        """`chunk_id` is the snapshot's table of chunks: the numbers of chunks here are indices in
+        that."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)

@@ -39,8 +39,8 @@ class Image:
     """An image in memory or mapped. Immutable."""
 
     def __init__(self, buffer: Bytes, *, verify: bool) -> None:
-        """Raises a leaf of FormatError. Trailer and lengths are always checked; `verify` compares
-        all checksums, too, at some 20 GB/s."""
+        """`buffer` has the whole file. Raises a leaf of FormatError. Trailer and lengths are always
+        checked; `verify` compares all checksums, too, at some 20 GB/s."""
         view = memoryview(buffer).cast("B")
         fields, parts = _parse_trailer(view)
         if verify:

@@ -433,13 +433,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """`out` begins at byte `base` of all inodes."""
+        """Copy inodes to their places in `out`, which begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Batches of the files of more than one block, or of all others."""
+        """Batches of the files of more than one block (`large`), or of all other files."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -490,7 +490,7 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """`at` has each run's first byte in `out`."""
+        """List the items of runs. `at` has each run's first byte in `out`."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 

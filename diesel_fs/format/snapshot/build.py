@@ -611,7 +611,8 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """`links` are all rows of links, `many` those of files of several extents."""
+        """The data of rows. `links` are all rows of links, `many` those of files of several
+        extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK

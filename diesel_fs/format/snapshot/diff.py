@@ -35,7 +35,7 @@ class SnapshotDiff:
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """A flag for each entry of `old`."""
+        """For each entry of `old`, whether it was removed or changed."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result

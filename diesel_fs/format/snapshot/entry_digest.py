@@ -104,7 +104,7 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add those of these entries that are files of one extent."""
+        """Add the files of one extent among these entries."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))

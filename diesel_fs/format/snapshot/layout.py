@@ -182,9 +182,9 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
-    """The columns are views of `buffer`. Raises a leaf of FormatError. Compares all checksums.
-    `verify` also checks columns against each other; a private copy was verified when it was
-    written."""
+    """The header and the columns of a snapshot; the columns are views of `buffer`. Raises a leaf of
+    FormatError. Compares all checksums. `verify` also checks columns against each other; a private
+    copy was verified when it was written."""
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")

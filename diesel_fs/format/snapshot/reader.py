@@ -141,8 +141,9 @@ class Snapshot:
     """All metadata of one dataset at one version."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
-        """Raises a leaf of FormatError. `verify=False` is for a private copy, which was verified
-        when it was written: then only checksums are compared, at 30 GB/s."""
+        """`buffer` has the whole file. Raises a leaf of FormatError. `verify=False` is for a
+        private copy, which was verified when it was written: then only checksums are compared, at
+        30 GB/s."""
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
         self.columns = columns

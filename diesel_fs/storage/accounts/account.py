@@ -46,7 +46,7 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """A greater role allows all that a smaller one does."""
+    """What a user may do with a dataset. A greater role allows all that a smaller one does."""
 
     NONE = 0
     READ = 1
@@ -122,7 +122,7 @@ Accounts = Mapping[str, Account]
 
 
 def check_user_name(name: str) -> str:
-    """Return the name, or raise UsageError."""
+    """Return the name. Raises UsageError if no user can have it."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
@@ -156,7 +156,7 @@ def public_key_text(public: bytes) -> str:
 
 
 def parse_public_key(text: str) -> bytes:
-    """Ignores space around the key. Raises UsageError."""
+    """The key in a text that `public_key_text` made. Ignores space around it. Raises UsageError."""
     stripped = text.strip()
     try:
         public = b64decode(stripped.removeprefix(PUBLIC_KEY_PREFIX), validate=True)

@@ -25,8 +25,8 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """All methods block. `storage/metadata/redis/store.py` describes which writes survive a crash
-    of Redis."""
+    """The table of accounts in a Redis. `storage/metadata/redis/store.py` describes which writes
+    survive a crash of Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

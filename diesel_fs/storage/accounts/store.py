@@ -67,7 +67,7 @@ class AccountTable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Repeatable."""
+        """Close all connections. Repeatable."""
 
 
 class AccountFile(AccountTable):

@@ -161,7 +161,7 @@ class CommitLock:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Repeatable."""
+        """Let commits go on. Repeatable."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -345,8 +345,9 @@ class MetadataStore(ABC):
 
 
 class RenewingCommitLock:
-    """A commit lock that is taken only when needed, and renewed until the work is done. A context
-    manager, for one thread: call `lock`, and `renew` again and again during the work."""
+    """A commit lock (`MetadataStore.lock_commits`) that is taken only when needed, and renewed
+    until the work is done. A context manager, for one thread: call `lock`, and `renew` again and
+    again during the work."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store
@@ -404,5 +405,5 @@ def no_such_dataset_error(dataset: str | UUID) -> NoSuchDataset:
 
 
 def corrupt_store_error(what: str) -> CorruptError:
-    """`what` names the unexpected content."""
+    """The error for unexpected content, which `what` names."""
     return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

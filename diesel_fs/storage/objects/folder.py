@@ -57,7 +57,8 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """LEFTOVER is a temporary file of a put, FOREIGN anything that DIESEL-FS did not write."""
+    """What a name in the folder stands for. LEFTOVER is a temporary file of a put, FOREIGN anything
+    that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -65,7 +66,7 @@ class _Sort(Enum):
 
 
 class FolderStore(ObjectStore):
-    """`root` is a real absolute path."""
+    """The object store in the folder `root`, a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
         """Callers use `open` or `create`."""

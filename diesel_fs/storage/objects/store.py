@@ -197,7 +197,7 @@ class ChunkReader(Protocol):
 
 
 class ObjectStore(ABC):
-    """Named, immutable byte strings. Only leases may change (`replace`).
+    """Named, immutable byte strings. Only leases and records of archives may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
     NoSpaceError, and ObjectStoreError for other failures. ObjectMissing means that the store is
@@ -318,9 +318,10 @@ class FastReads:
         self._store.read_into(name, start, buffer)
 
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
+        """Fill the buffer as `read_into`, if that needs no waiting, not even for a disk; otherwise
+        return False, at once.
 
-        After False the buffer's content is undefined. An error is a False, too: `read_into` then
+        After False the buffer's content is undefined. An error gives False, too: `read_into` then
         raises it.
         """
         return False
@@ -341,8 +342,8 @@ class FastReads:
 
 
 class Housekeeping:
-    """Calls that list, repair and purge. This class suits a store without leftovers and foreign
-    files; other stores offer a subclass."""
+    """Calls for listing, repairing and purging. This class suits a store without leftovers and
+    foreign files; other stores offer a subclass."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store

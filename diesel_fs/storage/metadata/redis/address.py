@@ -59,8 +59,9 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """Raises ConfigError, without the URL in its message, and PermissionDenied for a password file
-    that others may read."""
+    """The address in a URL, with the user and password from the URL or `environment`. Raises
+    ConfigError, without the URL in its message, and PermissionDenied for a password file that
+    others may read."""
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)

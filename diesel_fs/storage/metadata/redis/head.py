@@ -49,6 +49,8 @@ class ScriptRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisHead:
+    """A dataset's head, with all that a client needs to read the dataset's entries (`keys.py`)."""
+
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks whose record has version 0
@@ -63,8 +65,8 @@ class HeadReader:
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """The reply without its first word. For some first words, raises UnknownDataset,
-        ScriptRejected or a DieselError."""
+        """Run a script on the head's slot. Returns the reply without its first word; for some first
+        words, raises UnknownDataset, ScriptRejected or a DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 

@@ -136,7 +136,7 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """The keys in the head's slot."""
+    """A dataset's keys in the head's slot."""
 
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
@@ -172,7 +172,8 @@ class Generation:
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """`letter` is one of `BUCKET_KEYS`; `bucket` a number, or a folder in it."""
+        """The key of a bucket's value. `letter` is one of `BUCKET_KEYS`; `bucket` a number, or a
+        folder in it."""
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
@@ -225,7 +226,8 @@ class Changes:
 
 
 def unpack_changes(packed: bytes, buckets: int) -> Changes:
-    """`buckets` is the number of the generation's buckets. Raises CorruptError."""
+    """Unpack what `Changes.pack` has packed. `buckets` is the number of the generation's buckets.
+    Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
@@ -248,7 +250,8 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """`buckets` is the number of the generation's buckets. Raises CorruptError."""
+    """Unpack what `pack_piece_counts` has packed. `buckets` is the number of the generation's
+    buckets. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -268,7 +271,8 @@ class ChunkFacts(NamedTuple):
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
-    """`first` is the version of a chunk whose record has version 0. Raises CorruptError."""
+    """Unpack a value in the hash `c`. `first` is the version of a chunk whose record has version 0.
+    Raises CorruptError."""
     if len(packed) < CHUNK.size:
         raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
@@ -291,7 +295,7 @@ def task_keys(digest: bytes) -> tuple[bytes, bytes]:
 
 
 def sync_key(number: int) -> bytes:
-    """A key to write before `WAITAOF`; different numbers have different slots."""
+    """The key `dfs:{sync.N}:` for a number, which chooses the slot and so the node."""
     return b"dfs:{sync.%d}:" % number
 
 

@@ -163,7 +163,7 @@ class RedisLink:
 
     @property
     def nodes(self) -> RedisNodes:
-        """Raises MetadataError after `close`."""
+        """The servers. Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
         return self._open_nodes

@@ -130,8 +130,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """An empty Redis is an empty store. `buckets` is for new datasets; other parameters and
-        errors as in `open_link`."""
+        """Connect to the Redis at a URL; an empty one is an empty store. `buckets` is for new
+        datasets; other parameters and errors as in `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -299,7 +299,8 @@ class RedisMetadata(RebuildingStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
-        """Try once to remove those of `chunks` that are empty. False: call again."""
+        """Try once to remove those of `chunks` that are empty. Returns False if it must be called
+        again."""
 
         def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
             records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)

@@ -125,7 +125,8 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """Generation, transaction, changes, whether it frees memory."""
+        """The first arguments of BEGIN and COMMIT: generation, transaction, changes, whether it
+        frees memory."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:

@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """0 or 1 if the file is not split."""
+        """The number of the file's extents; 0 or 1 if it is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 

@@ -228,7 +228,8 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
-        """Raises ObjectMissing (also for a missing bucket)."""
+        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
+        bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
@@ -258,7 +259,7 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """Nothing is sent before the first page is taken."""
+        """The library's listing. Nothing is sent before the first page is taken."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -274,7 +275,7 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Raises AttemptFailed if none of the `REQUESTS_MAX` slots gets free in time."""
+        """Take one of the `REQUESTS_MAX` slots. Raises AttemptFailed if none gets free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(

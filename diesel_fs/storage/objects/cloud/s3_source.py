@@ -84,7 +84,8 @@ class S3Source:
             token = {"ContinuationToken": found["NextContinuationToken"]}
 
     def head(self, key: str) -> CloudObject:
-        """Raises ObjectMissing (also for a missing bucket)."""
+        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
+        bucket)."""
         found = self._send(
             "stat", key,
             lambda client: client.head_object(Bucket=self.location.bucket, Key=key),
@@ -174,6 +175,8 @@ class S3Source:
 
 
 class _Body:
+    """The body of an answer, still to be read."""
+
     def __init__(self, stream: _Stream, where: str, limits: AttemptLimits) -> None:
         self._stream = stream
         self._where = where

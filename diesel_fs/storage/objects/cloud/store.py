@@ -70,7 +70,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """Each object has a key below one prefix."""
+    """The object store below one prefix of a bucket. Each object has a key there."""
 
     fork_safe = False
 
@@ -91,7 +91,7 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """Raises ObjectMissing if there is no store."""
+        """The store below the prefix. Raises ObjectMissing if there is none."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -260,7 +260,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """Returns the object's size. Raises TruncatedError if it ends before `end`."""
+        """The object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -276,7 +276,7 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """ObjectMissing if the store itself is still there."""
+        """The error for a missing object: ObjectMissing if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
@@ -303,7 +303,8 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Lazy until a page is out of order; then all objects are read and sorted."""
+        """Objects with `prefix` behind `after`, in order of their names. Lazy until a page is out
+        of order; then all objects are read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
