@@ -141,7 +141,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """Any names, which may even contain NULs."""
+        """Make `Names` of any names, even of some that contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]

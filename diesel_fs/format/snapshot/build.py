@@ -3,7 +3,8 @@ Any thread.
 
 A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
 or replaced, or a tombstone. `_MergePlan` decides which entry is visible at each path, `_EntryOrder`
-gives each entry its position, and `_Assembly` makes the columns of the result.
+gives each entry its position, and `_Assembly` makes the columns of the result. `layout.py` defines
+implicit folders and shadowed entries.
 
 A merge gives the same bytes as a full build. Surviving entries keep their relative order, since
 that is by depth, folder and name. So the next snapshot is the previous one without some entries,

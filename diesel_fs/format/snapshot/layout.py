@@ -3,6 +3,9 @@ thread.
 
 Each column of entries, and each table beside them, is a **section** of the file. `parse` returns
 the columns as numpy views of the given buffer, after checking them; `write` does the reverse.
+
+A folder that exists only because something is in it is **implicit**. A file or link at the path of
+such a folder is **shadowed**: it is kept, but nobody sees it.
 """
 
 import struct

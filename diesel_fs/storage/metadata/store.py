@@ -84,7 +84,7 @@ class CommitBatch:
 
     @property
     def makes_room(self) -> bool:
-        """Whether a store without memory must accept the batch, since space is freed later: all
+        """Whether a full store must accept the batch, since it lets space be freed: all
         entries are copies by purge, or all are tombstones."""
         return self.by_purge or bool((self.rows.records["kind"] == Kind.TOMBSTONE).all())
 

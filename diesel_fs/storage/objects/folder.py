@@ -73,9 +73,7 @@ class FolderStore(ObjectStore):
         self.root = root
         self.store_id = store_id
         self._durable = {""}  # folders that are known to exist durably
-        self._direct: dict[
-            str, bool
-        ] = {}  # whether large files in a folder are written with O_DIRECT
+        self._direct: dict[str, bool] = {}  # by folder, whether large files bypass the page cache
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":

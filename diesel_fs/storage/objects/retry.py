@@ -61,7 +61,7 @@ class RetryPolicy:
     Backoff and Jitter", 2015).
     """
 
-    pause_s: float = 0.1  # the longest first pause; the limit doubles with each attempt
+    pause_s: float = 0.1  # the longest first pause; the limit then doubles up to `pause_s_max`
     pause_s_max: float = 10.0
     deadline_s: float = 30.0
     put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
@@ -123,8 +123,8 @@ class LongPauses:
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:
-        """Wait for `seconds`; `reason` says why the store demands it. Raises ObjectStoreRefused
-        after `stop`."""
+        """Wait for `seconds`; `reason` is for the messages. Raises ObjectStoreRefused after
+        `stop`."""
         until_s = time.monotonic() + seconds
         with self._lock:
             is_news, self._until_s = until_s > self._until_s + 1, max(until_s, self._until_s)

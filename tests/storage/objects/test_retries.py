@@ -306,7 +306,7 @@ def test_O3_endless_requests_for_pauses_get_an_hour() -> None:
     def act() -> None:
         raise AttemptFailed("zenodo: 503", pause_s_min=1000)
 
-    with pytest.raises(ObjectStoreError, match="the server demands a pause of 1000 s: try again then"):
+    with pytest.raises(ObjectStoreError, match="demands a pause of 1000 s: try again then"):
         loop.call(act)
     assert sum(pauses.noted) == 3000 < DEMANDED_S_MAX
 

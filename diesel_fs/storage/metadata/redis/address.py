@@ -8,9 +8,8 @@
 `?ca=FILE` has the certificates to trust, `?cert=FILE&key=FILE` are the client's own. The user is in
 `DIESEL_REDIS_USER`, the password in `DIESEL_REDIS_PASSWORD` or the file
 `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read;
-`DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. A user and
-password in the URL take precedence, but everybody on the machine can read a command line. They are
-never printed.
+`DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. A user and password in the URL take
+precedence, but everybody on the machine can read a command line. Neither is ever printed.
 
 redis-py's own URLs know no sentinels and no clusters, and its errors repeat the password.
 """

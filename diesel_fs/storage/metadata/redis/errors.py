@@ -21,7 +21,7 @@ CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
 """Raised by redis-py."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
-"""Values of `RetryLater.reason`. Redis seems to expect TLS; it is loading data; it accepts reads
+"""Values of `RetryLater.reason`: Redis seems to expect TLS; it is loading data; it accepts reads
 only."""
 
 

@@ -1,5 +1,5 @@
 """Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`
-(`bucket_scripts.py`, which has their formats). Pure.
+(`bucket_scripts.py`, which has their formats). Pure. `keys.py` defines the terms.
 
 `cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
 `RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces of an empty chunk

@@ -9,7 +9,7 @@ Otherwise `head` is None, the next request uses the new values, and the caller f
 All replies must come over one connection from one Redis, which runs commands in order. redis-py is
 not used: its client for threads takes a thread for each read, and its asyncio client does not run
 in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output. Not
-safe for concurrent use.
+safe for concurrent use. `keys.py` defines the terms.
 """
 
 from collections.abc import Sequence
