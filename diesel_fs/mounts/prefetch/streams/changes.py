@@ -47,16 +47,17 @@ class Streams:
 
     def announce(self, stream: Stream, now_s: float) -> None:
         """Announce a stream. It replaces a stream of the same name. Raises UsageError, as the next
-        three methods do, and then that stream is unchanged.
+        three methods do, and then no stream has changed.
 
         If there are as many streams as allowed, the stream that was read to its end first is
         removed, so programs that use a new name for each epoch need not withdraw any stream.
         """
         self._clock.tick(now_s)
         is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
-        if is_full and self._finished:
-            self.withdraw(next(iter(self._finished)))
-        self._check(stream, stream.epochs)
+        oldest = next(iter(self._finished)) if is_full and self._finished else None
+        self._check(stream, stream.epochs, instead_of=oldest)
+        if oldest is not None:
+            self.withdraw(oldest)
         self._remove(stream.name)
         self.trackers[stream.name] = tracker = StreamTracker.of(self._columns, stream, now_s)
         tracker.units.is_logged = self._is_logged
@@ -153,10 +154,14 @@ class Streams:
             raise UsageError(f"no stream {name[:64]!r}")
         return self.trackers[name]
 
-    def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
-        """Check that the plan with a new or changed stream keeps the limits; returns the stream.
-        Raises UsageError."""
+    def _check(
+        self, stream: Stream, new_epochs: Sequence[Epoch], *, instead_of: str | None = None
+    ) -> Stream:
+        """Check that the plan with a new or changed stream, and without the stream `instead_of`,
+        keeps the limits; returns the stream. Raises UsageError."""
         plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
+        if instead_of is not None:
+            del plan[instead_of]
         check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
         if stream.epochs:
             self._finished.pop(stream.name, None)
