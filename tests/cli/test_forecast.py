@@ -150,7 +150,11 @@ def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
 @each_row(
     ("words", "begins", "mount"),
     [
-        (["--memory", "20M"], "fits in the memory of one machine, which needs no", "--memory 20M"),
+        (
+            ["--memory", "20M"],
+            "fits in the memory of one machine, so the machines need not share",
+            "--memory 20M",
+        ),
         (
             ["--memory", "20M", "--nodes", "2"],
             "fits in memory of the 2 machines together, so later epochs read nothing",

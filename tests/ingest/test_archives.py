@@ -777,7 +777,7 @@ def test_an_unrequested_part_fails(server: ArchiveServer, monkeypatch: pytest.Mo
     archive = HttpArchive(server.url("/x.tar"))
     with archive.open(archive.look()) as file:
         server.shift = 1
-        with pytest.raises(OSError, match="was not asked"):
+        with pytest.raises(OSError, match="was not requested"):
             file.readinto(bytearray(100))
 
 
