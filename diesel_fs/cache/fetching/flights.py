@@ -1,13 +1,15 @@
-"""Reads under way: each range of a chunk is read once at a time, whoever wants it.
+"""Shares reads that are under way (*flights*), so that each range of a chunk is read once at a time.
 
-Three classes read chunks: `ChunkCache` loads whole ones, `RangeReader` reads ranges for the clients
-of a server, `SpanFetcher` reads spans for pushes. Each has a loop of its own, since their threads,
-deadlines and the memory that they read into differ. This module has the part that is the same: a
-caller shares a read that brings its range, and begins one only if there is none. A read leaves the
-table before its outcome is published, so an error reaches all callers that wait, and is not kept.
+Three classes read chunks: `ChunkCache` loads whole chunks, `RangeReader` reads ranges for the
+clients of a server, `SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class
+has a loop of its own, since their threads, deadlines and the memory that they read into differ.
+This module has the part that is the same: a caller shares a read that brings its range, and begins
+a read only if there is none. Such a class is called the *owner* of its reads here. It takes a read
+out of its table before the outcome is published, so an error reaches all callers that wait, and no
+later one.
 
-Pure. Nothing here has a lock, except that threads may wait for a `Flight`: the owner calls in one
-thread, or under its own lock.
+Nothing here does I/O or has a lock: the owner calls in one thread, or under its own lock. Only
+`Flight.result` may be called by any thread.
 """
 
 import threading
@@ -26,15 +28,16 @@ class Flight(Generic[Content]):
 
     def __init__(self) -> None:
         self.is_wanted = True
-        """Whether the owner keeps the content."""
+        """Whether the owner shall keep the content when it arrives."""
         self._is_claimed = False
         self._ended: threading.Event | None = None  # None: nobody waits
         self._content: Content | None = None
         self._error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Whether the caller shall read. If not, since another does, the caller may wait for the
-        `result`. Called under the owner's lock, while the read is in the owner's table."""
+        """Whether the caller shall do the read. If False, another thread does it, and the caller
+        may wait for `result`. Called under the owner's lock, while the read is in the owner's
+        table."""
         if not self._is_claimed:
             self._is_claimed = True
             return True
@@ -43,19 +46,19 @@ class Flight(Generic[Content]):
         return False
 
     def finish(self, content: Content) -> None:
-        """The read has succeeded. The owner has taken it out of its table."""
+        """Publish the content. The owner has taken the read out of its table."""
         self._content = content
         if self._ended is not None:
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """The read has failed. The owner has taken it out of its table."""
+        """Publish the error of the read. The owner has taken the read out of its table."""
         self._error = error
         if self._ended is not None:
             self._ended.set()
 
     def result(self, timeout_s: float | None = None) -> Content:
-        """Wait for the content. Raises the error of the read, and TimeoutError."""
+        """Wait for the content. Raises the error of the read; TimeoutError after `timeout_s`."""
         if self._ended is not None and not self._ended.wait(timeout_s):
             raise TimeoutError
         if self._error is not None:
@@ -64,8 +67,8 @@ class Flight(Generic[Content]):
 
 
 class FlightTable(dict[tuple[Chunk, int, int], Read]):
-    """The reads under way by the spans that they bring (chunk, start, size). One read may bring
-    several spans. Only `begin` and `end` change the table."""
+    """The reads under way; the keys are the spans that they bring (chunk, start, size). One read
+    may bring several spans. Only `begin` and `end` change the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,25 +76,26 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         """The size of all spans together."""
 
     def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
-        """These spans, which are not here yet, are being read."""
+        """Add a read that has begun, and the spans that it brings. None of them may be here yet."""
         self.update(dict.fromkeys(spans, read))
         self.bytes += sum(size for _, _, size in spans)
 
     def end(self, span: tuple[Chunk, int, int]) -> Read | None:
-        """Take out a span: the read that brings it, or None."""
+        """Take out a span. Returns the read that brings it, or None if the span is not here."""
         read = self.pop(span, None)
         if read is not None:
             self.bytes -= span[2]
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
-        """A span under way that has all of this one, or None."""
+        """A span under way that contains this one (or is the same), or None."""
         return span if span in self else _covering(self, span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
-        """Those of the spans that are parts of larger ones under way, and these."""
+        """For each of the spans that is not itself under way but lies in a larger span that is:
+        that larger span."""
         by_chunk: dict[Chunk, list[tuple[Chunk, int, int]]] = {}
         for other in self:
             by_chunk.setdefault(other[0], []).append(other)
@@ -105,7 +109,7 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
 def _covering(
     others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
 ) -> tuple[Chunk, int, int] | None:
-    """The first of other spans that has all of this one."""
+    """The first of other spans that contains this one."""
     chunk, start, size = span
     end = start + size
     for other in others:  # the chunks last: their comparison may cost more
