@@ -23,12 +23,13 @@ request itself then costs little beside its bytes (as much as some hundred kilob
 first part still arrives within a few milliseconds."""
 
 MERGED_BYTES_MAX = 32 << 20
-"""The largest range that `merge_ranges` merges from several parts. A larger part is read alone, into
-the memory of the answer."""
+"""The largest range that `merge_ranges` merges from several parts. A larger part is read alone,
+into the memory of the answer."""
 
 AHEAD_DIVISOR, AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 4, 256 << 10, 32 << 20
-"""A mount's prefetch worker *pushes* contents into the page cache before they are read. Contents are
-read ahead of the pushes for a quarter of the memory that pushes may take, within these limits."""
+"""A mount's prefetch worker *pushes* contents into the page cache before they are read. Contents
+are read ahead of the pushes for a quarter of the memory that pushes may take, within these
+limits."""
 
 
 @dataclass(frozen=True, slots=True)

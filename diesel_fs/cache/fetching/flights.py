@@ -1,4 +1,5 @@
-"""Shares reads that are under way (*flights*), so that each range of a chunk is read once at a time.
+"""Shares reads that are under way (*flights*), so that each range of a chunk is read once at a
+time.
 
 Three classes read chunks: `ChunkCache` loads whole chunks, `RangeReader` reads ranges for the
 clients of a server, `SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class

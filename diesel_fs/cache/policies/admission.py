@@ -32,8 +32,8 @@ have cost or saved this many times the price of the units that were read in it: 
 files of 256 KiB. Measured with random reads of a dataset of which half fits, as parts of the time
 without a cache: a cache that never changes takes 0.53; with these values reads take 0.52 to 0.61,
 depending on the size of files; with the first condition alone, 0.98. When the reads move to other
-data, half of those are in the cache after two to four epochs. With 3 and 4 for the two values, reads
-take 0.51 to 0.57, but the new half takes five to eight epochs."""
+data, half of those are in the cache after two to four epochs. With 3 and 4 for the two values,
+reads take 0.51 to 0.57, but the new half takes five to eight epochs."""
 
 Cost = Callable[[int], float]
 """The seconds that one read of a number of bytes takes."""

@@ -4,7 +4,8 @@ A policy keeps the table of one cache: which *units* are in the cache, and their
 kept or evicted as a whole, and has a number; in most caches it is a chunk. The cache holds the
 contents, reports every insertion, removal and read to the policy, and requests decisions. If the
 future reads are known (`orders/future.py`), the cache passes them on; only the policy `plan` uses
-them. Policies are pure: the same calls give the same answers on every machine. One thread at a time.
+them. Policies are pure: the same calls give the same answers on every machine. One thread at a
+time.
 
 A policy is a class and a line in `POLICIES`; `--evict` takes the names of that table.
 """
@@ -24,8 +25,8 @@ UnitValues = npt.NDArray[np.float32]
 """For each unit, an estimate of the number of its parts that will be read in an epoch."""
 
 _Key = tuple[int, float, int, int]
-"""The order of eviction, least first: the time of a unit's next use, negative; its value; the number
-of its last read; the unit."""
+"""The order of eviction, least first: the time of a unit's next use, negative; its value; the
+number of its last read; the unit."""
 
 _OLD_KEYS_MIN = 1024  # so many old keys do not yet make the heap be built anew
 

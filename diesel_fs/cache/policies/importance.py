@@ -1,5 +1,5 @@
-"""`ImportanceHeap` finds the entries that should leave a full cache first: those that training finds
-least important (iCache, HPCA 2023, section III-B).
+"""`ImportanceHeap` finds the entries that should leave a full cache first: those that training
+finds least important (iCache, HPCA 2023, section III-B).
 
 iCache keeps a min-heap of the cached samples. When importance has changed, it fills a second heap,
 the shadow, while the first one serves. Here a heap is columns instead of objects. An entry's
@@ -42,8 +42,9 @@ BLOCK_ENTRIES = 1 << 20
 BENEFIT_MIN = 1.5
 """A job that gains less from the cache does not influence which samples stay, as in iCache."""
 JOBS_MAX, SILENT_TELLS = 8, 16
-"""At most `JOBS_MAX` jobs have lists: a further job replaces the oldest list. If the other jobs send
-`SILENT_TELLS` lists while a job sends none, that job counts as ended, and its list is removed."""
+"""At most `JOBS_MAX` jobs have lists: a further job replaces the oldest list. If the other jobs
+send `SILENT_TELLS` lists while a job sends none, that job counts as ended, and its list is
+removed."""
 
 _ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
