@@ -5,7 +5,7 @@ The file has 36 bytes, or none before the first job: `DIESLRF1`, three little-en
 CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference
 (start of a job), the time of that reference in hours since 1970, and the seconds that a fetched
 byte costs (0: unknown). Other content counts as one reference at the file's mtime. The file is
-written in place, never replaced, since jobs hold locks on it.
+written in place, since jobs hold locks on it. Older programs that do not know the content keep it.
 """
 
 import math

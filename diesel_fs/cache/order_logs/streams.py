@@ -4,7 +4,8 @@ Pure.
 An *order log* is a file with a dataset's files in the order in which they will be read
 (`../ORDER_LOG.md`). A *stream* is a reader with an order of its own, for example one rank of a
 training job. It reads the log of its order if there is one. If the stream's next order is unknown,
-the log of its current order is kept for the next epoch too, and is then read entry by entry.
+the files of this epoch are logged as they are read, in this epoch's own log; in the next epoch the
+stream reads that log entry by entry.
 """
 
 from collections.abc import Collection, Sequence
