@@ -73,7 +73,7 @@ class Patience:
     total_s: float = 600.0
     """How long the daemon may live in all."""
     log_interval_s: float = 5.0
-    """How often the user is told that the daemon still works."""
+    """The interval of warnings that the daemon still works."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -335,9 +335,9 @@ def _retired_trees(found: DatasetMount) -> dict[int, str]:
 
 
 def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
-    """Checks that no file of an earlier version is in use. Waits a moment before it raises
-    BusyError, since the daemon's figures may be a second old. Does nothing if such a tree is
-    mounted elsewhere, too."""
+    """Waits until no file of an earlier version is in use, at most `OWN_PROCESSES_BUSY_S`, then
+    raises BusyError: the daemon's figures may be a second old. Does nothing if a tree of an earlier
+    version is mounted elsewhere."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while trees := _retired_trees(found):
         if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):

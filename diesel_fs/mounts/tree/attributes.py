@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`. This node and greater ones belong to `.diesel` and other files that the
-mount makes; smaller ones belong to the dataset."""
+"""The node of `.diesel`. This node and greater ones belong to `.diesel`, smaller ones to the
+dataset's entries (in a native mount also to files that only the kernel reads)."""
 
 HIDDEN_NAME = b".diesel"
 
@@ -42,7 +42,7 @@ class Attributes(NamedTuple):
 
 
 ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
-"""The reply for a name that does not exist and never will."""
+"""The reply for a name that a version does not have. The kernel may remember that."""
 ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
 """The reply for a name that does not exist now; the kernel must look it up again next time."""
 
