@@ -1,16 +1,14 @@
-"""Shares reads that are under way (*flights*), so that each range of a chunk is read once at a
-time.
+"""Reads under way (*flights*), which several callers share.
 
-Three classes read chunks: `ChunkCache` loads whole chunks, `RangeReader` reads ranges for the
-clients of a server, `SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class
-has a loop of its own, since their threads, deadlines and the memory that they read into differ.
-This module has the part that is the same: a caller shares a read that brings its range, and begins
-a read only if there is none. Such a class is called the *owner* of its reads here. It takes a read
-out of its table before the outcome is published, so an error reaches all callers that wait, and no
-later one.
+`ChunkCache` loads whole chunks, `RangeReader` reads ranges for the clients of a server,
+`SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class has a loop of its own,
+since their threads, deadlines and the memory that they read into differ. This module has the common
+part: a caller shares a read that brings its range, and begins a read only if there is none. The
+class that does the reads, their *owner*, takes a read out of its table before it publishes the
+outcome, so callers that come later never get an old error.
 
-Nothing here does I/O or has a lock: the owner calls in one thread, or under its own lock. Only
-`Flight.result` may be called by any thread.
+Nothing here does I/O. A table is used by one thread, or under its owner's lock. The outcome of a
+`Flight` may be published and awaited without a lock.
 """
 
 import threading
@@ -75,34 +73,39 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         super().__init__()
         self.bytes = 0
         """The size of all spans together."""
+        self._by_chunk: dict[Chunk, dict[tuple[Chunk, int, int], None]] = {}
 
     def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
         """Add a read that has begun, and the spans that it brings. None of them may be here yet."""
-        self.update(dict.fromkeys(spans, read))
-        self.bytes += sum(size for _, _, size in spans)
+        for span in spans:
+            self[span] = read
+            self.bytes += span[2]
+            self._by_chunk.setdefault(span[0], {})[span] = None
 
     def end(self, span: tuple[Chunk, int, int]) -> Read | None:
         """Take out a span. Returns the read that brings it, or None if the span is not here."""
         read = self.pop(span, None)
         if read is not None:
             self.bytes -= span[2]
+            others = self._by_chunk[span[0]]
+            del others[span]
+            if not others:
+                del self._by_chunk[span[0]]
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
         """A span under way that contains this one (or is the same), or None."""
-        return span if span in self else _covering(self, span)
+        return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
         """For each of the spans that is not itself under way but lies in a larger span that is:
         that larger span."""
-        by_chunk: dict[Chunk, list[tuple[Chunk, int, int]]] = {}
-        for other in self:
-            by_chunk.setdefault(other[0], []).append(other)
         found = {}
         for span in spans:
-            if span not in self and (larger := _covering(by_chunk.get(span[0], ()), span)):
+            larger = self.covering(span)
+            if larger is not None and larger != span:
                 found[span] = larger
         return found
 
@@ -110,10 +113,10 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
 def _covering(
     others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
 ) -> tuple[Chunk, int, int] | None:
-    """The first of other spans that contains this one."""
-    chunk, start, size = span
+    """The first of other spans of the same chunk that contains this one."""
+    _, start, size = span
     end = start + size
-    for other in others:  # the chunks last: their comparison may cost more
-        if other[1] <= start and end <= other[1] + other[2] and other[0] == chunk:
+    for other in others:
+        if other[1] <= start and end <= other[1] + other[2]:
             return other
     return None

@@ -121,10 +121,20 @@ class CoalescingReader:
         plan = self._plan(entries) if unit is None else unit.plan
         try:
             yield from self._read(plan)
-        except BaseException:  # keep no failed reads, and no bytes that the caller has given up
-            for span in plan.spans:
-                self._fetcher.give_up(span)
+        except BaseException:
+            self._give_up_unannounced(plan)
             raise
+
+    def _give_up_unannounced(self, plan: ReadPlan) -> None:
+        """Give up the spans in flight of a read that did not end, except spans of announced units:
+        these stay, so that a second try reads only the spans that have failed."""
+        announced: set[Span] = set()
+        for unit in self._units.values():
+            unit.is_begun = False  # spans that have failed are begun again
+            announced.update(unit.plan.spans)
+        for span in plan.spans:
+            if span not in announced:
+                self._fetcher.give_up(span)
 
     def _read(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         if self._fetcher.batches_reads:

@@ -1,9 +1,9 @@
 """The tree of a native mount: an EROFS file system that the kernel serves from an image.
 
-`mount_tree` makes the tree from an image (`format/image.py`), which is its first device. The
-contents lie on a second device, the *content file* of the mount's FUSE file system; the blocks of
-the root folder lie on a third one, a file in memory. The kernel reads the devices from the files
-themselves (from Linux 6.12 on, if it was built so), or through loop devices.
+`mount_tree` makes the tree from an image (`format/image/`), which is its first device. The contents
+lie on a second device, the *content file* of the mount's FUSE file system; the blocks of the root
+folder lie on a third one, a file in memory. The kernel reads the devices from the files themselves
+(from Linux 6.12 on, if it was built so), or through loop devices.
 
 `.diesel` is found by name and listed nowhere. At first the root folder has an entry for it. The
 FUSE file system is mounted on `.diesel`, so the kernel keeps the name; then the root folder is
