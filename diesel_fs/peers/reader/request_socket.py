@@ -40,8 +40,8 @@ class RequestSocket:
         self.send: Callable[[bytes], object] = connected.sendall
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.receive_rest = self.receive
-        """As `receive`, for bytes that are known to come: over TCP without TLS, it returns when the
-        whole buffer is full, or after the limit."""
+        """As `receive`, for bytes that are known to come: without TLS it returns when the whole
+        buffer is full, or after the limit."""
         if not isinstance(connected, TlsSocket):
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
