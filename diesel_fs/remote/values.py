@@ -28,8 +28,8 @@ _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8
 
 
 def info_message(info: DatasetInfo) -> Message:
-    """A dataset and its head (version and counts; the field is named `marker`). Without a head, the
-    server could not read it."""
+    """A dataset, and its head (version and counts) in the field `marker`; None there if the head is
+    not known."""
     head = info.head
     head_message: Message | None = None
     if head is not None:
