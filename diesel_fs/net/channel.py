@@ -289,6 +289,7 @@ class TlsChannel(Channel):
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
+        """As `Channel.send_one`, with the rule of `send_some`."""
         return self._send_one
 
     def _send_one(self, content: Bytes) -> int:

@@ -89,6 +89,8 @@ class ThreadSingleFlight(SingleFlight[K, V]):
 
 @dataclass(eq=False)
 class _Waiting(Generic[T, V]):
+    """An item that waits for its run."""
+
     item: T
     size: int
     outcome: _Outcome[V] = field(default_factory=_Outcome)

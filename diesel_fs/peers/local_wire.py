@@ -38,7 +38,8 @@ VERSION = 3
 OK, REFUSED = range(2)
 
 UNPINNED_MAX = 1 << 16
-"""The most chunks that one message may name: that a client unpins, or that it is asked to unpin."""
+"""The most chunks that one message may name: those that a client has unpinned, or those that it
+should unpin."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """The longest answer to STATS or MEMBERS."""
@@ -109,7 +110,7 @@ def parse_request(content: Bytes) -> LocalRequestHead:
 
 class LocalAnswerHead(NamedTuple):
     """The first 16 bytes of a master's answer. The last `revoked` numbers in its body are the
-    chunks that the client is asked to unpin."""
+    chunks that the client should unpin."""
 
     status: int
     counted: int
@@ -158,7 +159,7 @@ def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """An answer's own body, and the chunks that the client is asked to unpin."""
+    """An answer's own body, and the chunks that the client should unpin."""
     view = memoryview(body)
     own_bytes = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None

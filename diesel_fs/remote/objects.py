@@ -142,6 +142,8 @@ class RemoteObjects(ObjectStore):
 
 
 class _ServerReads(FastReads):
+    """The fast reads of `RemoteObjects`: many parts in one request."""
+
     _store: RemoteObjects
 
     batches_reads = True

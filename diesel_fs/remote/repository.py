@@ -102,6 +102,7 @@ class RemoteRepository(Repository):
 
     @property
     def meta_problem(self) -> DieselError | None:
+        """None: the server, not this process, opens the metadata store."""
         return None
 
     @property

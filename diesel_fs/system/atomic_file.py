@@ -54,6 +54,7 @@ class _FileWithName(io.FileIO):
 
 @contextmanager
 def _errors_named(shown: str) -> Iterator[None]:
+    """Give OSErrors in the `with` the file name `shown`."""
     try:
         yield
     except OSError as error:

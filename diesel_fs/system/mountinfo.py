@@ -62,6 +62,9 @@ def parse_mounts(table: bytes) -> Iterator[MountEntry]:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
+    """The kind of a mounted file system (`nfs4`, `fuse.dlcmd`) and its options; both empty if not
+    known."""
+
     kind: str
     options: frozenset[str]
 

@@ -95,6 +95,7 @@ def _control_folder(connection: str) -> int:
 
 
 def _open_control(device: str, name: str) -> int:
+    """A descriptor of a connection's control file `name`, to write to. Raises OSError."""
     folder = _control_folder(device.partition(":")[2])
     try:
         return os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)

@@ -63,11 +63,16 @@ class AnswerSource(Protocol):
 
 
 class _PendingHandshake(NamedTuple):
+    """A handshake that is going on; cancelling `scope` ends it."""
+
     host: str
     scope: trio.CancelScope
 
 
 class Acceptor:
+    """Accepts and authenticates connections, and answers the requests that the data plane hands
+    back."""
+
     def __init__(
         self,
         me: LocalIdentity,

@@ -57,6 +57,8 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
+    """The registry of one task, for one master."""
+
     @abstractmethod
     def renew(self, me: Member) -> Membership:
         """Register, or renew the registration. Returns all current members, this master among them.

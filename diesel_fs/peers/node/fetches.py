@@ -82,6 +82,8 @@ class Flight:
 
 
 class Fetches:
+    """The fetches of one node's cache."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -109,7 +111,8 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled; then callers that wait get nothing."""
+        """Own the tasks of all fetches, until cancelled; then callers that wait for a fetch get
+        nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:

@@ -53,6 +53,8 @@ def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
+    """How much a node may keep: bytes and chunks in memory, and bytes in the queue to the disk."""
+
     memory_bytes: int
     memory_chunks: int
     """The maximum of chunks in memory, bounded by the limits of descriptors and mappings."""
@@ -116,11 +118,11 @@ class PinTable:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether its clients are asked to unpin it. It must not be pinned again."""
+        """Whether its clients should unpin it. It must not be pinned again."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that this process is asked to unpin, by the numbers that they had when
+        """The chunks that this process should unpin, by the numbers that they had when
         pinned."""
         return [
             chunk
@@ -223,12 +225,15 @@ class Ledger:
 
     @property
     def budget_bytes(self) -> int:
+        """The bytes that chunks in memory may take now."""
         if self._clock() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.room.memory_bytes, math.inf
         return self._budget_bytes
 
     @property
     def used_bytes(self) -> int:
+        """The bytes that count in the budget: of chunks in memory, of dropped chunks that are still
+        pinned, and of chunks on their way."""
         return self.tables.memory.bytes + self._pinned_dropped_bytes + self._reserved_bytes
 
     @property

@@ -29,6 +29,9 @@ _RATE_WEIGHT = 0.5
 
 
 class Lookahead:
+    """Measures the readers' rate, and remembers which chunks were fetched ahead and not read
+    yet."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._measured_s = 0.0

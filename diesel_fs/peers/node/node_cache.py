@@ -91,7 +91,8 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled; then callers that wait get nothing."""
+        """Scan the disk, write to it and fetch, until cancelled; then callers that wait get
+        nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -136,6 +137,8 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
+        """As `read`, for a chunk that is not in memory; `spans` None: the whole chunk, as one
+        item."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
@@ -206,7 +209,7 @@ class NodeCache:
         self._note_room()
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that this process is asked to unpin."""
+        """The chunks that this process should unpin."""
         return self.ledger.pins.revoked(pinner)
 
     # Owners and versions

@@ -63,7 +63,8 @@ class Replacement:
         """`costs`: the costs of a fetch from the store."""
         self._ledger, self._costs, self._counts = ledger, costs, ledger.counts
         self.admission = SkiRentalAdmission(ledger.sizes, costs.read_s, ledger.room.memory_bytes)
-        """For chunks from the store; `disk_admission` is for those from the disk."""
+        """Decides about chunks from the store; `disk_admission` decides about those from the
+        disk."""
         self.disk_admission = SkiRentalAdmission(
             ledger.sizes, SSD_COSTS.read_s, ledger.room.memory_bytes
         )
@@ -132,6 +133,7 @@ class Replacement:
 
     @property
     def uses_future(self) -> bool:
+        """Whether the policy decides by the reads to come (`EvictionPolicy.uses_future`)."""
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
@@ -204,6 +206,8 @@ class Replacement:
     def _place_by_admission(
         self, chunk: int, admission: SkiRentalAdmission, *, may_go_to_disk: bool
     ) -> Placement | None:
+        """Where a chunk goes that is worth more than the chunks that it replaces; None if it is
+        not."""
         victims = self._memory_victims(chunk, has_credit=True)
         if victims is not None and admission.is_worth_more(chunk, victims):
             return Placement(to_memory=True, victims=victims)

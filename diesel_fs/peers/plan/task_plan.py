@@ -450,4 +450,5 @@ def _explicit(stream: PlannedStream) -> list[PlannedEpoch]:
 
 
 def _length(known: _KnownStream) -> int:
+    """The number of reads in a stream's epochs."""
     return sum(each.length for each in known.epochs)

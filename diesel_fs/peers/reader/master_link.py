@@ -371,6 +371,7 @@ class MasterLink:
     def _send(
         self, connection: MasterConnection, ticket: int, request: bytes, *, descriptor: int = -1
     ) -> bool:
+        """Send a request; returns False if the connection has failed."""
         self.counts["requests"] += 1
         try:
             connection.send_request(request, descriptor=descriptor)
@@ -391,6 +392,8 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
+        """Receive the answer to a request that was sent; None if there is none, or the master
+        rejects it."""
         try:
             answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -437,6 +440,8 @@ class MasterLink:
         return ticket
 
     def _open_connection(self, ticket: int) -> MasterConnection | None:
+        """A new connection to the master; None if it does not answer. Starts a killed master again,
+        in a thread."""
         try:
             connection = MasterConnection(
                 self._path, self._identity, self._version, self._deadline_s

@@ -47,7 +47,8 @@ _SEND_WAIT_S = 1.0  # for the thread that sends; a signal handler may have inter
 _IDS = 1 << 32
 
 
-class _ConnectionLost(Exception): ...
+class _ConnectionLost(Exception):
+    """The connection was closed, by the master or by another thread."""
 
 
 _SomeParts = Parts | tuple[int, int, int]
@@ -389,6 +390,8 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
+        """The answer, when `pending` is done. If its payload is shorter than the parts, some were
+        not given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:

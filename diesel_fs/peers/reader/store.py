@@ -224,6 +224,9 @@ class TaskStore(StoreWrapper):
 
 
 class _TaskReads(FastReads):
+    """The fast reads of a `TaskStore` (`storage/objects/store.py`): several parts at once, and
+    pins."""
+
     _store: TaskStore
 
     batches_reads = True

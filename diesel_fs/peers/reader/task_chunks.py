@@ -64,7 +64,7 @@ READS_REMEMBERED = 64
 
 HEARTBEAT_S = 1.0
 """The interval at which a reader that has mapped chunks tells its master which ones it has
-unmapped, and learns which ones it should unpin, unless other requests do so."""
+unmapped, and learns which ones the master revokes, unless other requests do so."""
 
 COUNTS = (
     "mapped_reads",
