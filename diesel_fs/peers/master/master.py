@@ -277,9 +277,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if (
-            not owners.ranks and others
-        ):  # other nodes still hold the chunks that are this node's now
+        if not owners.ranks and others:  # others still have the chunks that are this node's now
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:

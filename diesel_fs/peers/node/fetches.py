@@ -11,9 +11,10 @@ while no caller waits.
 
 From the moment that a caller looks at the ledger until `_start` there is no wait: so a chunk has at
 most one flight, and `Replacement.take` reserves the room that was found free. `_land` releases that
-room, puts the chunk into the ledger, and wakes the callers, all in one step. A flight may last
-through a new version: `switch_version` gives it its chunk's new number, or -1; then its callers
-still get the bytes, and the node does not keep them.
+room, puts the chunk into the ledger, and wakes the callers, all in one step. If the version changes
+during a flight, `switch_version` sets `Flight.chunk` to the chunk's new number. That is -1 if the
+new version does not have the chunk: then the callers still get the bytes, but the node does not
+keep them.
 """
 
 import contextlib
@@ -147,7 +148,7 @@ class Fetches:
         changed.set()
 
     def note_future(self) -> None:
-        """Wake `prefetch_planned`: another future, or a reader has advanced."""
+        """Wake `prefetch_planned`: there is another future, or a reader has moved."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 

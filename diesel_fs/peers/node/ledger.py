@@ -72,10 +72,11 @@ class Tables:
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned which memory, and which is revoked.
-    Pinned memory takes its room until unpinned, even if its chunk has gone. A process unpins each
-    memory once, however often it has pinned the chunk in it; a chunk that was dropped and fetched
-    again lies in other memory. Chunks keep their numbers from when they were pinned."""
+    """Which client process (a *pinner*, a number) has pinned the memory of which chunks, and which
+    memory is *revoked*, so that its clients should unpin it. Pinned memory takes its room until it
+    is unpinned, even if its chunk was dropped. A process unpins each memory once, however often it
+    has pinned the chunk in it; a chunk that was dropped and fetched again lies in other memory.
+    Chunks keep their numbers from when they were pinned."""
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
@@ -118,7 +119,8 @@ class PinTable:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether its clients should unpin it. It must not be pinned again."""
+        """Whether the clients that have pinned this memory should unpin it. It must not be pinned
+        again."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:

@@ -18,7 +18,7 @@ PREFETCH_S = 4.0
 and a fetch may take seconds."""
 
 PREFETCH_DIVISOR = 8
-"""Chunks fetched ahead and not read yet take at most this part of the memory."""
+"""Chunks that were fetched ahead and not read yet take at most the memory divided by this."""
 
 RATE_PERIOD_S = 2.0
 """The shortest time over which the readers' rate is measured: they report their positions once a

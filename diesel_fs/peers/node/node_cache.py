@@ -194,8 +194,8 @@ class NodeCache:
 
     def pin(self, pinner: int, chunk: int) -> int | None:
         """Pin a chunk for a client process (`pinner` is its number). Returns a descriptor of its
-        memory, which the cache closes; None if the chunk is not in memory, or its clients are asked
-        to unpin it."""
+        memory, which the cache closes; None if the chunk is not in memory, or is revoked
+        (`PinTable`)."""
         pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
         if memory is None or pins.is_revoked(memory):
             return None

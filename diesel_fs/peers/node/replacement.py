@@ -198,7 +198,7 @@ class Replacement:
 
     def place_ahead(self, chunk: int) -> Placement | None:
         """Where a chunk of this node goes that no caller wants yet: in memory, in place of chunks
-        that are needed later. None if there are none."""
+        that are needed later. None if it should not come."""
         _, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True)
         self._counts["plan_replacements"] += placement is not None
         return placement
@@ -336,8 +336,8 @@ class Replacement:
         return self._ledger.memories[chunk].bytes
 
     def _revokes_pinned(self, chunk: int) -> bool:
-        """Whether a chunk is pinned, and so frees nothing now. If it is, its clients are asked to
-        unpin it."""
+        """Whether a chunk is pinned, and so frees nothing now. Pinned memory is revoked, so that
+        its clients unpin it."""
         pins, memory = self._ledger.pins, self._ledger.memories[chunk]
         pins.revoke(memory)
         return pins.is_pinned(memory)

@@ -78,8 +78,8 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
-    """One computation of the future. Afterwards `chunks`, `computed` and `bad` have results for the
-    next."""
+    """One computation of the future. Afterwards `chunks` and `computed` can be passed to the next
+    one, and `bad` has the streams that were left out."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class FutureBuild:
     ) -> None:
         self.chunks = chunks
         self.computed: dict[ComputedOrder, Entries] = {}  # the orders that were used
-        self.bad: dict[Key, str] = {}  # streams that cannot be computed, and why
+        self.bad: dict[Key, str] = {}  # and why they cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 

@@ -34,9 +34,7 @@ KEY_CHARS_MAX = 80
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
 """The most streams of one node, which may have several mounts and readers."""
 
-_PIECE_BYTES_MAX = (
-    PLAN_BYTES_MAX - 256
-)  # the packed values of a message; 256 are for its other fields
+_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # packed values; 256 are for the other fields
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
 _VALUES_MAX = _PIECE_BYTES_MAX // 4
 _POSITIONS_MAX = 256

@@ -66,8 +66,8 @@ class PlanPublisher:
     def __init__(self, entry_count: int) -> None:
         """`entry_count` is the number of entries of the dataset's version."""
         self._entry_count = entry_count
-        self._orders: set[bytes] = set()  # that the receiver has
-        self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}  # as are these
+        self._orders: set[bytes] = set()  # these and the streams are those that the receiver has
+        self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._positions: dict[str, tuple[int, int]] = {}
         self._rejected: dict[str, tuple[tuple[PlannedEpoch, ...], int]] = {}  # and in which round
         self._held: Mask | None = None

@@ -39,14 +39,13 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 IDLE_CONNECTIONS_MAX = 8
 """Connections that are kept when no thread uses them."""
 
-_BUFFER_BYTES = (
-    8 << 10
-)  # an answer to PIN, some revoked chunks; longer ones get memory of their own
+_BUFFER_BYTES = 8 << 10  # an answer to PIN with some revoked chunks; longer ones get own memory
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 
 
 class ExchangeFailed(Exception):
-    """A request was not answered; its connection cannot be used any more."""
+    """A request was not answered. Its connection cannot be used any more, unless the master has
+    rejected the request."""
 
 
 class RequestRejected(ExchangeFailed):

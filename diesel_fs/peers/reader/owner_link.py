@@ -428,7 +428,7 @@ class OwnerLink:
                 got += count
         except OSError:
             pass
-        except BaseException:  # a signal handler's: bytes may be lost
+        except BaseException:  # from a signal handler: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -504,7 +504,7 @@ class OwnerLink:
                 with self._lock:
                     self._breaker.open(time.monotonic())
                 log.error("node %d violates the protocol: %s", self.rank, error)
-        except BaseException:  # a signal handler's: bytes may be lost
+        except BaseException:  # from a signal handler: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:

@@ -149,7 +149,8 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """Have the master switch to this version, as its clients have. Returns whether it did."""
+        """Announce to the master that its clients have switched to this version. Returns whether
+        the master accepted that."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -161,8 +162,8 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """A store for another version, through the same master, which is told to switch. This store
-        stays usable."""
+        """A store for another version, through the same master, which this call has switch, too.
+        This store stays usable."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)

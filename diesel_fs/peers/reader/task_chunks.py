@@ -114,10 +114,8 @@ class TaskChunks:
         self._own_links: dict[int, OwnerLink] = {}
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = (
-            None  # from which, at `_generation`, the links were made
-        )
-        self._generation = -1
+        self._table: OwnerTableView | None = None  # the links were made by it,
+        self._generation = -1  # at this generation of it
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.start_anew()
