@@ -146,7 +146,7 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
-            return None  # of an earlier master that was killed
+            return None  # the file is of an earlier master, which was killed
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
         return None  # the master is starting or ending, or is of another version of this program

@@ -119,8 +119,7 @@ class LocalAnswerHead(NamedTuple):
 
 
 def answer(kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()) -> bytes:
-    """An answer to a request of this kind. `revoked`: the chunks that the client is asked to
-    unpin."""
+    """An answer to a request of this kind. `revoked`: the chunks that the client should unpin."""
     return _answer(kind, OK, count, body, revoked)
 
 

@@ -68,7 +68,7 @@ _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
 """The record of a part: chunk, start, bytes."""
 
-_LOOP_PARTS_MAX = 8  # so many parts are checked in a loop: numpy would take longer
+_LOOP_PARTS_MAX = 8  # this many parts or fewer are checked in a loop: numpy would take longer
 
 VERSION = 3
 """The version of the protocol over TCP."""
@@ -152,7 +152,8 @@ class Proofs:
 
 
 def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
-    """The `2` in the text is fixed by `PEERS.md`; it is not the version of the protocol."""
+    """One end's proof that it knows the secret. The `2` in the text is fixed by `PEERS.md`; it is
+    not the version of the protocol."""
     return hmac.digest(secret, b"diesel-fs peer 2 " + end + b"\0" + covered, "sha256")
 
 

@@ -1,4 +1,4 @@
-"""The owner of each chunk of a version, now and before the members last changed. Does no I/O.
+"""The owner of each chunk of a version, and its previous owners under earlier members. Does no I/O.
 
 When a chunk gets a new owner, its previous owners may still have it, so masters ask them before the
 store. The master's trio loop runs `compute` and `compute_live_fraction` in threads.

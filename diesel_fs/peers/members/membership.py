@@ -96,7 +96,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The members at one moment. Of each rank, only the newest instance is one."""
+    """The members at one moment. Of several instances of one rank, only the newest is a member."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # by which masters prove that they belong to the task

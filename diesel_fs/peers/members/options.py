@@ -352,7 +352,7 @@ class TaskRequest(TaskOptions):
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
         """Whether a master that runs with the request `running` does all that this one asks for.
-        Other than in `differing_options`, options that have their default here count, too."""
+        Unlike in `differing_options`, options that have their default here count, too."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)

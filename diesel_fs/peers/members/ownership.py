@@ -8,8 +8,8 @@ order of their scores, and a node keeps the proposals with the highest scores th
 (deferred acceptance: Gale and Shapley, 1962). A node that has too few bytes then takes chunks, of
 which it is a next choice, from nodes that have enough.
 
-When a node leaves, its chunks propose to other nodes, and few chunks of those move. When it is
-back, it has the same chunks as before.
+When a node leaves, its chunks propose to other nodes, and few of these nodes' own chunks move. When
+the node is back, it has the same chunks as before.
 """
 
 from collections.abc import Sequence
