@@ -5,8 +5,7 @@ cache which fails or is full costs time and never an error.
 
 `readers/` has one reader for each kind of caller: the Python API and a mount's server, a mount's
 prefetch worker (in front of it may stand `order_logs/`), and the clients of a server. The readers
-get their bytes by `fetching/`, which merges requests, shares those that are under way, and repairs
-damage.
+use `fetching/` to merge requests, to share those that are under way, and to repair damage.
 
 Three places keep whole chunks near a server or a node: `tiers.py` (memory), `disk/`, and
 `read_through.py`, which fills one of them. `policies/` decides what a full cache takes in and what

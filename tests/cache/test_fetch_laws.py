@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -305,6 +306,46 @@ def test_an_error_is_not_kept(made: Made, kind: type[Face], store: Counting) -> 
     face.check("n299", "n007")
 
 
+def test_an_error_of_a_shared_request_is_not_kept_for_another_unit(
+    made: Made, store: Counting
+) -> None:
+    face = made(BatchedPushes)
+    assert isinstance(face, Pushes)
+
+    def fail(name: str, buffer: memoryview) -> None:
+        raise ObjectStoreError("503")
+
+    store.change = fail
+    face.reader.prefetch([face.rows(["n007", "n011"]), face.rows(["n008", "n299"])])
+    with pytest.raises(ObjectStoreError, match="503"):
+        face.read(["n007", "n011"])
+    store.change = lambda name, buffer: None
+    face.check("n008", "n299")
+    face.check("n007", "n011")
+
+
+def test_a_second_try_of_a_unit_reads_only_the_spans_that_have_failed(
+    made: Made, store: Counting
+) -> None:
+    face = made(SlowPushes)
+    assert isinstance(face, Pushes)
+    names = [name for name in NAMES if name[0] == "n"][::20]
+    errors = [ObjectStoreError("503")]
+
+    def fail_once(name: str, buffer: memoryview) -> None:
+        with suppress(IndexError):  # several threads read
+            raise errors.pop()
+
+    store.change = fail_once
+    face.reader.prefetch([face.rows(names)])
+    wait_until(lambda: len(store.reads) == len(face.reader._fetcher._flights) > 3)
+    before = len(store.reads)
+    with pytest.raises(ObjectStoreError, match="503"):
+        face.read(names)
+    face.check(*names)
+    assert len(store.reads) == before + 1
+
+
 @faces(*ALL)
 def test_O2_only_files_of_a_lost_chunk_fail(
     made: Made, kind: type[Face], view: Snapshot, caplog: pytest.LogCaptureFixture
@@ -373,7 +414,7 @@ def test_a_chunk_that_is_dropped_reaches_the_readers_that_wait_for_it(
         for number in [*cache._flights]:
             cache._drop(number)
     assert sharing.finish() == []
-    assert not cache._flights
+    wait_until(lambda: not cache._flights)
     assert cache.held_bytes == sum(each.charged for each in cache._chunks.values())
     assert cache.loaded(dropped) is None
 

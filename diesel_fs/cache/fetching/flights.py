@@ -1,13 +1,13 @@
-"""Reads under way: each range of a chunk is read once at a time, whoever wants it.
+"""Reads under way, which several callers share.
 
-Three classes read chunks: `ChunkCache` loads whole ones, `RangeReader` reads ranges for the clients
-of a server, `SpanFetcher` reads spans for pushes. Each has a loop of its own, since their threads,
-deadlines and the memory that they read into differ. This module has the part that is the same: a
-caller shares a read that brings its range, and begins one only if there is none. A read leaves the
-table before its outcome is published, so an error reaches all callers that wait, and is not kept.
+`ChunkCache` loads whole chunks, `RangeReader` reads ranges for the clients of a server,
+`SpanFetcher` reads spans for pushes. Each has a loop of its own, since their threads, deadlines and
+the memory that they read into differ. This module has the common part: a caller shares a read that
+brings its range, and begins one only if there is none. The owner takes a read out of its table
+before it publishes the outcome, so callers that come later never get an old error.
 
-Pure. Nothing here has a lock, except that threads may wait for a `Flight`: the owner calls in one
-thread, or under its own lock.
+Pure. A table is used by one thread, or under its owner's lock. The outcome of a `Flight` may be
+published and awaited without a lock.
 """
 
 import threading
@@ -71,33 +71,38 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         super().__init__()
         self.bytes = 0
         """The size of all spans together."""
+        self._by_chunk: dict[Chunk, dict[tuple[Chunk, int, int], None]] = {}
 
     def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
         """These spans, which are not here yet, are being read."""
-        self.update(dict.fromkeys(spans, read))
-        self.bytes += sum(size for _, _, size in spans)
+        for span in spans:
+            self[span] = read
+            self.bytes += span[2]
+            self._by_chunk.setdefault(span[0], {})[span] = None
 
     def end(self, span: tuple[Chunk, int, int]) -> Read | None:
         """Take out a span: the read that brings it, or None."""
         read = self.pop(span, None)
         if read is not None:
             self.bytes -= span[2]
+            others = self._by_chunk[span[0]]
+            del others[span]
+            if not others:
+                del self._by_chunk[span[0]]
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
         """A span under way that has all of this one, or None."""
-        return span if span in self else _covering(self, span)
+        return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
         """Those of the spans that are parts of larger ones under way, and these."""
-        by_chunk: dict[Chunk, list[tuple[Chunk, int, int]]] = {}
-        for other in self:
-            by_chunk.setdefault(other[0], []).append(other)
         found = {}
         for span in spans:
-            if span not in self and (larger := _covering(by_chunk.get(span[0], ()), span)):
+            larger = self.covering(span)
+            if larger is not None and larger != span:
                 found[span] = larger
         return found
 
@@ -105,10 +110,10 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
 def _covering(
     others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
 ) -> tuple[Chunk, int, int] | None:
-    """The first of other spans that has all of this one."""
-    chunk, start, size = span
+    """The first of other spans of the same chunk that has all of this one."""
+    _, start, size = span
     end = start + size
-    for other in others:  # the chunks last: their comparison may cost more
-        if other[1] <= start and end <= other[1] + other[2] and other[0] == chunk:
+    for other in others:
+        if other[1] <= start and end <= other[1] + other[2]:
             return other
     return None

@@ -5,9 +5,9 @@ cache, else `StoredParts`), once, however many units want it: a span that is in 
 a smaller one is cut out of a larger one in flight. `ReadLimits.ahead_bytes` bounds the spans that
 are begun ahead.
 
-Concurrency: one thread calls. The `ChunkReader` has the requests under way, in threads or in
-processes of other nodes; contents are taken in the caller's thread. So nothing here changes between
-two calls.
+Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
+beside it. The `ChunkReader` has the requests under way, in threads or in processes of other nodes;
+contents are taken in the caller's thread. So nothing here changes between two calls.
 """
 
 import time
@@ -52,7 +52,7 @@ class _Asked:
     ) -> None:
         """`note` is called with contents that were waited for: their place, their bytes, and the
         time of the request."""
-        self._spans = spans
+        self.spans = spans
         self._note = note
         self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
@@ -80,7 +80,7 @@ class _Asked:
             if time.monotonic() - wait_from_s >= ARRIVED_S_MIN and group.places:
                 place = int(self._places[group.places[0]])
                 self._note(place, sum(map(len, group.contents)), self._asked_s)
-            spans = map(self._spans.__getitem__, group.places)
+            spans = map(self.spans.__getitem__, group.places)
             contents = dict(zip(spans, group.contents, strict=True))
             self._arrived.append(Arrived(contents, group.is_checked))
             yield self._arrived[-1]
@@ -203,7 +203,11 @@ class SpanFetcher:
                 begun[id(taken)] = taken
         begun |= {id(asked): asked for asked in map(self._start, self.requests(missing))}
         for asked in begun.values():
-            yield from asked.arriving()
+            try:
+                yield from asked.arriving()
+            except DieselError:
+                self._forget(asked)
+                raise
 
     def read_one(self, span: Span) -> memoryview:
         """The stored bytes of a span, which may be in flight, in memory of their own."""
@@ -215,7 +219,18 @@ class SpanFetcher:
         try:
             return asked.result()[span]
         except ObjectMissing as error:
+            self._forget(asked)
             raise self.source.lost_chunk_error(span[0], error) from error
+        except DieselError:
+            self._forget(asked)
+            raise
+
+    def _forget(self, failed: _Asked) -> None:
+        """Take the other spans of a request that has failed out of the table: units that want them
+        request them again."""
+        for span in failed.spans:
+            if self._flights.get(span) is failed:
+                self._take(span)
 
     def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
         """Those of the spans that are parts of larger ones in flight, and these."""
@@ -223,8 +238,11 @@ class SpanFetcher:
 
     def read_within(self, span: Span, larger: Span) -> memoryview:
         """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
+        asked = self._flights.get(larger)
+        if asked is None:  # it has failed meanwhile
+            return self.read(span)
         start = span[1] - larger[1]
-        return self._result(self._flights[larger], larger)[start : start + span[2]]
+        return self._result(asked, larger)[start : start + span[2]]
 
     def read(self, span: Span) -> memoryview:
         """The stored bytes of a span, in memory of their own."""

@@ -116,10 +116,21 @@ class CoalescingReader:
         plan = self._plan(entries) if unit is None else unit.plan
         try:
             yield from self._read(plan)
-        except BaseException:  # their errors, or bytes that nobody wants, are not kept
-            for span in plan.spans:
-                self._fetcher.give_up(span)
+        except BaseException:
+            self._give_up_unannounced(plan)
             raise
+
+    def _give_up_unannounced(self, plan: ReadPlan) -> None:
+        """After a read that did not end: give up the spans in flight that no announced unit has.
+        Those of announced units stay, so that a second try reads only the spans that have failed.
+        """
+        announced: set[Span] = set()
+        for unit in self._units.values():
+            unit.is_begun = False  # spans that have failed are begun again
+            announced.update(unit.plan.spans)
+        for span in plan.spans:
+            if span not in announced:
+                self._fetcher.give_up(span)
 
     def _read(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         if self._fetcher.batches_reads:

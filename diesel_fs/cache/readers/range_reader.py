@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from uuid import UUID
 
-from ...errors import DeadlineError, ObjectStoreError
+from ...errors import DeadlineError
 from ...format.entries import ChunkRanges
 from ...net.budget import MemoryBudget
 from ...net.frames import READ_BYTES_MAX
@@ -112,7 +112,7 @@ class RangeReader:
         self._answers = MemoryBudget(answer_bytes_max)
         self._merged = MemoryBudget(MERGED_AT_ONCE_BYTES)
         self._lock = threading.Lock()
-        self._flights: FlightTable[ChunkKey, Flight[memoryview]] = FlightTable()
+        self._flights: FlightTable[ChunkKey, Flight[memoryview | None]] = FlightTable()
         self._store_reads = threading.BoundedSemaphore(store_reads_max)
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
@@ -224,26 +224,23 @@ class RangeReader:
     ) -> None:
         """Fill the parts of one run. Unless `fresh`, a read under way that has them is shared."""
         span = key, run.start, run.end - run.start
-        larger, flight, is_mine = span, None, True
-        if not fresh:
-            with self._lock:
-                larger = self._flights.covering(span) or span
-                flight = self._flights.get(larger)
-                if flight is None:
-                    flight = Flight()
-                    self._flights.begin((span,), flight)
-                is_mine = flight.claim()
-        if flight is None or is_mine:
+        with self._lock:
+            shared = None if fresh else self._flights.covering(span)
+            flight = Flight() if shared is None else self._flights[shared]
+            if shared is None and span not in self._flights:  # perhaps it is, if this one is fresh
+                self._flights.begin((span,), flight)
+            flight.claim()
+        if shared is None:
             self._read_store(key, run, answer, until_s, flight)
         else:
             try:
                 content = flight.result(max(until_s - time.monotonic(), 0.0))
             except TimeoutError:
                 raise _too_late() from None
-            except ObjectStoreError:  # the error may be about the other's range: try alone
-                self._read_store(key, run, answer, until_s, None)
-            else:
-                answer.copy(run.parts, content, larger[1])
+            if content is None:  # the failure may be about the other's range: try alone
+                self._read_run(key, run, answer, until_s, fresh=True)
+                return
+            answer.copy(run.parts, content, shared[1])
         self._cache.count(None, len(run.parts), sum(size for _, size, _ in run.parts))
 
     def _read_store(
@@ -252,9 +249,10 @@ class RangeReader:
         run: MergedRange,
         answer: _Answer,
         until_s: float,
-        flight: Flight[memoryview] | None,
+        flight: Flight[memoryview | None],
     ) -> None:
-        """Read a run from the store, also for the requests that share `flight`."""
+        """Read a run from the store, also for the requests that share `flight`. They get None if
+        the read fails, not the error: its traceback would keep the memory of all their answers."""
 
         def read(start: int, buffer: memoryview) -> None:
             if not self._store_reads.acquire(timeout=max(until_s - time.monotonic(), 0.0)):
@@ -267,15 +265,14 @@ class RangeReader:
         content: memoryview | None = None
         try:
             content = self._fill(run, answer, read)
+            # First, so that a request finds the read here or its bytes in the tier soon.
+            self._cache.record_miss(key, run.start, content)
         finally:
-            if flight is not None:
-                with self._lock:
-                    self._flights.end((key, run.start, run.end - run.start))
-                if content is None:
-                    flight.fail(ObjectStoreError("the shared read has failed"))
-                else:
-                    flight.finish(content)
-        self._cache.record_miss(key, run.start, content)
+            span = key, run.start, run.end - run.start
+            with self._lock:
+                if self._flights.get(span) is flight:
+                    self._flights.end(span)
+            flight.finish(content)
 
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]

@@ -5,7 +5,7 @@ period, and ends the session; a second one ends it at once. `ORPHANED_SIGNAL` ab
 
 Concurrency: trio, in the server's thread. Unmounting may wait until requests are answered, so a
 thread does it while the session goes on answering. `unmount_now` is for when nothing answers any
-more: it ends the connection first.
+more: it ends the connection of a native mount first.
 """
 
 import logging

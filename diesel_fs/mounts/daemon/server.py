@@ -17,11 +17,11 @@ socket, the metrics, the task's statistics, and the watcher of a mount that foll
   `_on_switch` changes snapshot, lists and control socket in one step. During a wait the mount may
   switch to another version.
 - Threads do everything that blocks: reads from the store, lists of `.diesel`, leases, statistics of
-  the task. They return results and change nothing here.
+  the task. They return results and change no state of this module.
 - The main thread never waits for its own mount, since nobody else could answer. Calls that may need
   an answer of this process (mounting and unmounting a tree, dropping its pages) run in threads
-  while the session goes on answering. Only to end at once does the main thread unmount itself,
-  lazily.
+  while the session goes on answering. The main thread itself unmounts lazily, and only when serving
+  has ended or is to end at once.
 - Messages to the worker are queued, and lost if it does not read: it may wait for a page that only
   this process can fill. A task that waits for its answer has a deadline, or ends with the worker.
 
@@ -34,7 +34,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import trio
@@ -170,6 +170,7 @@ class _Server:
         self._metrics = metrics
         self._foreground = foreground
         self._grace_s = grace_s
+        self._session_notes: Sequence[str] = ()
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
@@ -180,6 +181,7 @@ class _Server:
             report({"warning": opened.warning})
         self._snapshot = opened.snapshot
         self._warnings = {opened.snapshot.version: opened.warning} if opened.warning else {}
+        self._memory = MemorySplit.of(request)  # once: it may depend on the free memory
         self._lists = ListPlans(
             request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
         )
@@ -211,6 +213,7 @@ class _Server:
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
         with _task_warnings_reported(self._report):
             self._mount = mount = self._choose_session()
+        self._session_notes = mount.notes
         if mount.watcher is not None:
             mount.watcher.attach(mount.switching(self._request, self._link))
         end = self._end = MountEnd(
@@ -245,6 +248,7 @@ class _Server:
             self._request,
             self._snapshot,
             self._source,
+            self._memory,
             hooks=self._hooks,
             watch=self._watcher,
             report_step=lambda step: self._report({"step": step}),
@@ -299,7 +303,7 @@ class _Server:
         begin: Message = {
             "do": "begin",
             "device": self._end.device,
-            "push_bytes": MemorySplit.of(self._request).push_bytes,
+            "push_bytes": self._memory.push_bytes,
         }
         with ExitStack() as stack:
             try:
@@ -396,8 +400,8 @@ class _Server:
         extra: dict[str, object] = {}
         if self._metrics is not None:
             extra["metrics"] = self._metrics.url
-        if self._mount.notes:
-            extra["session_notes"] = self._mount.notes
+        if self._session_notes:  # a native mount answers before `_mount` is set
+            extra["session_notes"] = self._session_notes
         if warning := self._warnings.get(self._snapshot.version):
             extra["warning"] = warning
         if self._request.task_options:

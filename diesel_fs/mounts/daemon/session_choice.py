@@ -69,6 +69,7 @@ class SessionChoice:
         request: MountRequest,
         snapshot: Snapshot,
         source: MountSource,
+        memory: MemorySplit,
         *,
         hooks: Callable[[str], MountHooks],
         watch: Callable[[int, int], VersionWatcher],
@@ -81,6 +82,7 @@ class SessionChoice:
         self._request = request
         self._snapshot = snapshot
         self._source = source
+        self._memory = memory
         self._hooks = hooks
         self._watch = watch
         self._report_step = report_step
@@ -133,7 +135,7 @@ class SessionChoice:
     def _make_vfs(self, session: str) -> tuple[Vfs, ContentReader, VersionWatcher | None]:
         request, snapshot = self._request, self._snapshot
         pushes = session != "pyfuse3"
-        memory_bytes = MemorySplit.of(request).server_bytes(pushes=pushes)
+        memory_bytes = self._memory.server_bytes(pushes=pushes)
         retired_bytes = memory_bytes // RETIRED_DIVISOR if request.follow else 0
         memory_bytes -= retired_bytes
         reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)

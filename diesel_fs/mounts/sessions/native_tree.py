@@ -1,6 +1,6 @@
 """The tree of a native mount: an EROFS file system that the kernel serves from an image.
 
-`mount_tree` makes it from an image (`format/image.py`). Its contents lie on a second device, the
+`mount_tree` makes it from an image (`format/image/`). Its contents lie on a second device, the
 *content file* of the mount's FUSE file system; the blocks of its root folder lie on a third one, a
 file in memory. The kernel reads the devices from the files themselves (from Linux 6.12 on, if it
 was built so), or through loop devices.

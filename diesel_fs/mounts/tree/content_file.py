@@ -1,6 +1,6 @@
 """The content file of a native mount: all contents of a dataset as one virtual file.
 
-The tree of a native mount is an EROFS image in the kernel (`format/image.py`), in which each file
+The tree of a native mount is an EROFS image in the kernel (`format/image/`), in which each file
 has an address: a place in this virtual file. The kernel reads contents there, through a FUSE mount
 that only the kernel and the prefetch worker use. Zeros fill the gap from a file's end to the next
 block of 4 KiB.

@@ -1,6 +1,6 @@
 """Keeps the EROFS images of native mounts, one file each in the user's own folder.
 
-An image (`format/image.py`) is the tree of a version as a file system for the kernel. It is built
+An image (`format/image/`) is the tree of a version as a file system for the kernel. It is built
 once per node, user, version and `Shown`, and then shared by all mounts. As with private copies of
 snapshots (`repository/private_copies.py`), only files in the user's private folder are mapped and
 mounted, and they are not synced, so they are used only until the machine boots again.

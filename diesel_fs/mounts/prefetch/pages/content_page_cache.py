@@ -290,7 +290,7 @@ class ContentPageCache(PageCache):
         parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
         self._staging.remove(parts)
         files = self.opens.files
-        watched = np.fromiter(map(files.__contains__, parts["entry"].tolist()), bool, len(parts))
+        watched = np.isin(parts["entry"], np.fromiter(files, np.uint32, len(files)))
         for entry, start, size in parts[watched].tolist():  # an open would look like a reader's
             advise_in_steps(files[entry], start, size, POSIX_FADV_WILLNEED)
         self._process.advise(POSIX_FADV_WILLNEED, parts[~watched], _no_progress)

@@ -20,8 +20,8 @@ _EVENT = struct.Struct("iIII")
 class OpenEvents:
     """The watched files of one version of a mount.
 
-    With `keeps_files_open` each file is opened before it is watched, so that the worker can work on
-    it without an open that would look like a reader's.
+    With `keeps_files_open` a file is opened before it is watched, so that the worker can work on it
+    without an open that would look like a reader's.
     """
 
     def __init__(self, files: MountFiles, *, keeps_files_open: bool) -> None:
@@ -35,7 +35,8 @@ class OpenEvents:
         self._entry_of: dict[int, int] = {}  # by watch
 
     def watch(self, entries: Iterable[int]) -> None:
-        """Watch these files. A file that cannot be opened is left out."""
+        """Watch these files. A file that cannot be watched, or kept open, is left out of `read`, or
+        of `files`."""
         entries = list(entries)
         if self._keeps_files_open:
             for entry in entries:

@@ -142,8 +142,8 @@ class PageCache(ABC):
 
     def retire(self) -> None:
         """Another version's page cache is used from now on; this one is only read and closed."""
-        self._process.close()
         self.opens.close()
+        self._process.close()
 
     def close(self) -> None:
         self.retire()

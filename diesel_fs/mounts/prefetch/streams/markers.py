@@ -109,6 +109,3 @@ class WatchedMarkers:
         while self._heap and self._heap[0][0] < low:
             unneeded.append(heapq.heappop(self._heap))
         return unneeded
-
-    def first(self) -> int | None:
-        return self._heap[0][0] if self._heap else None

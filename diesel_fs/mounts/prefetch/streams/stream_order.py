@@ -4,8 +4,7 @@ A *position* of a stream counts the files over all its epochs. Epochs that were 
 and positions go on, so they may exceed 2**31. The *frontier* is the next position to claim, except
 for urgent units (`units_ahead.py`).
 
-The parts of a `StreamTracker` share one `StreamOrder`. Each column of a `StreamEpoch` has one part
-that changes it.
+The parts of a `StreamTracker` share one `StreamOrder`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ class StreamEpoch:
     epoch: Epoch
     base: int  # the stream's position of the epoch's first file
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
-    markers: Markers = field(init=False)  # changed by `reader_position.py`
+    markers: Markers = field(init=False)  # the opened ones (`reader_position.py`)
     queue: UnitQueue | None = None
     """Units of the positions that were not claimed then (`units_ahead.py`). None: to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
