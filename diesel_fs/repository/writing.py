@@ -20,7 +20,7 @@ from ..storage.objects.store import ObjectStore
 from .catalog import DatasetInfo
 from .validation import ValidatedChunk
 
-_TOMBSTONE_BODY_BYTES = 4 << 20  # of a chunk of tombstones, which has only paths
+_TOMBSTONE_BODY_BYTES = 4 << 20  # limit for the paths in a chunk of tombstones
 _STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
 
 
