@@ -1,9 +1,9 @@
 """Writes entries of a dataset back to a folder, to one file, or into a tar.
 
 Nothing outside the destination is touched: folders are opened component by component, and links are
-never followed. An existing file is replaced only with `force`, and only by a whole file. Folders are
-made first, then files in the order of their places in the chunks (so each chunk is read once), then
-links. The attributes of folders are set last, deepest first.
+never followed. An existing file is replaced only with `force`, and only by a whole file. The order
+of work: folders are made, then files by their places in the chunks (so each chunk is read once),
+then links; the attributes of folders are set last, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
 its name or not at all, and survives a power cut once the kernel has written it.
