@@ -74,12 +74,12 @@ class ProcessMounter:
 
 
 def mount_arguments(volume: Volume) -> list[str]:
-    """The options of `dlcmd mount`. `--allow-other`: containers run as other users than the mount."""
+    """The options of `dlcmd mount`. Containers run as other users, so these are allowed, too."""
     return ["--allow-other", *volume.options]
 
 
 def detach_dead(root: str) -> None:
-    """Detach all mounts at the mount point of a mount whose daemon has ended. Raises DieselError."""
+    """Detach all that is mounted at `root`, whose daemon has ended. Raises DieselError."""
     try:
         while topmost_at(root, mounts()) is not None:
             syscalls.umount2(root, syscalls.MNT_DETACH)

@@ -238,7 +238,7 @@ class FileSystemUsage:
 
 
 def usage_of(target: str) -> FileSystemUsage:
-    """The size of the volume at a target. The mount must be alive, or this hangs. Raises OSError."""
+    """The size of the volume at a target. If the mount is not alive, this hangs. Raises OSError."""
     found = os.statvfs(Path(target))
     is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report the number
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

@@ -24,7 +24,7 @@ from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
 from ..reports import is_namespace
 
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
-"""The mount options that a volume may name: they hold for every volume anyway."""
+"""The mount options that a volume may name; all of them hold for every volume anyway."""
 
 PART_CHARS = 16
 KEY_CHARS = 2 * PART_CHARS
