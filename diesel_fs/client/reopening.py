@@ -67,7 +67,7 @@ class DatasetReference:
         return replace(self.task_options, task_key=key)
 
     def repository(self) -> Repository:
-        """Open the repository. Raises ConfigError for a missing secret, and as `open_repository`."""
+        """Open the repository. Raises as `open_repository`; ConfigError for a missing secret."""
         return open_repository(*self.address())
 
     def snapshot(self, repository: Repository) -> Snapshot:

@@ -246,7 +246,7 @@ class DeletableChunks:
         return left
 
     def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """The candidates in a version's table of chunks, and those that hold files of the version."""
+        """The candidates that a version lists as chunks, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)

@@ -222,7 +222,7 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
-        """Whether the metadata store does not know one of these chunks any more, as after a purge."""
+        """Whether the metadata store has forgotten one of these chunks, as for a purge."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -318,7 +318,7 @@ def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
-    """For each path: the entry's record, the chunk's ID, and the entry's data outside the record."""
+    """For each path: the entry's record, its chunk, and its data outside the record."""
     rows = changes.rows
     return {
         rows.path(i): (

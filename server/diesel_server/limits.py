@@ -113,7 +113,7 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """The network of a client, for limits: an IPv4 address, or the first 64 bits of an IPv6 address.
+    """A client's network, for limits: an IPv4 address, or the first 64 bits of an IPv6 address.
     Another text stays as it is."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
@@ -223,7 +223,7 @@ class FairByteBudget:
 
 
 class LimitReached(Exception):
-    """A connection is refused, at a limit. `sentence` is for the client, `reason` for the metrics."""
+    """A connection exceeds a limit. `sentence` is for the client, `reason` for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)

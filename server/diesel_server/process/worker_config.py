@@ -22,7 +22,7 @@ _SECRET_PREFIXES = ("DIESEL_", "AWS_", "AZURE_", "GOOGLE_", "REDIS")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The config of a worker. `certificate`, `key` and `cache` are paths; an empty one means none."""
+    """A worker's config. `certificate`, `key` and `cache` are paths; an empty one means none."""
 
     url: str = field(repr=False)
     slot: int  # the worker's number, from 0

@@ -183,8 +183,8 @@ class UpdateHandlers:
     def _discard_uncommitted(
         self, known: DatasetRef, header: ChunkHeader, payload: memoryview
     ) -> None:
-        """Delete a stored chunk that could not be committed. It stays if only the metadata store has
-        lost the dataset: a recovery will commit it. Always raises the error for the client."""
+        """Delete a stored chunk that could not be committed. It stays if only the metadata store
+        has lost the dataset: a recovery will commit it. Always raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
