@@ -309,7 +309,7 @@ class LoggedReader:
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
         """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
-        # By the bytes of an announced unit (a list of entries): those of it that no log has
+        # The entries that no log has, of each announced unit (a list of entries, here as bytes)
         self._rests: dict[bytes, Entries] = {}
 
     def batches(self, entries: Entries) -> Iterator[ExtentBatch]:
