@@ -30,8 +30,8 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes that are collected before a write. The more, the more of them are neighbours in the next
-epoch and are written together."""
+"""Bytes that are collected before a write. Among more contents there are more neighbours of the
+next epoch, which are written together."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes (`is_log_worthwhile`)."""
