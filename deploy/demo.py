@@ -30,7 +30,7 @@ REPORT = ROOT / "build/demo/report.html"
 
 
 class DlcmdFailed(Exception):
-    """dlcmd has printed the reason."""
+    """A call of `dlcmd` failed; `dlcmd` has printed the reason."""
 
     def __init__(self, arguments: list[str], exit_code: int) -> None:
         super().__init__(f"dlcmd {' '.join(arguments)}: exit code {exit_code}")
@@ -44,7 +44,7 @@ class Dlcmd:
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             self.environment[f"XDG_{kind}_HOME"] = str(folder / kind.lower())
         self.environment["DIESEL_URL"] = f"file://{folder}/store"
-        self.typed: list[str] = []
+        self.typed: list[str] = []  # the commands so far, for the report
 
     def __call__(self, *arguments: str) -> None:
         command = list(arguments)

@@ -32,6 +32,8 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
+    """The results of the demo."""
+
     commands: Sequence[str]
     files: int
     size_bytes: int

@@ -29,7 +29,7 @@ TORCH_THREADS = 1  # with two, on two busy cores, an epoch takes up to four time
 
 
 def network() -> nn.Module:
-    """25,000 weights."""
+    """A small CNN of 25,000 weights."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 64)):
         convolution = nn.Conv2d(into, out, kernel_size=3, padding=1, bias=False)
@@ -48,7 +48,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[torch.Tensor, int]],
 ) -> float:
-    """Returns the mean loss."""
+    """Train for one epoch, and return the mean loss."""
     model.train()
     losses = []
     for images, labels in batches:

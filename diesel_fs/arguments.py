@@ -35,6 +35,7 @@ _KEYWORDS = {
 """The keyword argument for each option of `dlcmd` that a Python call has, too."""
 
 _FLAGS = frozenset({"peer_tls", "peers_through_master", "allow_other"})
+"""The keyword arguments that are True or False."""
 
 _OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
 """An option, and the word for its value if one follows: `--listen ADDRESS:0`."""
@@ -42,7 +43,7 @@ _OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
 
 def in_keywords(text: str) -> str:
     """A message with keyword arguments instead of options of `dlcmd`, except in command lines."""
-    parts = re.split("(`[^`]*`)", text)  # every second one is in backticks
+    parts = re.split("(`[^`]*`)", text)  # every second part is in backticks
     parts[::2] = [_OPTION.sub(_keyword, part) for part in parts[::2]]
     return "".join(parts)
 
@@ -67,7 +68,7 @@ def keyword_errors() -> Iterator[None]:
 
 
 def words_of(signature: inspect.Signature) -> list[str]:
-    """The names of a call's arguments, without those that it passes on."""
+    """The names of a call's arguments, without `**kwargs`."""
     parameters = signature.parameters.values()
     return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
 

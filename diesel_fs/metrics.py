@@ -4,7 +4,7 @@
 `mounts/statistics/mount_metrics.py`.
 
 The table lists the values of each label, so the memory has a fixed size: no client can add a label
-value, and none names a user or a dataset. Each process counts in *cells* (one number for each
+value, and no value names a user or a dataset. Each process counts in *cells* (one number for each
 combination of label values) that only it writes; the text shows the sums over all processes. A
 restarted process continues the cells of the one before, since a counter of Prometheus must not go
 back. The text format (0.0.4) takes 40 lines here, and importing `prometheus-client` for it would
@@ -52,6 +52,8 @@ BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """A metric: its name, its kind, and the values of each label."""
+
     name: str
     kind: str  # "counter", "gauge" or "histogram"
     help: str
@@ -133,8 +135,8 @@ class MetricCells:
         }
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """An unlisted label value counts as `OTHER`, or raises KeyError if the label does not list
-        that."""
+        """Add to a counter or a gauge. An unlisted label value counts as `OTHER`, or raises
+        KeyError if the label does not list `OTHER`."""
         index = self._index(name, labels)
         with self._lock:
             self._cells[index] += amount
@@ -144,6 +146,7 @@ class MetricCells:
         self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
+        """Count a value in its bucket of a histogram, and add it to the sum."""
         bucket = bisect_left(BUCKETS_S, value)
         text = str(BUCKETS_S[bucket]) if bucket < len(BUCKETS_S) else "+Inf"
         self.add(name, *labels, text)
@@ -153,7 +156,7 @@ class MetricCells:
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """For an ended process."""
+        """Set all gauges to 0, after the process has ended."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -201,12 +204,13 @@ def exposition(processes: Sequence[MetricCells]) -> str:
 
 
 Sample = tuple[Mapping[str, str], float]
+"""The label values by the labels' names, and the value of the metric."""
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metric_lines(name: str, kind: str, help_text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """Values of labels may be any text."""
+    """The text of one metric for Prometheus. Values of labels may be any text."""
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

@@ -32,6 +32,8 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """The user's settings. An empty text means that a setting is not given."""
+
     url: str = ""
     user: str = ""
     key_file: str = ""
@@ -68,7 +70,8 @@ _ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER", "key": "DIESEL_KEY"}
 def load_settings(
     flags: Mapping[str, str | None], environment: Mapping[str, str] | None = None
 ) -> Settings:
-    """Raises ConfigError for unknown keys and wrong types."""
+    """The settings from `flags` (None: not given), the environment (None: this process's) and the
+    configuration file. Raises ConfigError for unknown keys and wrong types in the file."""
     env = os.environ if environment is None else environment
     try:
         file = config_file()
@@ -131,7 +134,7 @@ def _warn_others_may_read(path: Path, what: str) -> None:
 
 
 def private_text(path: Path, what: str, bytes_max: int) -> str:
-    """As `private_bytes`, as text; a byte that is not ASCII becomes U+FFFD."""
+    """The content as `private_bytes` reads it, as text; a byte that is not ASCII becomes U+FFFD."""
     return private_bytes(path, what, bytes_max).decode("ascii", errors="replace")
 
 
@@ -162,10 +165,14 @@ def _from_file(path: Path) -> dict[str, str]:
 
 
 def config_file() -> Path:
+    """The path of the user's configuration file, which may be missing. Raises ConfigError without a
+    home folder."""
     return _home("XDG_CONFIG_HOME", ".config") / "diesel" / "config.toml"
 
 
 def data_folder() -> Path:
+    """The folder of the user's own repository, which may be missing. Raises ConfigError without a
+    home folder."""
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 
@@ -224,7 +231,8 @@ def private_folder(path: Path) -> Path:
 
 
 def _home(variable: str, default: str) -> Path:
-    """Raises ConfigError."""
+    """The folder that an XDG variable names, or else `default` in the home folder. Raises
+    ConfigError without a home folder."""
     value = os.environ.get(variable, "")
     if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)

@@ -30,7 +30,7 @@ unescaped `/`, `?` or `#`; digits after the first colon then show whether they a
 
 
 def shown_url(text: str) -> str:
-    """With `***` for its user and password."""
+    """The text with `***` in place of the user and password of each URL."""
     return _SECRET.sub("***@", text)
 
 
@@ -42,7 +42,7 @@ def passwords_in(text: str) -> Iterator[str]:
 
 
 class HostPort(NamedTuple):
-    """Without brackets, which an IPv6 address has as text."""
+    """A host and a port. `host` has no brackets; `str` puts them around an IPv6 address."""
 
     host: str
     port: int
@@ -76,14 +76,14 @@ class RepositoryUrl:
 
     @property
     def objects_url(self) -> str:
-        """Without the metadata store."""
+        """The URL without its metadata store."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
     def full_url(self) -> str:
-        """With its password."""
+        """The whole URL, with its password."""
         return (
             f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
             if self.meta
@@ -99,7 +99,7 @@ class RepositoryUrl:
 
 
 def parse_url(text: str) -> RepositoryUrl:
-    """Raises ConfigError."""
+    """Parse the URL of a repository. Raises ConfigError."""
     shown = repr(shown_url(text))
     if "://" not in text:
         shown = repr(shown_url(f"://{text}")[3:])

@@ -60,7 +60,7 @@ VERBS = {
     "completion": "Print the code with which a shell completes dlcmd.",
 }
 
-ENDLESS = {"top", "dashboard"}
+ENDLESS = {"top", "dashboard"}  # verbs that run until they are interrupted
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -97,7 +97,8 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Raises UsageError for an unknown verb, and proposes one."""
+        """Finds the verb in the first word. Raises UsageError for an unknown verb, and proposes
+        one."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
             near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
@@ -146,6 +147,7 @@ def main() -> NoReturn:
 
 
 def prepare_process() -> None:
+    """Set up signals and the environment, before any verb runs."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
     # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -160,9 +162,8 @@ def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run `dlcmd` in this process, and return its exit code."""
-    own = {
-        *itertools.takewhile(lambda word: word != "--", arguments)
-    }  # not those of `run`'s command
+    # Behind `--` are the options of the command that `dlcmd run` runs
+    own = {*itertools.takewhile(lambda word: word != "--", arguments)}
     context: click.Context | None = None
     flags = Flags(json="--json" in own, verbose={"-v", "--verbose"} & own != set())
     try:
@@ -221,17 +222,19 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """What to do after an interruption; `context` is None if it came before the verb was known."""
+    """The advice after an interruption; `context` is None if it came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:
-    """How much a verb had done."""
+    """The notes that a verb has added to the exception: how much it had done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def as_diesel_error(error: Exception) -> DieselError:
+    """The error to report for an exception. One that is neither a DieselError nor an OSError counts
+    as a bug."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):

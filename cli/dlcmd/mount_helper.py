@@ -32,7 +32,7 @@ from .verbs.mount import mount as mount_verb
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""mount(8)'s code for `dlcmd`'s; FAILED for all others."""
+"""The exit codes of `dlcmd`, and mount(8)'s codes for them. All others become FAILED."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
@@ -42,16 +42,18 @@ _OF_MOUNT = re.compile(
 """Options that mount(8) itself acts on, or adds (`rw`)."""
 
 _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbose", "version"}
-"""Not mount options, or under another name."""
+"""Options of `dlcmd mount` that are no mount options; `mount_options` adds `url` and, as
+`username`, `user` again."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""The systemd unit has the same. At boot there is no home folder."""
+"""The folders of root's mounts, since at boot there is no home folder. The systemd unit names the
+same ones."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options by their names behind `-o`."""
+    """The options of `dlcmd mount`, by their names as mount options."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -64,15 +66,16 @@ def mount_options() -> dict[str, click.Option]:
 
 
 def split_options(text: str) -> list[str]:
-    """Split at commas. As for mount(8), a comma between double quotes separates nothing; the quotes
-    are removed."""
+    """Split mount options at commas. As for mount(8), a comma between double quotes separates
+    nothing; the quotes are removed."""
     parts = re.findall(r'(?:[^,"]|"[^"]*"?)+', text)
     return [part.replace('"', "") for part in parts]
 
 
 def dlcmd_options(given: Sequence[str], *, sloppy: bool) -> list[str]:
-    """Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy`
-    leaves it out. Underscores may stand for dashes."""
+    """The options of `dlcmd mount` for the given mount options, in which underscores may stand for
+    dashes. Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy`
+    leaves it out."""
     known, words = mount_options(), []
     for each in given:
         name, has_value, value = each.partition("=")
@@ -165,7 +168,8 @@ def mount_program(
     others = [each for each in given if each not in environment]
     words = dlcmd_options(others, sloppy=sloppy)
     is_noexec = _last_of(others, "noexec", "exec") == "noexec"
-    if is_noexec and "--follow" in words and not os.geteuid():  # a later version is a mount anew
+    # With --follow, later versions would be new mounts without noexec
+    if is_noexec and "--follow" in words and not os.geteuid():
         raise UsageError("noexec and follow exclude each other", advice="leave out one of the two")
     if fake:
         mount_verb.make_context("mount", [*words, "--", device, folder], obj=Flags())
@@ -175,7 +179,7 @@ def mount_program(
     for each in environment:
         _load_environment(Path(each.partition("=")[2]))
     mountpoint = real_path(folder)
-    if _is_mounted(mountpoint, name, version):  # `mount -a` again
+    if _is_mounted(mountpoint, name, version):  # as when `mount -a` runs again
         click.echo(f"{device} is already mounted on {mountpoint}", err=True)
         return
     code = run([*["-v"][:verbose], "-q", "mount", *words, "--", device, mountpoint])
@@ -225,7 +229,8 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """The last one counts, since they undo each other."""
+    """The last of these options that is given, or None. They undo each other, so the last one
+    counts."""
     return next((each for each in reversed(given) if each in names), None)
 
 
@@ -263,7 +268,7 @@ def _is_mounted(mountpoint: str, name: str, version: int) -> bool:
 
 
 def _forbid_programs(mountpoint: str) -> None:
-    """Raises DieselError."""
+    """Makes a mount noexec, or unmounts it. Raises DieselError."""
     options = "remount,bind,ro,nosuid,nodev,noatime,noexec"
     command = ["mount", "--internal-only", "-n", "-o", options, "--", mountpoint]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -273,6 +278,7 @@ def _forbid_programs(mountpoint: str) -> None:
 
 
 def _note_helper(mountpoint: str) -> None:
+    """Makes umount(8) start `umount.diesel` for this mount."""
     found = mounted_at(mountpoint)
     if found is not None:
         update_utab(found.source, mountpoint)

@@ -25,7 +25,7 @@ from diesel_fs.format.snapshot.reader import Indices
 from .show.progress import ShowProgress
 
 PARALLEL_READS_MIN = 400_000
-"""Other processes would take longer to start."""
+"""With fewer reads to simulate, other processes would take longer to start than they save."""
 
 POLL_S = 0.2
 
@@ -34,6 +34,8 @@ _STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """A job to simulate, and the policy of its caches."""
+
     policy: str
     job: ForecastJob
 
@@ -41,7 +43,8 @@ class Comparison:
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
     def size(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> int | None:
-        """The smallest SSD without stalls (`smallest.py`)."""
+        """The bytes of the smallest SSD without stalls; None if no SSD suffices (see
+        `smallest_disk`)."""
         return smallest_disk(
             self.job, files.bytes, lambda job: replace(self, job=job).run(files, given, progress)
         )
@@ -68,8 +71,9 @@ def compare(
     *,
     processes: int = 0,
 ) -> list[Made]:
-    """The results of all comparisons, in order. `processes` is 0 for one per processor, or a single
-    one for few reads."""
+    """The results of `task` (`Comparison.run` or `Comparison.size`) for all comparisons, in their
+    order. `given` is an order of files that the user has named, None: the job's own. `processes` 0
+    means one for each processor, or a single one if there are few reads."""
     steps = _STEPS * len(comparisons)
     if not processes:
         reads = sum(each.job.epochs for each in comparisons) * len(files)

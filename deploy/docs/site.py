@@ -57,6 +57,7 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
+    """A link as the site has it. If it leads to a source file, the file is copied."""
     text, target = link.groups()
     there = (TREE / page.parent / target).resolve()
     if there.is_dir():
@@ -97,7 +98,7 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Returns the exit code of `mkdocs`."""
+    """Build the site with the program `mkdocs`, and return its exit code."""
     gather(PAGES)
     command = [
         mkdocs,

@@ -93,7 +93,7 @@ SCRIPTS = {"postinst": RELOAD, "prerm": PRERM, "postrm": POSTRM}
 
 
 def build_deb() -> Path:
-    """Raises CalledProcessError."""
+    """Build the package, and return its path. Raises CalledProcessError."""
     _, wheel = build()
     stage = TREE / "build" / "deb"
     shutil.rmtree(stage, ignore_errors=True)

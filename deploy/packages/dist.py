@@ -33,6 +33,7 @@ def set_time() -> int:
 
 
 def build() -> tuple[Path, Path]:
+    """Build the sdist and the wheel, and return their paths."""
     time_s = set_time()
     DIST.mkdir(exist_ok=True)
     shutil.rmtree(TREE / "share", ignore_errors=True)

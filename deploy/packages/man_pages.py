@@ -11,6 +11,8 @@ import diesel_fs
 
 
 class _Roff(click.HelpFormatter):
+    """Writes the help of a command as a man page in roff."""
+
     def __init__(self, name: str, section: int, summary: str, time_s: int) -> None:
         super().__init__()
         day = f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}"

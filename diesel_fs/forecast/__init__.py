@@ -3,5 +3,5 @@
 Start with `simulate.forecast`. `nodes.py` describes a job and its machines. `reads.py` turns orders
 into the reads of a mount, `kept.py` replays these through the eviction policies or the order log,
 and `simulate.py` adds time. `smallest.py` finds the smallest cache without stalls, `report.py`
-recommends. All of it is pure: without I/O and clocks.
+recommends a cache. All of it is pure: it does no I/O and reads no clock.
 """

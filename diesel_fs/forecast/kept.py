@@ -1,14 +1,16 @@
 """Finds the tier that serves each read of a job: replays all accesses through the caches of its
-nodes, with the eviction policies of `cache/policies/eviction.py` themselves.
+nodes, with the eviction policies of `cache/policies/eviction.py` themselves. `reads.py` explains
+rows, pushes and accesses. A *unit* is a chunk or a file, whichever the cache keeps.
 
 A cache has one of three layouts:
 
 - **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes, which
   keeps it in memory or on its SSD. On a miss the owner fetches the chunk whole if there is free
   room. In a full cache the policy decides whether the chunk replaces others, or ski rental if the
-  policy has no view (`cache/policies/admission.py`). Other misses are read from the store, past the
-  cache.
-- **files**: single files in a node's memory. Every file that was read is offered to the policy.
+  policy cannot decide (`cache/policies/admission.py`). After any other miss, only the wanted bytes
+  are read from the store, and the cache does not keep them.
+- **files**: single files in a node's memory. After each read of a file, the policy decides
+  whether the cache keeps the file.
 - **log**: the order log (LCache, section III-B). A node's SSD holds the start of its order in the
   next epoch, limited to files that the node reads in this one, and is read in sequence.
 
@@ -48,7 +50,7 @@ NAMES = (*POLICIES, ORDER_LOG)
 Sizes = npt.NDArray[np.float64]
 
 Sources = npt.NDArray[np.uint8]
-"""The tier of each read: one of the next four."""
+"""The tier that served each read: `MEMORY`, `DISK`, `PEER` or `STORE`."""
 
 MEMORY, DISK, PEER, STORE = range(4)
 TIERS = ("memory", "disk", "peer", "store")
@@ -65,8 +67,9 @@ class EpochSources:
 
     By row: `source`, and `is_resident` (a cache of files has the file, so the mount need not load
     it). By push: `requests` to the store, and the bytes from the store, over the network and from
-    the node's own SSD. A fetch counts at the push that the chunk's owner loads at that time.
-    `written_bytes` went to the SSDs of all nodes.
+    the node's own SSD. If another node owns the fetched chunk, the fetch is counted for the push
+    that the owner was loading then, not for the reader's. `written_bytes` went to the SSDs of all
+    nodes.
     """
 
     source: Sources
@@ -79,13 +82,15 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
+    """Return `name` if a policy has it. Raises UsageError otherwise."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name
 
 
 def looks_ahead(policy: str, layout: Layout) -> bool:
-    """Whether the cache's contents in an epoch depend on the next epoch. Raises UsageError."""
+    """Whether the cache's contents in an epoch depend on the next epoch. Raises UsageError if no
+    policy is named `policy`."""
     return layout == "log" or _knows_future(POLICIES[check_policy(policy)]())
 
 
@@ -102,8 +107,12 @@ def replay(
     following: EpochReads | None = None,
     progress: OnProgress = lambda _: None,
 ) -> list[EpochSources]:
-    """Replay all epochs, with an empty cache before the first. `following` is the epoch after them,
-    if any, for the order log and for policies that know the future. Raises UsageError."""
+    """Find the sources of the reads of all `epochs`, one result for each.
+
+    The caches are empty before the first epoch. `following` is the epoch after the last: the order
+    log and policies that know the future (`looks_ahead`) need it, others take None. `progress` gets
+    the fraction done. Raises UsageError if units and reads are too many for `FutureUses`.
+    """
     if layout == "log":
         return _replay_log(job, files, epochs, following)
     if layout == "files":
@@ -114,10 +123,11 @@ def replay(
 class UnitCache:
     """One cache of units (chunks or files): which units it holds, and which replace which.
 
-    `memory_bytes` is filled before `disk_bytes`. With `costs`, a unit replaces others only if the
-    policy or ski rental (`cache/policies/admission.py`) finds it worth it; without, each unit that
-    is read does, unless the policy refuses. A policy that knows the future also needs `chunks`: the
-    live bytes of each chunk, and the bytes of one read of it.
+    Units fill the `memory_bytes` before the `disk_bytes`. With `costs`, a unit replaces others only
+    if the policy or ski rental (`cache/policies/admission.py`) finds the replacement worth its
+    cost; without, each unit that is read replaces others, unless the policy refuses. Caches of
+    chunks also pass `chunks`, for policies that know the future: the live bytes of each chunk, and
+    the bytes of one read of it. Caches of files do not.
     """
 
     def __init__(
@@ -151,7 +161,8 @@ class UnitCache:
         self.written_bytes = 0
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
-        """Set the units of all reads to come, in their order, out of `unit_count` units."""
+        """Tell a policy that knows the future all reads to come: the number of the unit of each
+        read, in order. Unit numbers are below `unit_count`. For other policies does nothing."""
         if self._knows_future:
             self._future = FutureUses([UnitOrder(units)], unit_count)
             self._policy.set_future(self._future)
@@ -160,17 +171,19 @@ class UnitCache:
 
     @property
     def decides_before_reads(self) -> bool:
-        """Whether `advance` must be called after the accesses of a push instead of before them."""
+        """Whether the policy judges a unit while the reads of the current push still count as to
+        come. Then call `advance` after the push's accesses, otherwise before them."""
         return self._chunk_future is not None
 
     def advance(self, count: int) -> None:
-        """Pass the next `count` reads, which come together in one push."""
+        """Count the next `count` reads, all those of one push, as past."""
         self._position += count
         if self._future is not None:
             self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
-        """Read `wanted` bytes of a unit. Return its tier, and whether it was fetched whole."""
+        """Simulate one access to `wanted` bytes of a unit. Returns the tier that served it, and
+        whether the unit was fetched whole, so that the cache has it now."""
         if unit in self._held:
             self._policy.record_access(unit)
             if self._admission is not None:
@@ -201,8 +214,9 @@ class UnitCache:
         return STORE, True
 
     def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
-        """Whether too little of a chunk will be read before the first victim is needed again, by an
-        earlier result. Avoids most walks over the victims in a full shuffle."""
+        """Whether too little of a chunk will be read before `victim`, the first unit that it would
+        replace, is needed again. A result from an earlier call is reused while its time has not
+        passed; so in a full shuffle most walks over the victims are avoided."""
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
@@ -221,7 +235,7 @@ class UnitCache:
             self._admission.reset_misses(unit)
 
     def _victims(self, unit: int, size: int, wanted: int) -> list[int] | None:
-        """The units that this one would replace, or None if it must stay out."""
+        """The units that `unit` shall replace, or None if the cache must not take it."""
         policy, room = self._policy, self._free[0] + self._free[1]
         if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
@@ -304,8 +318,8 @@ def _replay_chunks(
 def _pushes_of_nodes(
     job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
-    """The push that each of these nodes loads while another loads `push`: its last before, or its
-    first."""
+    """For each fetch (`push` has the reader's push, `node` the owner): the owner's own push at that
+    moment, its last that is not later than `push`, or else its first."""
     found = push.copy()
     for each in range(job.nodes):
         mine = np.flatnonzero(reads.rank // job.ranks == each).astype(np.int32)
@@ -354,7 +368,7 @@ def _replay_log(
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
 ) -> list[EpochSources]:
-    logged_by = np.full(len(files), -1, np.int32)  # the node that has each file, for this epoch
+    logged_by = np.full(len(files), -1, np.int32)  # the node with each file in its log, or -1
     sources = []
     for each, then in zip(epochs, [*epochs[1:], following], strict=True):
         node = _node_of_rows(job, each)
@@ -384,8 +398,8 @@ def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """For each access: the tier, and whether the unit was fetched for it; and bytes written to
-    disks."""
+    """The result of one epoch's accesses (of its rows in a cache of files or the order log): the
+    tier of each, whether its unit was fetched whole, and the bytes written to SSDs in all."""
 
     source: Sources
     is_fetched: Mask
@@ -402,8 +416,11 @@ def _summed(
     found: _Found,
     layout: Layout,
 ) -> EpochSources:
-    """The costs of an epoch's reads, by push. `source` is by row, `is_fetched` (whole chunks) and
-    `crosses` (the network) are by access; each fetch counts at its push in `fetched_at`."""
+    """Add up the costs of an epoch's reads by push.
+
+    `source` is by row. By access: `is_fetched` (a whole chunk was fetched for it), and `crosses`
+    (its bytes go over the network). `fetched_at` has the push for which each fetch is counted.
+    """
     count = len(reads.rank)
 
     def by_push(push: npt.NDArray[np.int32], size: Numbers) -> Numbers:
@@ -428,8 +445,8 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """For each access of one epoch: the push, unit, bytes wanted, number of the cache, files
-    read."""
+    """For each access of one epoch: its push, its unit, the wanted bytes, the number of the cache
+    (and node) that serves it, and the number of files that it reads."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]
@@ -438,7 +455,7 @@ class _Accesses:
     reads: Numbers
 
     def pushes(self) -> Numbers:
-        """The index of each push's first access, then the number of accesses."""
+        """The index of the first access of each push, and at the end the number of accesses."""
         starts = np.flatnonzero(np.diff(self.push, prepend=-1))
         return np.append(starts, len(self.push))
 
@@ -450,7 +467,8 @@ def _run(
     unit_count: int,
     progress: OnProgress,
 ) -> list[_Found]:
-    """Replay the accesses of the first `epoch_count` epochs; the policies know all of `known`."""
+    """Replay the accesses of the first `epoch_count` epochs of `known`. Policies that know the
+    future know all epochs of `known`."""
     for number, cache in enumerate(caches):
         mine = [each.cache == number for each in known]
         units = [

@@ -12,20 +12,21 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""Parallel requests: `FETCH_THREADS` of `cache/fetching/stored_parts.py`."""
+"""The number of parallel requests of a node: `FETCH_THREADS` of
+`cache/fetching/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
-"""On all nodes together. The time of a simulation also grows with nodes and ranks."""
+"""The most ranks on all nodes together: the time of a simulation grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastStore:
     """The object store, as one node sees it.
 
-    The first byte of a request comes after `request_s`, the others at no more than
-    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. Prices, in any currency,
-    are for 1,000 requests, and for 1e9 bytes that leave the store.
+    The first byte of a response comes after `request_s`, the other bytes at no more than
+    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. The prices, in any
+    currency, are for 1,000 requests and for 1e9 bytes that leave the store.
     """
 
     request_s: float = 0.02
@@ -35,6 +36,7 @@ class ForecastStore:
     price_per_gb: float = 0.0
 
     def price(self, requests: int, size: int) -> float:
+        """The price of `requests` requests that return `size` bytes together."""
         return requests / 1000 * self.price_per_1000 + size / 1e9 * self.price_per_gb
 
 
@@ -60,11 +62,12 @@ class ForecastNode:
 
 @dataclass(frozen=True, slots=True)
 class ForecastJob:
-    """A data-parallel training job. Its constructor raises UsageError.
+    """A data-parallel training job. Its constructor raises UsageError for numbers out of range.
 
-    In each iteration, each of `nodes` x `ranks` processes reads `batch` files; the slowest sets the
-    pace. `images_per_s` is the rate of the model and of decoding on one rank without waits. Each
-    rank's DataLoader has `workers` processes with two batches under way each.
+    In each iteration, each of the `nodes` x `ranks` processes reads `batch` files; the slowest
+    process sets the pace. `images_per_s` is the rate of the model and of decoding on one rank
+    without waits. Each rank's DataLoader has `workers` processes, each of which prepares two
+    batches ahead.
     """
 
     node: ForecastNode
@@ -108,4 +111,5 @@ class ForecastJob:
 
     @property
     def world(self) -> int:
+        """The number of ranks of all nodes."""
         return self.nodes * self.ranks

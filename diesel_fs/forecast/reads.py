@@ -1,15 +1,16 @@
 """Turns the orders of a job's epochs into the requests of its mounts, in their sequence.
 
-A mount cuts each rank's order into *pushes* (`mounts/prefetch/streams/units.py`): a whole chunk if
-its files are near each other in the order, else up to 256 files of many chunks. It loads first the
-push that is needed first. All parts of one chunk in one push are one *access* to the cache. So a
-chunk is accessed once an epoch in chunk-wise order, and nearly once for each of its files in full
-order.
+A mount cuts each rank's order into *pushes*: groups of files that it loads, and puts into the page
+cache, together (`mounts/prefetch/streams/units.py` calls them units). A push is a whole chunk if
+the files of the chunk are near each other in the order, otherwise up to 256 files of many chunks.
+The mount first loads the push that is needed first. All files of one chunk in one push are one
+*access* to the cache. So a chunk is accessed once an epoch in chunk-wise order, and nearly once for
+each of its files in a full shuffle.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
 the chunk, as the mount reads them. Empty files have no rows.
 
-Works on columns, in about a second for each million files. Pure.
+Works on columns of numbers, and takes about a second for each million files. Pure.
 """
 
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ _LIMITS = ReadLimits()
 class ForecastFiles:
     """The files of a dataset, and the chunks that hold them. Can be pickled.
 
-    By file, in the order of `shuffled`: its first chunk (`chunk`), the offset and number of its
-    bytes there (`offset`, `stored`), and its `pages` in memory. A file of several extents counts as
-    if all of it lay in its first chunk.
+    By file (a number that `chunked.shuffled` returns is an index here): its first chunk (`chunk`),
+    the offset and number of its bytes there (`offset`, `stored`), and its `pages` in memory. A file
+    of several extents counts as if all of it lay in its first chunk, from the start of the chunk.
+    `chunk_bytes` is by chunk.
     """
 
     chunked: ChunkedFiles
@@ -51,7 +53,8 @@ class ForecastFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> "ForecastFiles":
-        """All files of a snapshot. Raises UsageError if it has none, and CorruptError."""
+        """All files of a snapshot. Raises UsageError if it has none, and CorruptError if it is
+        damaged."""
         entries = snapshot.files()
         if not len(entries):
             raise UsageError(f"{snapshot.dataset} has no files, so there is nothing to plan")
@@ -71,6 +74,7 @@ class ForecastFiles:
 
     @property
     def chunk(self) -> Indices:
+        """The number of each file's first chunk."""
         return self.chunked.chunks
 
     @property
@@ -86,10 +90,10 @@ class ForecastFiles:
 def epoch_order(
     job: ForecastJob, files: ForecastFiles, epoch: int, given: Indices | None = None
 ) -> Indices:
-    """The order of each rank in an epoch: positions in `files`, by rank and place.
+    """The order of each rank in an epoch: indices of `files`, of the shape (ranks, places).
 
-    It is `given` by the user for all ranks together, or drawn by the job's seed
-    (`orders/shuffle.py`), and divided among the ranks as by `dlcmd shuffle`.
+    The order of all ranks together is `given` by the user, or, if that is None, drawn from the
+    job's seed (`orders/shuffle.py`). It is divided among the ranks as by `dlcmd shuffle`.
     """
     sequence = given
     if sequence is None:
@@ -107,10 +111,11 @@ def epoch_order(
 class EpochReads:
     """The pushes, accesses and rows of one epoch, each numbered in the order of requests.
 
-    By rank and place in its order: `push_of` is the push that brings the file, and `arrived_of` the
-    fraction of it that has arrived when the file has. By push: `rank`, and `first` (the place in
-    the rank's order at which it is needed). By access: `push`, `chunk`, `wanted` (in bytes). By
-    row: `file`, `access`, `place` (the index into the flattened `push_of`).
+    By rank and place in the rank's order: `push_of` is the push that brings the file, and
+    `arrived_of` the fraction of that push's bytes that have arrived once the file has. By push: the
+    `rank`, and `first` (the first place in the rank's order that needs the push). By access:
+    `push`, `chunk`, `wanted` (in bytes). By row: `file`, `access`, `place` (the index into the
+    flattened `push_of`).
     """
 
     push_of: Small
@@ -127,9 +132,10 @@ class EpochReads:
     def requests(
         self, files: ForecastFiles, is_wanted: Mask, limits: "MergeLimits"
     ) -> tuple[Numbers, Numbers]:
-        """The number of requests, and their bytes, that read the rows of `is_wanted`: by push.
+        """For each push: how many requests read its rows that are in `is_wanted`, and how many
+        bytes these requests return.
 
-        One request reads neighbours in a chunk, as `CoalescingReader` does.
+        One request reads neighbouring rows of a chunk, as `CoalescingReader` does.
         """
         count = len(self.rank)
         rows = np.flatnonzero(is_wanted)
@@ -157,7 +163,7 @@ class MergeLimits:
 
 
 IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
-"""For reads past the cache of a task."""
+"""For reads from the store that the cache of a task does not keep."""
 
 ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
 """For a mount without a cache, at a slow store."""
@@ -166,8 +172,11 @@ ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
 def cut_epoch(
     job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
 ) -> EpochReads:
-    """The reads of the mounts in an epoch. Pushes follow the mount's rule, or have `push_files`
-    files in the rank's order, as in other systems."""
+    """Cut the orders of all ranks in one epoch (`epoch_order`) into pushes, accesses and rows.
+
+    Pushes follow the mount's rule; if `push_files` is not 0, each has the next `push_files` files
+    of the rank's order instead, as in other systems.
+    """
     world, length = order.shape
     if push_files:
         per_rank = -(-length // push_files)
@@ -179,7 +188,7 @@ def cut_epoch(
         push_of, rank, first = _mount_pushes(job, files, order)
     flat_file, flat_push = order.reshape(-1), push_of.reshape(-1)
     by_place = np.lexsort((files.offset[flat_file], files.chunk[flat_file], flat_push))
-    # The fraction of a push that has arrived with each of its files
+    # The fraction of a push's bytes that have arrived once each of its files has
     so_far = np.cumsum(files.stored[flat_file[by_place]])
     push_bytes = np.bincount(flat_push, files.stored[flat_file], len(rank))
     before = np.cumsum(push_bytes) - push_bytes
@@ -221,7 +230,7 @@ def _mount_pushes(
     ]
     rank = np.repeat(np.arange(world, dtype=np.int32), [len(units) for units in cuts])
     first = np.concatenate([units.first for units in cuts])
-    # The mount first loads the push that a reader reaches first. Ranks are in step.
+    # The mount first loads the push that a reader reaches first. Ranks advance together.
     sequence = np.lexsort((rank, first))
     number = np.empty(len(first), np.int32)
     number[sequence] = np.arange(len(first), dtype=np.int32)

@@ -1,4 +1,5 @@
-"""Recommends a forecast, writes its commands, describes its figures for other programs. Pure."""
+"""Recommends one of several forecasts, and writes the shell commands and the JSON of a forecast.
+Pure."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from .kept import ORDER_LOG, TIERS
 from .simulate import EpochForecast, Forecast
 
 ALIKE = 0.02
-"""Times that differ by less than this fraction count as equal; then the price decides."""
+"""Times within this fraction of the shortest count as equal to it; then the price decides."""
 
 UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next order"}
 """The contents of a cache, by its layout."""
@@ -16,7 +17,10 @@ UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next 
 
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
-    """The user's options, with sizes as typed."""
+    """The options of `dlcmd forecast` that the commands repeat, with sizes as the user typed them.
+
+    `is_given_order`: the user named a file with the order, so none is drawn.
+    """
 
     dataset: str
     memory: str
@@ -27,8 +31,9 @@ class ForecastOptions:
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:
-    """The forecast with the shortest time of all epochs; among times that are alike the lowest
-    price, then the fewest bytes written to SSDs. `forecasts` must not be empty."""
+    """The forecast with the shortest time of all epochs; among those with equal times (`ALIKE`) the
+    one with the lowest price, then with the fewest bytes written to SSDs. `forecasts` must not be
+    empty."""
     best_s = min(each.seconds for each in forecasts)
     alike = [each for each in forecasts if each.seconds <= best_s * (1 + ALIKE)]
     return min(
@@ -37,14 +42,14 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
-    """Whether a mount without a shared cache suffices: one machine has memory for all, and the user
-    names no SSD to keep the data for later jobs."""
+    """Whether a mount without a shared cache suffices: the job has one machine, which has memory
+    for the whole dataset, and the user names no SSD that would keep the data for later jobs."""
     job = forecast.job
     return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
 
 
 def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
-    """Shell commands: the mount on each node, then the training."""
+    """Two shell commands: one mounts the dataset on a node, the other runs the training."""
     job = forecast.job
     is_plain = needs_no_cache(forecast, options)
     mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]
@@ -73,6 +78,7 @@ def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
 
 
 def described(forecast: Forecast) -> dict[str, object]:
+    """The element of `forecasts` in the JSON of `dlcmd forecast` (README.md lists its keys)."""
     return {
         "policy": forecast.policy,
         "shuffle": forecast.job.shuffle,

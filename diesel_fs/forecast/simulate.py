@@ -6,12 +6,14 @@ Mounts read in a fixed order, so the source of each read does not depend on time
 - The ranks begin an iteration together, when the slowest has ended the one before (data parallel).
   Each rank then waits for its batch, and computes for `batch / images_per_s`.
 - A node loads its pushes one after the other, as soon as its window has room. A push occupies the
-  memory of its files until these have been read. A cache of files may lend the window memory that
-  holds nothing of later use. DataLoader workers read up to two batches each ahead of the model.
+  memory of its files until these have been read. A cache of files may lend the window its free
+  memory, and the memory of files that are not used again. DataLoader workers read up to two batches
+  each ahead of the model.
 - A push takes as long as the slowest of its parts: the store, other nodes, the SSD, and pushing
-  into the kernel. (Lobster, ICPP 2022, section 4.3, equation 1, adds these, since its threads read
-  one file after the other; a mount reads in parallel.) The store gives a node its rate, or less if
-  latency limits the parallel requests. A node with nothing under way also waits for one latency.
+  into the kernel. (Lobster, ICPP 2022, section 4.3, equation 1, adds these parts, since its threads
+  read one file after the other; a mount reads in parallel.) The store serves a node at the store's
+  rate, or more slowly if latency limits the parallel requests. A node that is loading no push also
+  waits for the latency of one request.
 - The files of a push arrive evenly, in the order of their places in the chunks. A file that is
   needed before the window has room for it is loaded at once.
 
@@ -43,9 +45,10 @@ Seconds = npt.NDArray[np.float64]
 class EpochForecast:
     """One epoch of all ranks together.
 
-    `files` and `bytes` were read, by the tiers `TIERS` that served them. `store_bytes` may be more
-    than the store's tier, as chunks are fetched whole. `on_time` is a fraction of all files,
-    `imbalanced` of all iterations. `stall_s` is how long each rank waited for its own batches.
+    `files` and `bytes` count the reads that each tier of `TIERS` served. `store_bytes` are all
+    bytes that the store sent: they may be more than its tier's `bytes`, since chunks are fetched
+    whole. `on_time` is a fraction of all files, `imbalanced` of all iterations. `stall_s` is the
+    time that each rank waited for its own batches.
     """
 
     files: tuple[int, ...]
@@ -95,13 +98,15 @@ class Forecast:
 
 
 def layout_of(policy: str) -> Layout:
+    """The layout of the caches that the mounts make for this policy."""
     return "log" if policy == ORDER_LOG else "chunks"
 
 
 def read_epochs(
     job: ForecastJob, files: ForecastFiles, given: Indices | None = None
 ) -> list[EpochReads]:
-    """The reads of the mounts in all epochs; `given` as in `epoch_order`."""
+    """The reads of the mounts in each epoch of the job. `given`: the user's order of all ranks, or
+    None to draw one (`epoch_order`)."""
     return [
         cut_epoch(job, files, epoch_order(job, files, epoch, given)) for epoch in range(job.epochs)
     ]
@@ -117,8 +122,12 @@ def forecast(
     layout: Layout | None = None,
     progress: OnProgress = lambda _: None,
 ) -> Forecast:
-    """Simulate a job. `given` is as in `epoch_order`; `reads` saves cutting the orders again;
-    `layout` overrides `layout_of`. Raises UsageError."""
+    """Simulate a job with one policy.
+
+    `given`: the user's order of all ranks, or None to draw one (`epoch_order`). `reads`: the result
+    of `read_epochs`, which is the same for all policies; None computes it. `layout` replaces that
+    of `layout_of`. `progress` gets the fraction done. Raises UsageError for an unknown policy.
+    """
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
     following = None  # policies that look ahead need it, or the last epoch would differ
@@ -136,8 +145,9 @@ def timed(
     *,
     shares_memory: bool = True,
 ) -> tuple[EpochForecast, ...]:
-    """The times of the epochs, for reads with known sources. With `shares_memory`, a cache of files
-    lends its window the memory of files that it will not use again."""
+    """Simulate the time of each epoch, given the sources of its reads (`kept.replay`). With
+    `shares_memory`, a cache of files lends the mount's window the memory that holds no file of
+    later use."""
     clock = _Clock(job, files, reads, sources, shares_memory=shares_memory)
     done = []
     for number, (each, found) in enumerate(zip(reads, sources, strict=True)):
@@ -163,7 +173,7 @@ def timed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passed:
-    """The time of one epoch; the names are those of `EpochForecast`."""
+    """The fields of `EpochForecast` that depend on time."""
 
     seconds: float
     compute_s: float
@@ -173,22 +183,28 @@ class _Passed:
 
 
 class _Lane:
-    """The pushes of one node, which are loaded one after the other."""
+    """The pushes of one node in all epochs, which it loads one after the other."""
 
     def __init__(
         self, pushes: Numbers, pages_bytes: Seconds, needed: Numbers, room: Seconds
     ) -> None:
-        """`pushes` are numbers among those of all nodes, in order, with their memory in
-        `pages_bytes`. By iteration of all epochs: how many pushes are `needed` by then, and the
-        `room` for all pushes begun by then."""
+        """`pushes` has the numbers of the node's pushes (all nodes are counted together), in order,
+        and `pages_bytes` the memory of each.
+
+        By iteration, counted through all epochs: `needed` is the number of pushes that must have
+        begun by then, and `room` the memory in bytes of all pushes that may have begun by then,
+        including those whose files have been read.
+        """
         self.pushes = pushes
         self.needed = needed.tolist()
         self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
-        self.begun = 0  # how many have begun
-        self.free_s = 0.0  # when the last of them ends
+        self.begun = 0  # the number of pushes that have begun
+        self.free_s = 0.0  # when the last push that has begun ends
 
 
 class _Clock:
+    """The time of the simulation: moves all nodes from iteration to iteration."""
+
     def __init__(
         self,
         job: ForecastJob,
@@ -204,7 +220,8 @@ class _Clock:
         self._now_s = 0.0
         self._iteration = 0
         counts = [len(each.rank) for each in reads]
-        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # earlier pushes
+        # The number of pushes before each epoch
+        self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._service = np.concatenate(
             [
                 _service_s(job, files, each, found)
@@ -259,7 +276,9 @@ class _Clock:
         return lanes
 
     def _window(self, files: ForecastFiles, node: int) -> Seconds:
-        """The memory of a node's window, by iteration. A kept file is useful until its next hit."""
+        """The bytes of a node's window, by iteration: with `shares_memory` also the part of the
+        cache's memory that holds no useful file. A file is useful from its last use before a hit
+        until that hit."""
         job, numbers, rows, hits, first = self._job, [], [], [], 0
         for each, resident in zip(self._reads, self._resident, strict=True):
             length = each.push_of.shape[1]
@@ -281,7 +300,7 @@ class _Clock:
         return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
-        """Run one epoch. Epochs come in their order."""
+        """Simulate one epoch. Called once for each epoch, in order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
         base = int(self._base[number])
@@ -319,7 +338,8 @@ class _Clock:
         )
 
     def _load(self, lane: _Lane, now_s: float) -> None:
-        """Begin the pushes for which there is room, and those that this iteration needs."""
+        """Begin the pushes of a node for which its window has room, and those that the current
+        iteration needs."""
         until = max(lane.with_room[self._iteration], lane.needed[self._iteration])
         if until <= lane.begun:
             return
@@ -336,7 +356,7 @@ class _Clock:
 def _service_s(
     job: ForecastJob, files: ForecastFiles, reads: EpochReads, found: EpochSources
 ) -> Seconds:
-    """How long a node takes for each push, without the latency of the first request."""
+    """The time that a node needs for each push, without the latency of the first request."""
     node, store = job.node, job.store
     mean_bytes = found.store_bytes / np.maximum(found.requests, 1)
     ahead_bytes = ReadLimits.within(node.window_bytes).ahead_bytes
@@ -357,7 +377,7 @@ def _service_s(
 
 
 def _latency_s(job: ForecastJob, found: EpochSources) -> Seconds:
-    """How long the first byte of each push takes if nothing else is under way."""
+    """The time until the first byte of each push arrives if its node is loading no other push."""
     network_s = np.where(found.peer_bytes > 0, job.node.network_request_s, 0.0)
     return np.where(found.requests > 0, job.store.request_s, network_s)
 

@@ -39,7 +39,7 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""Alignment in the file: no memory page holds bytes of two extents."""
+"""Extents begin in their file at multiples of this, so that no memory page holds bytes of two."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
@@ -48,8 +48,8 @@ OBJECT_BYTES_MAX = 1 << 32
 """Offsets have 32 bits, and this bounds a reader's memory."""
 
 ENTRIES_MAX = 65_536
-"""Per chunk; bounds the time and memory to decode a header, and the transaction that commits a
-chunk."""
+"""Entries of a chunk. This bounds the time and memory to decode a header, and the transaction that
+commits a chunk."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
@@ -78,17 +78,18 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""An entry's columns, folder, and a NUL, in a decoded header."""
+"""The least that an entry takes in a decoded header: its columns, its folder's number and a NUL."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """An entry's part of a file with several extents (in several chunks)."""
+    """The part of a file that an entry holds, if the file has several extents (in several
+    chunks)."""
 
-    number: int
-    total: int
+    number: int  # from 0
+    total: int  # the file's extents
     start: int  # in the file, bytes
     size: int  # content, bytes
 
@@ -109,16 +110,17 @@ class Preamble:
 
     @property
     def body_start(self) -> int:
-        """In the object."""
+        """The offset of the body in the object."""
         return PREAMBLE_BYTES + self.header_stored
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
     """A chunk's preamble and columns, checked. `folder` holds for each entry an index in `folders`.
-    Mappings are by place. Offsets in `records` count from the start of the object. `stamps` has
-    those other than (this chunk's ID, the entry's place): of copies and of later extents. `faults`
-    says why paths are forbidden; readers skip such entries."""
+    Mappings are by place (the entry's number). Offsets in `records` count from the start of the
+    object. `stamps` has the stamps other than (this chunk's ID, the entry's place): those of copies
+    and of later extents. `faults` has the reason why a path is forbidden; readers skip such
+    entries."""
 
     preamble: Preamble
     folders: tuple[bytes, ...]
@@ -140,6 +142,7 @@ class ChunkHeader:
         return self.stamps.get(place) or stamp(self.preamble.id, place)
 
     def content_bytes(self, place: int) -> int:
+        """The length of the content that this chunk has of the entry."""
         part = self.extents.get(place)
         if part is not None:
             return part.size
@@ -147,8 +150,8 @@ class ChunkHeader:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """What a metadata store commits: rows of the last entry of each allowed path; and `stamps`
-        by row number."""
+        """The rows that a metadata store commits, one for the last entry of each allowed path, and
+        their stamps, as in `stamps`, by row number."""
         if not self.faults and not self._has_repeats():
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
@@ -219,8 +222,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The columns of a chunk that is being built. A body's offset is the sum of the lengths before
-    it."""
+    """The columns of a chunk that is being built. Bodies (the stored contents) follow one another,
+    so a body's offset is the sum of the lengths before it."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -240,7 +243,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The preamble and the stored header."""
+    """The bytes of the preamble and of the stored header."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -266,7 +269,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """Return None if lz4 saves too little, or the format forbids it."""
+    """The content packed by lz4; None if that saves too little, or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(
@@ -283,8 +286,8 @@ def parse_preamble(
     id: ChunkId | None = None,  # noqa: A002 (the field's own name)
     object_bytes: int | None = None,
 ) -> Preamble:
-    """The chunk must have the given identity, ID and object length. Raises TruncatedError,
-    ForeignError, CorruptError or NewerVersionError."""
+    """Parse the first bytes of a chunk, which must have the given identity, ID and object length.
+    Raises TruncatedError, ForeignError, CorruptError or NewerVersionError."""
     if len(data) < PREAMBLE_BYTES:
         raise TruncatedError(f"truncated chunk: {len(data)} bytes are less than a preamble")
     front = bytes(data[:PREAMBLE_BYTES])
@@ -327,7 +330,8 @@ def parse_preamble(
 
 
 def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
-    """`data` begins behind the preamble. Raises TruncatedError or CorruptError."""
+    """Parse and check a header. `data` begins behind the preamble. Raises TruncatedError or
+    CorruptError."""
     if len(data) < preamble.header_stored:
         raise TruncatedError(
             f"truncated chunk: {len(data)} of {preamble.header_stored} header bytes"
@@ -385,8 +389,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """Entries that contradict their bytes in `body`. `body_start` is the offset of `body` in the
-    object, if it is not the whole body."""
+    """The places of entries that contradict their bytes in `body`. `body_start` is the offset of
+    `body` in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -457,7 +461,7 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
-    """Exactly the known keys, each once, each a `bin`."""
+    """The header's columns by key: exactly the known keys, each once, each a `bin`."""
 
     def without_repeats(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         if len({key for key, _ in pairs}) != len(pairs):
@@ -590,7 +594,7 @@ def _check_bodies(
 def _contradictions(
     codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
-    """Bodies that cannot decode from their stored length to `size` bytes."""
+    """Flag bodies that cannot decode from their stored length to `size` bytes."""
     is_raw, length = codec == Codec.RAW, stored.astype(np.uint64)
     is_too_much = size > np.uint64(_BODY_RATIO_MAX) * length + np.uint64(_BODY_SLACK_BYTES)
     wrong: npt.NDArray[np.bool_] = np.where(is_raw, size != length, is_too_much)
@@ -605,7 +609,7 @@ def impossible_bodies(
     offset: npt.NDArray[np.uint32],
     object_bytes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.bool_]:
-    """Bodies that cannot lie in a chunk of `object_bytes`."""
+    """Flag bodies that cannot lie in a chunk whose object has `object_bytes`."""
     start, length = offset.astype(np.uint64), stored.astype(np.uint64)
     is_outside = ((start < PREAMBLE_BYTES) & (length > 0)) | (start + length > object_bytes)
     return _contradictions(codec, stored, size) | is_outside
@@ -617,7 +621,7 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """Why paths are forbidden, by place."""
+    """The reasons why paths are forbidden, by place."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}

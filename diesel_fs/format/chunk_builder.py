@@ -52,7 +52,7 @@ class ChunkBuilder:
         self.clear()
 
     def clear(self) -> None:
-        """Keeps the memory."""
+        """Begin an empty chunk in the same memory."""
         self.body_bytes = 0
         self.left_bytes = self.body_bytes_max  # until the chunk is full, with paths
         self.full = False
@@ -66,16 +66,17 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """A file's first chunk, if this chunk holds a later extent. (For a put, in which only such
-        an entry has a stamp of its own.)"""
+        """The first chunk of a file of which this chunk holds a later extent; None if there is
+        none. (For a put, in which only such an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
     def room_bytes(self) -> int:
+        """How much `room` can give without taking memory."""
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
-        """Make room for a content at the end of the body."""
+        """Make room for a content at the end of the body, and return it."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
@@ -91,7 +92,8 @@ class ChunkBuilder:
         size: int,
         part: ExtentInfo | None = None,
     ) -> None:
-        """`room()` holds the content, or that of the extent `part`; `size` is the whole file's."""
+        """Add a file. `room()` holds the content, or that of the extent `part`; `size` is the whole
+        file's."""
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
@@ -113,7 +115,7 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Files of one folder; `room()` has their contents, one after the other. Nearly every
+        """Add files of one folder; `room()` has their contents, one after the other. Nearly every
         file of a put comes this way, so no Python statement runs once per file."""
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
@@ -141,14 +143,14 @@ class ChunkBuilder:
         self._grow(end)
 
     def add_link(self, path: tuple[bytes, bytes], mtime_ns: int, target: bytes) -> None:
-        """`target` is kept verbatim."""
+        """Add a symbolic link. `target` is kept verbatim."""
         self._entries.links.append(target)
         self._path_bytes += len(target)
         checksum = xxh3_64_intdigest(target)
         self._add(path, Kind.LINK, 0o777, len(target), mtime_ns, 0, _RAW, checksum)
 
     def add_folder(self, path: tuple[bytes, bytes], mode: int, mtime_ns: int) -> None:
-        """The dataset's root is (b"", b"")."""
+        """Add a folder. The dataset's root is (b"", b"")."""
         self._add(path, Kind.FOLDER, mode & MODE_MASK, 0, mtime_ns, 0, _RAW, 0)
 
     def add_tombstone(self, path: tuple[bytes, bytes]) -> None:
@@ -246,7 +248,8 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """ "auto" tries the middle of a large content first."""
+        """The content packed by lz4, or None. With "auto" the middle of a large content is tried
+        first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

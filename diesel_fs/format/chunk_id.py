@@ -17,7 +17,7 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Less than every real ID; the newest ID if there is no chunk yet."""
+"""Less than every real ID. It stands for the newest ID of a dataset without chunks."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
@@ -51,23 +51,23 @@ def id_fields(chunk: ChunkId) -> IdFields:
 
 
 def id_seconds(chunk: ChunkId) -> int:
-    """Since 1970."""
+    """The ID's timestamp, in seconds since 1970."""
     return int.from_bytes(chunk[:4])
 
 
 def lowest_id(seconds: int) -> ChunkId:
-    """A listing from it on has all chunks since that second."""
+    """The lowest ID of a second: a listing from it on has all chunks since then."""
     return IdFields(min(max(seconds, 0), _SECONDS_MAX), 0, 0, 0).id()
 
 
 def chunk_id_text(chunk: ChunkId) -> str:
-    """22 characters that sort as the ID does."""
+    """The ID as 22 characters, which sort as IDs do."""
     number = int.from_bytes(chunk) << 4
     return "".join(ALPHABET[number >> shift & 63] for shift in range(126, -1, -6))
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """Raises ValueError unless `chunk_id_text` can return it."""
+    """The ID that `chunk_id_text` shows as `text`. Raises ValueError if there is none."""
     if len(text) != TEXT_CHARS:
         raise ValueError(f"a chunk ID has {TEXT_CHARS} characters, not {len(text)}")
     number = 0
@@ -139,7 +139,7 @@ class IdSource:
             return fields.id()
 
     def _next_fields(self, newest: IdFields, writer_of: ChunkId | None) -> IdFields:
-        """The smallest that rules 1 to 3 of FORMAT.md, section 3, allow."""
+        """The next ID, by rules 1 to 3 of FORMAT.md, section 3."""
         seconds = max(int(self._clock()), newest.seconds, self._seconds)
         counter = self._counter + 1 if seconds == self._seconds else 0
         if counter > _COUNTER_MAX:

@@ -37,19 +37,19 @@ NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer name could be stored but never opened."""
 
 PATH_BYTES_MAX = 262_144
-"""For 1,000 nested folders with names of 250 bytes."""
+"""Enough for 1,000 nested folders with names of 250 bytes."""
 
 _BLOCK_BYTES = 1 << 22  # of joined names, scanned for NULs at once
 
 MODE_MASK = 0o777
-"""Set-user-ID, set-group-ID and sticky bits never travel."""
+"""The bits of a mode that are kept: set-user-ID, set-group-ID and sticky bits are not."""
 
 ROOT = b""
 """The path of a dataset's root."""
 
 
 class Kind(IntEnum):
-    """The numbers are part of the formats."""
+    """The kind of an entry. The numbers are part of the formats."""
 
     FILE = 0
     LINK = 1
@@ -58,14 +58,14 @@ class Kind(IntEnum):
 
 
 class Codec(IntEnum):
-    """The numbers are part of the formats."""
+    """How a content is stored. The numbers are part of the formats."""
 
     RAW = 0
     LZ4 = 1
 
 
 CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
-"""`size` bytes from `start` on."""
+"""A range of a chunk's object: `size` bytes from `start` on."""
 
 ChunkRanges = npt.NDArray[np.void]
 
@@ -75,7 +75,7 @@ RECORD = np.dtype(
         ("mtime_ns", "<i8"),  # since 1970, signed: files are older, and younger than 2106
         ("checksum", "<u8"),  # xxh3-64 of the content; 0 for a file of several extents
         ("offset", "<u4"),  # from the start of the chunk object
-        ("stored", "<u4"),
+        ("stored", "<u4"),  # the bytes that the content takes there
         ("mode", "<u2"),
         ("kind", "u1"),
         ("codec", "u1"),
@@ -84,7 +84,8 @@ RECORD = np.dtype(
         ("spare", "<u4"),
     ]
 )
-"""An entry's fixed part, 48 bytes. A metadata store looks only at `kind` and `extents`."""
+"""An entry's fixed part, 48 bytes. A metadata store looks only at `kind`, `size`, `place` and
+`extents`."""
 
 EXTENT = np.dtype(
     [
@@ -100,11 +101,12 @@ EXTENT = np.dtype(
         ("spare", "V7"),
     ]
 )
-"""One of a file's several extents, 64 bytes; its tail is these in order of `number`."""
+"""One extent of a file of several, 64 bytes. The file's tail has its extents in order of
+`number`."""
 
 
 class Stat(NamedTuple):
-    """`mode` holds permission bits only; `size` is in bytes."""
+    """The attributes of an entry. `mode` has permission bits only; `size` is in bytes."""
 
     kind: Kind
     mode: int
@@ -139,7 +141,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """The names may contain NULs."""
+        """Make `Names` of any names, even of some that contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]
@@ -152,7 +154,7 @@ class Names(Sequence[bytes]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The offset of each name in `joined`, and of one more."""
+        """The offset of each name in `joined`, and of one more name behind the last."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -177,13 +179,14 @@ class Names(Sequence[bytes]):
         return starts, b"".join(self)
 
     def empty_ones(self) -> npt.NDArray[np.int64]:
+        """The positions of empty names."""
         first, last = self.joined[:1], self.joined[-1:]
         if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
             return np.zeros(0, np.int64)
         return np.flatnonzero(np.diff(self.starts) == 1)
 
     def are_allowed(self) -> bool:
-        """Whether each may be in a path (`name_fault`)."""
+        """Whether each name may be in a path (`name_fault`)."""
         enclosed = b"\0%b\0" % self.joined
         return (
             b"/" not in enclosed
@@ -255,7 +258,7 @@ def join(folder: bytes, name: bytes) -> bytes:
 
 
 def split(path: bytes) -> tuple[bytes, bytes]:
-    """For the root `(b"", b"")`."""
+    """The folder and the name in a path; `(b"", b"")` for the root."""
     folder, _, name = path.rpartition(b"/")
     return folder, name
 

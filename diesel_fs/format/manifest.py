@@ -26,10 +26,10 @@ from .entries import Kind, Names, join, path_fault
 from .snapshot.reader import Indices, Snapshot
 
 MANIFEST_NAME = b".manifest.csv"
-"""For the folder in which it lies."""
+"""The name of a folder's manifest, in that folder."""
 
 MANIFEST_BYTES_MAX = 1 << 30
-"""While it is read: some ten million lines."""
+"""A longer manifest is not read: this is some ten million lines."""
 
 FAULTS_NAMED = 10
 """Faults reported with line, path and reason; further ones are only counted."""
@@ -56,21 +56,25 @@ class Manifest:
     classes: list[str]
     """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
+    """Each sample's target, as an index in `classes`."""
     names_files: bool
-    """Targets are paths of files, too (the column `target_path`)."""
+    """Whether targets are paths of files, too (the column `target_path`)."""
 
     def __len__(self) -> int:
         return len(self.lines)
 
 
 class ManifestFault(NamedTuple):
+    """A line whose sample cannot be used, and why."""
+
     line: int
     path: bytes
     reason: str
 
 
 class FoundSamples(NamedTuple):
-    """If there are faults, some samples are missing."""
+    """The entries of a manifest's samples in a snapshot. If there are faults, some are -1 or no
+    files."""
 
     entries: npt.NDArray[np.int32]
     target_entries: npt.NDArray[np.int32] | None
@@ -80,8 +84,8 @@ class FoundSamples(NamedTuple):
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Raises UsageError, which names the line, unless FORMAT.md, section 10, holds. `name` is for
-    messages."""
+    """Parse a manifest. Raises UsageError, which names the line, unless the content obeys
+    FORMAT.md, section 10. `name` is for messages."""
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)
@@ -110,8 +114,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """The manifest as a dataset stores it: tabs become commas; one with commas stays to the byte.
-    Raises as `parse_manifest`."""
+    """The manifest as a dataset stores it: tabs become commas; a manifest with commas is returned
+    unchanged. Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -124,8 +128,8 @@ def as_csv(content: bytes, name: str) -> bytes:
 
 
 def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> FoundSamples:
-    """The manifest lies in `folder`. Faults: a missing file, a link or a folder instead of one, and
-    a file named twice."""
+    """Find the entries of a manifest that lies in `folder`. Faults are: a missing file, a link or a
+    folder instead of one, and a file named twice."""
     entries = _lookup(manifest.paths, snapshot, folder)
     kinds = _kinds(snapshot, entries)
     is_bad = kinds != Kind.FILE
@@ -159,6 +163,8 @@ _TEXT = ("utf-8", "surrogateescape")
 
 
 class _Text:
+    """Collects the text that `csv.writer` writes."""
+
     def __init__(self) -> None:
         self.parts: list[str] = []
 
@@ -180,6 +186,8 @@ def _separator(header: str) -> str:
 
 
 class _Table:
+    """Reads the rows of a manifest."""
+
     def __init__(self, content: bytes, name: str) -> None:
         """Raises UsageError."""
         if content.startswith(_UTF_16):
@@ -277,7 +285,7 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
 
 
 def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.int32]]:
-    """The sorted classes, and the position there of each number."""
+    """The sorted classes, and the position of each of `known`'s numbers there."""
     if all(map(_WHOLE_NUMBER.fullmatch, known)):
         classes = sorted(known, key=lambda text: (int(text), text))
     else:
@@ -333,14 +341,14 @@ def _lookup(paths: Names, snapshot: Snapshot, folder: bytes) -> npt.NDArray[np.i
 
 
 def _kinds(snapshot: Snapshot, entries: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """TOMBSTONE for a missing entry."""
+    """The kind of each entry; TOMBSTONE for a missing one (-1)."""
     indices: Indices = np.maximum(entries, 0).astype(np.int64)
     kinds = snapshot.stat_many(indices).kind
     return np.where(entries < 0, np.uint8(Kind.TOMBSTONE), kinds)
 
 
 def _missing_reason(kind: int) -> str:
-    """Empty for a file."""
+    """Why an entry of this kind is no sample; empty for a file."""
     if kind == Kind.FILE:
         return ""
     if kind == Kind.TOMBSTONE:

@@ -37,12 +37,12 @@ MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
 
 
 def dataset_object(identity: UUID) -> str:
-    """Holds a dataset's name and identity."""
+    """The object with a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """Marks the dataset as deleted."""
+    """The object that marks the dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
@@ -55,13 +55,13 @@ def chunk_prefix(identity: UUID) -> str:
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
-    """Names sort as IDs do."""
+    """The object of a chunk. Names sort as IDs do."""
     text = chunk_id_text(chunk)
     return f"{chunk_prefix(identity)}{text[:_PREFIX_CHARS]}/{text}"
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """Returns None for other names."""
+    """The chunk whose object has this name; None for other names."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -75,12 +75,12 @@ def snapshot_prefix(identity: UUID) -> str:
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
-    """Names sort as versions do."""
+    """The object of a snapshot. Names sort as versions do."""
     return f"{snapshot_prefix(identity)}{version:016x}"
 
 
 def version_of_object(name: str) -> int | None:
-    """Returns None for other names."""
+    """The version of the snapshot whose object has this name; None for other names."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -93,7 +93,7 @@ def archive_prefix(identity: UUID) -> str:
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """Records an archive."""
+    """The object that records an archive that was put."""
     return f"{archive_prefix(identity)}{name}"
 
 
@@ -106,7 +106,7 @@ def lease_object(identity: UUID, name: str) -> str:
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The name's second component; None if it is no identity."""
+    """The identity in an object's name (its second component); None if it is no identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

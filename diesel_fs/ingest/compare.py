@@ -25,7 +25,7 @@ from .sources.walk import FolderListing, ReportFailure, failure_reason, open_fil
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks: entries near each other share some
+_MEMORY_BYTES = 64 << 20  # for chunks: entries near each other are in one chunk
 
 
 class ReadabilityCheck:
@@ -57,6 +57,7 @@ class ReadabilityCheck:
             )
 
     def __call__(self, index: int) -> bool:
+        """Whether the entry with this index is readable."""
         if index in self.lost:
             return False
         if self._reader is None or self._view.stat(index).kind != Kind.FILE:
@@ -72,7 +73,8 @@ class ReadabilityCheck:
 
 @dataclass(eq=False)
 class Comparer:
-    """Records the entries of a view that the source has, and those that were replaced."""
+    """Records which entries of `view`, the dataset before the put, the source has, and which were
+    replaced. `readable` tells whether an entry (by its index) can be read."""
 
     view: Snapshot
     target: bytes  # the path of the source in the dataset
@@ -95,11 +97,13 @@ class Comparer:
         return index
 
     def keep(self, path: bytes) -> None:
-        """Never list this path among the removed ones."""
+        """Never list this path among those that `--delete` removes, although the source lacks
+        it."""
         self._mark(self.view.lookup(path))
 
     def accepts_any_file(self, folder: bytes) -> bool:
-        """Whether a folder of the dataset, into which the source puts entries, is empty."""
+        """Whether files of any names can be put into a folder of the dataset: it is empty or
+        missing, and no file or link is at its path, or at the path of a folder above it."""
         self._any_found = True
         at = self.view.lookup(folder)
         if at >= 0 and len(self.view.children(at)):
@@ -107,7 +111,8 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """Why an entry cannot replace the entry `index`, or an empty string."""
+        """Why an entry of a kind cannot be put at a path, at which the dataset has the entry
+        `index` (-1: none); or an empty string."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -116,7 +121,8 @@ class Comparer:
         return reason or self._replacement_conflict(index, kind)
 
     def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
-        """Whether the entry has exactly these attributes and was not replaced."""
+        """Whether the dataset's entry `index` (-1: none) has exactly these attributes, was not
+        replaced by this put, and is readable."""
         return (
             index >= 0
             and index not in self._replaced
@@ -131,8 +137,8 @@ class Comparer:
 
     def removed_paths(self) -> list[bytes]:
         """The paths that `--delete` removes, deepest first. Empty if the source is empty, unless
-        that is allowed. Entries that the filters leave out stay, and so does a folder that still
-        contains something."""
+        `allow_empty` is set. Entries that the filters leave out stay, and so does a folder that
+        still contains something."""
         if not self.options.delete or not (self._any_found or self.options.allow_empty):
             return []
         top = self.view.lookup(self.target)
@@ -152,8 +158,9 @@ class Comparer:
         return self.path_filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
 
     def _replacement_conflict(self, index: int, kind: Kind) -> str:
-        """A folder replaces no file or link, and these replace no folder, unless `--delete` removes
-        the old entry with all that is in it."""
+        """Why an entry of a kind cannot replace the entry `index` (-1: none); or an empty string. A
+        folder replaces no file or link, and a file or link replaces no folder, unless `--delete`
+        removes the old entry with all that is in it."""
         if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
             return ""
         if self.options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
@@ -163,7 +170,8 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """Why nothing can be put into a folder, for it or for one above it."""
+        """Why nothing can be put into a folder, for its own sake or that of a folder above it; or
+        an empty string."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -174,7 +182,7 @@ class Comparer:
         return ""
 
     def _mark(self, index: int, *, with_all_below: bool = False) -> None:
-        """The source has an entry, and with `with_all_below` all entries below it."""
+        """Record that the source has an entry, and with `with_all_below` all entries below it."""
         if index < 0 or not self.options.delete:
             return
         self._seen[index] = 1
@@ -183,7 +191,8 @@ class Comparer:
                 self._seen[int(below)] = 1
 
     def _mark_above(self, folder: bytes) -> None:
-        """This folder and those above it, if the dataset has them as folders."""
+        """Record that the source has this folder and those above it, as far as they are folders of
+        the dataset."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
@@ -193,7 +202,8 @@ class Comparer:
 
 
 def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
-    """Compares checksums; `folder` is a descriptor. Raises OSError."""
+    """Whether a local file has the contents of the entry `index`, by their checksums. `folder` is
+    the descriptor of the file's folder. Raises OSError."""
     file = open_file(folder, name)
     try:
         return same_content(view.extents(index), partial(os.pread, file))
@@ -203,7 +213,8 @@ def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """`entry` is the folder's own (mode with all bits, mtime_ns), if that changed."""
+    """The entries of a folder to put. `path` is below the source. `entry` has the folder's own mode
+    (with all bits) and mtime_ns, if one of them changed. `unchanged` counts the other entries."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -214,6 +225,9 @@ class FolderChanges:
 
 @dataclass(eq=False)
 class FolderComparer(Comparer):
+    """Compares folder by folder. `failed` is called with the path of an entry that cannot be put,
+    and the reason."""
+
     failed: ReportFailure
     root: int  # a descriptor of the source
 
@@ -227,6 +241,8 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
+        """The changes of each listed folder. A folder that cannot be put is reported as failed, and
+        its subfolders are taken out of the listing, so that they are not walked."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -270,8 +286,8 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """New or different files and links, and the number of all others. `indices` are those of
-        the dataset, by name."""
+        """The new or different files and links, and the number of unchanged ones. `indices` are
+        those of the dataset's entries in this folder, by name."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -298,7 +314,7 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """Why nothing of a folder can be put there, or an empty string."""
+        """Why no entry of a folder can be put at the path `target`; or an empty string."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""

@@ -1,11 +1,12 @@
 """Mends paths that two writers made at once, one as a file and the other as a folder.
 
 A put refuses such a path when it can see the conflict (`compare.py`), but it cannot see the commits
-of other writers while it runs. The entry with the greater stamp wins, so a folder would replace the
-file for good. Therefore a writer that finishes looks for files that a folder has replaced since the
-put began, if one of the two is its own, and puts the file again. Readers then show the folder, as
-always if a path is both; `verify` and the put name the path. Each of two writers checks after its
-own last commit, so at least one of them sees both entries.
+of other writers while it runs. Of two entries at one path the entry with the greater stamp (see
+FORMAT.md) wins, so a folder would replace the file for good. Therefore a writer that finishes looks
+for files that a folder has replaced since the put began, if the file or the folder is its own, and
+puts the file again. Readers then show the folder, as always if a path is both; `verify` and the
+report of the put name the path. Each of two writers checks after its own last commit, so at least
+one of them sees both entries.
 
 Headers of other writers' chunks are read only if somebody else wrote during the put, and own
 headers only if such a path may be in them. One thread.
@@ -40,7 +41,7 @@ _READ_BYTES = 1 << 20  # of a file that is put again
 
 
 class _Entry(NamedTuple):
-    """`position` is that in a new chunk's header."""
+    """An entry of a chunk that is new since the put began, at `position` in the chunk's header."""
 
     stamp: Stamp
     header: ChunkHeader
@@ -102,7 +103,8 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """The file or the folder is of this session."""
+    """The files and links that a folder has replaced since the session began, if one of the two is
+    this session's: the entries of the file's extents, by path."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
@@ -141,8 +143,8 @@ def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[
 
 def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
     """The extents of the newest file or link at one path. Empty unless the newest entry is a
-    folder, one of the two is this session's, the file is complete, and nobody has deleted it after
-    it was put."""
+    folder, the file or the folder is this session's, the file is complete, and nobody has deleted
+    it after it was put."""
     newest = max(entries, key=lambda entry: (entry.stamp, entry.header.preamble.id))
     files = [entry for entry in entries if entry.kind in (Kind.FILE, Kind.LINK)]
     if newest.kind != Kind.FOLDER or not files:
@@ -169,14 +171,15 @@ def _headers(
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)
-        except (FormatError, ObjectMissing) as error:  # it must not stop the put
+        except (FormatError, ObjectMissing) as error:  # a bad chunk must not stop the put
             log.warning(
                 "conflicts in chunk %s are not looked for: %s", chunk_id_text(chunk), error.message
             )
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """The dataset's own snapshot shows folders at their paths."""
+    """A snapshot with these files alone; the dataset's own snapshot shows folders at their
+    paths."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

@@ -1,8 +1,8 @@
 """Checks and stores the manifest of a put, after the files that it names.
 
-Its form is checked before anything is put (`sources/manifest_file.py`), but whether the dataset has
-its files is known only afterwards. It becomes the file `MANIFEST_NAME` in the folder to which the
-source went.
+The form of a manifest is checked before anything is put (`sources/manifest_file.py`), but whether
+the dataset has the named files is known only afterwards. The manifest becomes the file
+`MANIFEST_NAME` in the folder to which the source went.
 """
 
 import io
@@ -20,11 +20,14 @@ _MODE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class FetchedManifest:
+    """A manifest (a table of samples and their targets), and its bytes, which are stored."""
+
     manifest: Manifest
     content: bytes
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
+        """The path of the stored manifest, for a source that was put to `target`."""
         return join(target, MANIFEST_NAME)
 
 
@@ -38,9 +41,9 @@ def put_manifest(
     *,
     is_readable: bool,
 ) -> None:
-    """Put a manifest unless it is there already and readable. If `view`, the dataset after the put,
-    lacks files that it names, the report has the first such lines, and the stored manifest stays.
-    Raises DieselError."""
+    """Put a manifest unless the dataset has it already, and `is_readable` (whether the stored one
+    can be read) is true. If `view`, the dataset after the put, lacks files that the manifest names,
+    the report gets the first such lines, and a stored manifest stays. Raises DieselError."""
     found = find_samples(fetched.manifest, view, target)
     for fault in found.faults:
         report.fail(fault.path, f"{fetched.manifest.name}, line {fault.line}: {fault.reason}")

@@ -16,7 +16,7 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """Raises UsageError for bad values.
+    """The options of a put. Raises UsageError for bad values.
 
     `delete` deletes entries of the dataset that the source lacks; for an empty source, that needs
     `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include` and
@@ -82,14 +82,15 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """A large file is complete with its last extent."""
+        """Count a committed chunk. `entries` is the number of entries that end in it: a large file
+        ends with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes
         self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
-        """`path` is below the source."""
+        """Report that a path, relative to the source, is left out."""
         self.failed.append((path, reason))
 
 
@@ -98,26 +99,27 @@ PutProgress = Callable[[PutReport], None]
 
 
 def no_progress(_: PutReport) -> None:
-    """The default."""
+    """The default of a put: progress is not shown."""
 
 
 class Filter:
-    """See `PutOptions`. Paths are relative to the source."""
+    """Decides which entries are put, by the globs of `PutOptions`. Paths are relative to the
+    source."""
 
     def __init__(self, options: PutOptions) -> None:
         self._include = [_Glob.of(pattern) for pattern in options.include]
         self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
         self.includes_all = not (self._include or self._exclude)
-        self.has_taken = self.includes_all
+        self.has_taken = self.includes_all  # whether any file passed
         if any(glob.folders_only for glob in self._include):
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
     def includes_folder(self, path: bytes) -> bool:
-        """Assumes that the folders above it are put."""
+        """Whether a folder is put, if the folders above it are."""
         return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
     def includes_file(self, path: bytes) -> bool:
-        """Assumes that the folders above it are put."""
+        """Whether a file is put, if the folders above it are."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
         is_taken = not self._include or any(
@@ -127,7 +129,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """A folder above an entry may exclude it, too."""
+        """Whether an entry is left out, for its own path or for that of a folder above it."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

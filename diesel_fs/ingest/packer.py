@@ -54,7 +54,7 @@ SplitPath = tuple[bytes, bytes]
 
 class Readable(Protocol):
     def read(self, size: int, /) -> bytes | memoryview:
-        """Returns at most `size` bytes; none at the end."""
+        """The next bytes, at most `size`; none at the end."""
         ...
 
 
@@ -63,10 +63,11 @@ class FileSkipped(Exception):
 
 
 class Packer:
-    """Fills chunks with entries and stores them. `finish` stores the last; then all is durable.
+    """Fills chunks with entries and stores them. `finish` stores the last chunk; then all are
+    durable.
 
     After a chunk could not be stored, every method except `close` raises the error, since entries
-    are lost. Continue with a new packer. `stripped` and `hard_links` are those of `PutReport`.
+    are lost. Continue with a new packer. `stripped` and `hard_links` count as those of `PutReport`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
+        """The longest extent: a longer file is cut into several."""
         return self._extent_bytes
 
     def __len__(self) -> int:
@@ -100,8 +102,9 @@ class Packer:
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """`folder` is a descriptor. Raises OSError, or FileSkipped if the file is not regular or
-        keeps changing; then no part of it is in any version of the dataset."""
+        """Add a file, which `folder`, a descriptor, has under `name`; `path` is its path in the
+        dataset. Raises OSError, or FileSkipped if the file is not regular or keeps changing; then
+        no part of it is in any version of the dataset."""
         if self._failure is not None:  # as `_check`, without a call for each file
             raise self._failure
         for attempt in range(READ_TRIES):
@@ -124,8 +127,8 @@ class Packer:
     def add_files(
         self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
     ) -> None:
-        """`add_file` for files of the folder `path`, which calls `failed` with a name and the
-        reason instead of raising."""
+        """Add files of one folder (`path` is its path in the dataset). For a file that cannot be
+        added, calls `failed` with its name and the reason."""
         at = 0
         while at < len(names):
             self._check()
@@ -193,7 +196,8 @@ class Packer:
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """`folder` is a descriptor. Raises OSError, FileSkipped."""
+        """Add a link, which `folder`, a descriptor, has under `name`. Raises OSError,
+        FileSkipped."""
         self._check()
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -202,7 +206,7 @@ class Packer:
         self._submit_if_full()
 
     def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
-        """Raises FileSkipped."""
+        """Add a folder's own entry. Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -210,7 +214,8 @@ class Packer:
         self._submit_if_full()
 
     def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """Raises FileSkipped."""
+        """Add a link whose target the caller has already, for example from an archive. Raises
+        FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self._builder.add_link(path, mtime_ns, target)
@@ -219,7 +224,8 @@ class Packer:
     def add_stream(
         self, file: Readable, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
-        """The next `size` bytes of `file`. Raises FileSkipped, also if it ends before."""
+        """Add a file that has the next `size` bytes of `file`. Raises FileSkipped, also if `file`
+        ends before."""
         self._check()
         check_storable(mtime_ns, size)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -244,7 +250,8 @@ class Packer:
         mtimes_ns: Sequence[int],
         contents: Sequence[memoryview],
     ) -> None:
-        """Each in one extent."""
+        """Add files of one folder (`path` is its path in the dataset) whose contents are in memory.
+        None may be longer than `extent_bytes`."""
         at = 0
         while at < len(names):
             self._check()
@@ -276,11 +283,12 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Loses entries outside of stored chunks."""
+        """Wait for the chunk that is being stored. Entries of all later chunks are lost, so call
+        `finish` first to keep them."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Returns False if the file changed meanwhile."""
+        """Add an opened file of one extent. Returns False if the file changed meanwhile."""
         size, builder = before.st_size, self._builder
         room = builder.room(size + 1)
         count = os.readv(file, (room,))
@@ -291,7 +299,7 @@ class Packer:
                     break
                 count += more
             if count and not size:
-                raise FileSkipped("it says that it is empty but has bytes")
+                raise FileSkipped("its size is 0, but it has bytes")
         if count != size or not _is_same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
@@ -301,8 +309,8 @@ class Packer:
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Like `_read`. The last extent is added only if the file did not change: without it, no
-        reader ever shows the incomplete file."""
+        """Like `_read`, for a longer file. The last extent is added only if the file did not
+        change: without this extent, no reader ever shows the file."""
         first: Stamp | None = None
         for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
@@ -334,8 +342,8 @@ class Packer:
         """Add the file or extent (`part`) that the caller has read into the builder's room.
 
         Each extent except the last ends its chunk, so no chunk has two extents of one file. All
-        have the stamp of the first (`first`), which is known when the first chunk has its ID.
-        Returns the stamp; None for a file of one extent.
+        extents get the stamp of the first one (`first`; None: this is the first), which is known
+        when the first chunk has its ID. Returns the stamp; None for a file of one extent.
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
@@ -355,7 +363,8 @@ class Packer:
             self._submit()
 
     def _submit(self, *, goes_on: bool = False) -> Future[ChunkId]:
-        """`goes_on`: the chunk's last file continues in the next chunk."""
+        """Give the filled chunk to the storing thread, and take a free builder for the next.
+        `goes_on`: the chunk's last file continues in the next chunk."""
         builder = self._builder
         try:
             future = self._thread.submit(self._store, builder, len(builder) - goes_on)
@@ -369,7 +378,8 @@ class Packer:
         return future
 
     def _await_oldest(self) -> None:
-        """The oldest chunk's builder is filled again only if it is stored."""
+        """Wait until the oldest submitted chunk is stored; only then may its builder be filled
+        again."""
         future, builder = self._submitted[0]
         future.result()
         del self._submitted[0]
@@ -413,7 +423,8 @@ def start_packer(
     compress: str,
     committed: Callable[[ValidatedChunk, int], None] | None = None,
 ) -> Packer:
-    """Durable chunks are committed. `committed` gets each, and its number of ended entries."""
+    """A packer that commits each durable chunk to the session, then calls `committed` with the
+    chunk and the number of entries that end in it."""
 
     def commit(preamble: bytes, header: bytes, entries: int) -> None:
         chunk = session.commit(preamble, header)
@@ -432,7 +443,7 @@ def check_storable(mtime_ns: int, size: int = 0) -> None:
 
 
 def _split_extents(size: int, extent_bytes: int) -> Iterator[ExtentInfo | None]:
-    """None alone if the file has just one."""
+    """The extents of a file of `size` bytes; None alone if it has just one."""
     if size <= extent_bytes:
         yield None
         return

@@ -26,7 +26,7 @@ def check_not_reserved(path: bytes) -> None:
 
 
 def check_file_target(path: bytes) -> None:
-    """Raise UsageError."""
+    """Raise UsageError if no file can be put at this path of a dataset."""
     check_path(path)
     if not path:
         raise UsageError("a file needs a name in the dataset")
@@ -34,7 +34,7 @@ def check_file_target(path: bytes) -> None:
 
 
 def refusal_reason(path: bytes) -> str:
-    """ "" if there is none."""
+    """Why nothing can be put at this path of a dataset; or an empty string."""
     if fault := path_fault(path):
         return f"refused: its name has {fault}"
     if is_reserved(path):

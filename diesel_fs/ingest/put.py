@@ -24,10 +24,10 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """What a source needs during one put."""
+    """The dataset, the options and the report of one put, for its source."""
 
     repository: Repository
-    target: bytes  # of the source
+    target: bytes  # the path of the source in the dataset
     options: PutOptions
     path_filter: Filter
     view: Snapshot  # the dataset before the put
@@ -49,10 +49,12 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """The dataset does not exist yet. Raises NotFoundError, PermissionDenied, UsageError."""
+        """Open the source, before the dataset is read or made. `target` is the path that the source
+        gets in it. Raises NotFoundError, PermissionDenied, UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
-        """Returns the comparer that will record the source's entries. Raises ConflictError."""
+        """Begin the comparison with the dataset. Returns the comparer that will record the source's
+        entries. Raises ConflictError."""
         self._work = work
         self._comparer = Comparer(
             work.view, work.target, work.options, work.path_filter, work.readable
@@ -70,7 +72,7 @@ class Source(ABC):
         """
 
     def published(self, session: WriteSession) -> None:  # noqa: B027  # most have nothing to add
-        """The put is durable, and the snapshot of its version is published."""
+        """Called when the put is durable, and the snapshot of its version is published."""
 
     def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
@@ -133,8 +135,8 @@ def put(
 def _begin(
     repository: Repository, dataset: str, options: PutOptions
 ) -> tuple[WriteSession | None, Snapshot, ReadabilityCheck]:
-    """A dry run has no session; it takes a missing dataset for an empty one and does not create it.
-    Raises DieselError."""
+    """The session (None in a dry run), the dataset before the put, and the check of its entries. A
+    dry run takes a missing dataset for an empty one and does not create it. Raises DieselError."""
     session = None if options.dry_run else repository.begin(dataset)
     try:
         view = session.view if session else repository.view(dataset)
@@ -157,5 +159,5 @@ def _delete_shadowed_files(
 
 
 def _shadowed_files(view: Snapshot) -> set[bytes]:
-    """Readers do not see the files."""
+    """The paths at which a dataset has a file and a folder; readers do not see the files."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

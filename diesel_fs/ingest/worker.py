@@ -12,7 +12,7 @@ first message.
         ["id", chunk ID]                the answer to "id"
         ["finish"]
     from the process
-        ["id", first chunk or nil]      wants a chunk ID; the first chunk of a file that goes on
+        ["id", first chunk or nil]      requests a chunk ID; if a file goes on, its first chunk
         ["stored", preamble, stored header, entries]    the chunk is durable
         ["packed", [[path, reason], ...]]               one "pack" is done; these paths failed
         ["finished", stripped, hard links]              all is stored; see `Packer`
@@ -50,7 +50,8 @@ from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A packing process handles them differently from its coordinator; they are blocked until then."""
+"""Signals that a packing process handles differently from its coordinator. They are blocked until
+the process has its own handlers."""
 
 _END_WAIT_S = 10.0  # for a process to end by itself
 
@@ -63,7 +64,9 @@ FolderEntry = tuple[bytes, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    root: int  # of the source
+    """The part of a put that all packing processes need."""
+
+    root: int  # a descriptor of the source
     target: bytes  # of the source, in the dataset
     identity: UUID
     objects: ObjectStore
@@ -79,6 +82,7 @@ class _PackProcess:
         self._pipe = pipe
         self._job = job
         self._ids: deque[ChunkId] = deque()
+        # None stands for "finish"
         self._batches: deque[tuple[list[FolderFiles], list[FolderEntry]] | None] = deque()
         self._arrived = threading.Condition()
         self._sending = threading.Lock()
@@ -101,6 +105,7 @@ class _PackProcess:
             self.end()
 
     def run(self) -> None:
+        """Packs the batches that arrive, and returns after "finish"."""
         threading.Thread(target=self._receive, daemon=True).start()
         while True:
             with self._arrived:
@@ -113,7 +118,8 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """Ends this process when the coordinator ends."""
+        """Receives messages, in a thread of its own. Ends this process when the coordinator
+        ends."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -137,6 +143,7 @@ class _PackProcess:
         os._exit(0)
 
     def _new_id(self, writer_of: ChunkId | None) -> ChunkId:
+        """Gets a chunk ID from the coordinator, as `NewId`. In the storing thread."""
         self._storing = threading.current_thread()
         self.send("id", writer_of)
         with self._arrived:
@@ -148,7 +155,8 @@ class _PackProcess:
     def _pack(
         self, folders: list[FolderFiles], entries: list[FolderEntry]
     ) -> list[tuple[bytes, str]]:
-        """Returns failed paths, with reasons."""
+        """Packs a batch: files and links of folders, and `entries`, the folders' own. Returns
+        failed paths, with reasons."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in entries:
             target = target_path(self._job.target, path)
@@ -202,6 +210,8 @@ def _run_forked_worker(
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
+    """The main function of a packing program: gets its job over the pipe `descriptor`, and
+    packs."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -216,7 +226,8 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
 
 
 def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
-    """Ctrl-C is meant for the coordinator."""
+    """Packs until the coordinator ends the process. Ctrl-C is meant for the coordinator, so it is
+    ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
@@ -236,7 +247,9 @@ def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
 
 
 class WorkerHandle:
-    """A packing process, for the coordinator. `outstanding` counts its unfinished batches."""
+    """A packing process, for the coordinator. `outstanding` counts its unfinished batches. If the
+    object store works in a fork, the process is one; `others` are the earlier processes, whose
+    pipes it must close. Otherwise `program` is started, for the store at `url`."""
 
     def __init__(
         self, job: PackJob, others: "list[WorkerHandle]", program: Sequence[str], url: str
@@ -267,7 +280,8 @@ class WorkerHandle:
     def _start_program(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
-        """It inherits only the pipe and the source, with the signals blocked."""
+        """Starts the program, which inherits only the pipe and the source, with the signals
+        blocked."""
         if not program:
             raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
         process = subprocess.Popen(
@@ -280,13 +294,15 @@ class WorkerHandle:
         return process
 
     def close_requests(self) -> None:
-        """Ends the process. Its messages still arrive. Repeatable."""
+        """Closes the pipe to the process, which then ends. Its messages still arrive.
+        Repeatable."""
         self._end_s = self._end_s or time.monotonic() + _END_WAIT_S
         with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(SHUT_WR)
 
     @property
     def patience_s(self) -> float:
+        """The time that the process still has to end by itself. Call `close_requests` before."""
         assert self._end_s is not None
         return max(0.0, self._end_s - time.monotonic())
 
@@ -312,6 +328,7 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
+        """The error of a process that has ended: the one that it sent, if it sent one."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())

@@ -1,8 +1,8 @@
 """Orders that every process can compute from a few numbers, so that the order itself is not sent.
 Pure.
 
-A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), or with one group of all
-chunks those of a full shuffle.
+A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`). If its group has all chunks
+of the dataset, the order is a full shuffle.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from .shuffle import SEED_MAX, chunk_shuffle
 
 @dataclass(frozen=True, slots=True)
 class ComputedOrder:
-    """The parameters of one epoch of one rank; see `chunk_order`."""
+    """The parameters of one rank's order in one epoch, with the meaning that `chunk_order` gives
+    them."""
 
     seed: int
     epoch: int
@@ -27,31 +28,32 @@ class ComputedOrder:
 
     @property
     def whole(self) -> "ComputedOrder":
-        """The order of all ranks."""
+        """The parameters of the order of all ranks together, before it is divided."""
         return replace(self, rank=0, world=1, drop_last=False)
 
     @property
     def following(self) -> "ComputedOrder | None":
-        """The order of the next epoch, or None after the last epoch number."""
+        """The parameters of the next epoch, or None if this epoch has the highest number."""
         return replace(self, epoch=self.epoch + 1) if self.epoch < SEED_MAX else None
 
     def entries(self, snapshot: Snapshot) -> Indices:
-        """The entries, in order. Takes 0.3 s for a million files. Raises UsageError for numbers out
-        of range."""
+        """The rank's entries in order, as indices in the snapshot. Takes 0.3 s for a million files.
+        Raises UsageError for numbers out of range."""
         return self.part_of(self.compute_whole(snapshot))
 
     def compute_whole(self, snapshot: Snapshot) -> Indices:
+        """The entries of all ranks, in order. Raises as `entries`."""
         return chunk_shuffle(
             snapshot, self.seed, self.epoch, group_size=self.group, below=self.below
         )
 
     def part_of(self, whole: Indices) -> Indices:
-        """This rank's entries, given those of `whole`."""
+        """This rank's entries, given the result of `compute_whole`."""
         if self.world == 1:
             return whole
         places = part_positions(len(whole), self.rank, self.world, drop_last=self.drop_last)
         return whole[places]
 
     def length_of(self, whole_length: int) -> int:
-        """The number of entries, given that of `whole`."""
+        """The number of this rank's entries, given the number of all ranks' entries."""
         return part_length(whole_length, self.world, drop_last=self.drop_last)

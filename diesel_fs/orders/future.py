@@ -4,13 +4,14 @@ A cache that knows its future keeps the *units* (entries or whole chunks) that a
 soonest (Belady's MIN; Lobster, ICPP 2022, section 4.4).
 
 A *use* is one read of a unit by one reader (a *rank* of a training job). Its *time* is its position
-in the reader's order, since the ranks of a job advance together. Readers that do not, such as those
-of a validation set, get a later `start`.
+in the reader's order, since the ranks of a job advance together. A reader that begins later, such
+as that of a validation set, gets a later `start`.
 
 The uses are one sorted array of 64-bit numbers: unit, time and rank in upper, middle and lower
 bits. So the uses of a unit are neighbours in the order of their times, and binary search finds
-them. That takes 8 bytes a use, and 13 more for each unit and use together: 0.5 GB and 1.5 s for two
-epochs of 14 million entries. When a reader advances, only the uses that it passes are touched.
+them. A use takes 9 bytes (one says whether it is left), and a unit takes 12: 0.5 GB for two epochs
+of 14 million entries, which are sorted in 1.5 s. When a reader advances, only the uses that it
+passes are touched.
 
 Pure. Not safe for concurrent use.
 """
@@ -25,19 +26,20 @@ import numpy.typing as npt
 from ..errors import UsageError
 
 Units: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]"
-"""Numbers of units."""
+"""Unit numbers, one for each read or question."""
 
 Times = npt.NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
-"""The time of the next use if none is announced."""
+"""The time of a unit's next use if no use of it is announced."""
 
 _WORD = 63  # bits of a use: numbers stay positive when numpy makes them signed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitOrder:
-    """The units that one rank reads, in this order, from the time `start` on."""
+    """The order of one rank: it reads `units[0]` at the time `start`, `units[1]` at the next time,
+    and so on."""
 
     units: Units
     start: int = 0
@@ -47,8 +49,8 @@ class FutureUses:
     """The future uses of the units 0 to `unit_count - 1` by several ranks."""
 
     def __init__(self, orders: Sequence[UnitOrder], unit_count: int) -> None:
-        """`orders[r]` is the order of rank r. Raises UsageError for a bad unit number, and if unit,
-        time and rank need more than 63 bits together."""
+        """`orders[r]` is the order of rank r. All ranks begin at position 0. Raises UsageError for
+        a unit number out of range, and if unit, time and rank need more than 63 bits together."""
         self._starts = [order.start for order in orders]
         self._lengths = [len(order.units) for order in orders]
         self._orders: list[Units] = [order.units for order in orders]
@@ -83,6 +85,7 @@ class FutureUses:
         self._next = self._begin[:-1].copy()
 
     def __len__(self) -> int:
+        """The number of units."""
         return len(self._left)
 
     @property
@@ -95,11 +98,12 @@ class FutureUses:
         return sum(self._lengths) - sum(self._position)
 
     def position(self, rank: int) -> int:
+        """The position of a rank's next read in its order."""
         return self._position[rank]
 
     @property
     def now(self) -> int:
-        """The least time of a rank's next use, or the end of time when all have been read."""
+        """The earliest time of a use that is left, over all ranks; NEVER if none is left."""
         times = [
             self._starts[rank] + self._position[rank]
             for rank in range(self.ranks)
@@ -108,9 +112,9 @@ class FutureUses:
         return min(times, default=NEVER)
 
     def seek(self, rank: int, position: int) -> Units:
-        """Set the position of a rank's next read; it may go back. Returns the units that it passed,
-        possibly repeated. A position beyond the order counts as its end. Takes time only by the
-        number of these units."""
+        """Set the position of a rank's next read, forwards or back. Returns the units between the
+        old and the new position, in the rank's order and possibly repeated; the time that this
+        takes depends only on their number. A position beyond the order counts as its end."""
         before = self._position[rank]
         position = min(max(position, 0), self._lengths[rank])
         self._position[rank] = position
@@ -138,7 +142,7 @@ class FutureUses:
         return found
 
     def next_time_of(self, unit: int) -> int:
-        """As `next_time` for one unit, in a tenth of the time."""
+        """The same as `next_time` for one unit, in a tenth of the time."""
         if not self._left[unit]:
             return NEVER
         use = int(self._uses[self._next[unit]])
@@ -149,6 +153,7 @@ class FutureUses:
         return self._left[units]
 
     def uses_before(self, unit: int, time: int) -> int:
+        """The number of a unit's uses that are left and come before `time`."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         if time < self._end:
             bound = unit << self._low_bits | max(time, 0) << self._rank_bits
@@ -156,8 +161,8 @@ class FutureUses:
         return int(np.count_nonzero(self._is_left[low:high]))
 
     def time_of_use(self, unit: int, number: int) -> int:
-        """The time of a unit's use number `number`, from 1 for the next; NEVER if fewer are left.
-        It never falls as readers advance."""
+        """The time of the `number`th use that a unit has left (1: its next use); NEVER if fewer are
+        left. While readers only advance, the result never falls."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         places = np.flatnonzero(self._is_left[low:high])
         if len(places) < number:
@@ -165,7 +170,7 @@ class FutureUses:
         return int(self._times(self._uses[low + places[number - 1 : number]])[0])
 
     def uses(self, unit: int) -> list[tuple[int, int]]:
-        """The uses left of a unit, in the order of their times: rank and position."""
+        """The uses that a unit has left, by rising time, each as (rank, position)."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         left = self._uses[low:high][self._is_left[low:high]].tolist()
         mask = (1 << self._rank_bits) - 1
@@ -174,6 +179,8 @@ class FutureUses:
         return [(rank, time - self._starts[rank]) for rank, time in zip(ranks, times, strict=True)]
 
     def _packed(self, rank: int, first: int, behind: int) -> npt.NDArray[np.uint64]:
+        """The uses of a rank at the positions from `first` to before `behind`, as 64-bit
+        numbers."""
         packed = self._orders[rank][first:behind].astype(np.uint64)
         packed <<= np.uint64(self._low_bits)
         start = self._starts[rank]
@@ -189,7 +196,7 @@ class FutureUses:
         return times
 
     def _skip_read(self, units: Units) -> None:
-        """Move the next use of these units past the uses that were read."""
+        """Set the next use of each of these units to its first use that is left."""
         behind = units
         while len(behind):
             places = self._next[behind]

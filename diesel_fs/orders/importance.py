@@ -8,10 +8,11 @@ greater than that of a share c of all samples is drawn with this probability:
 
     p = floor + (1 - floor) * c ** beta
 
-Selective-Backprop compares a loss with the last 1,024 losses, here with the whole table; and it
-takes the greater of floor and c ** beta, of which this is a smooth form. The mean of c ** beta is
-1 / (1 + beta), so beta follows from the share of samples in an epoch. That does not depend on the
-values, so an epoch's length is known before its draw.
+Selective-Backprop compares a loss with the last 1,024 losses; here a value is compared with those
+of all samples. Selective-Backprop takes the greater of floor and c ** beta; the formula above is a
+smooth form of that. The mean of c ** beta is 1 / (1 + beta), so beta follows from the floor and the
+share of samples in an epoch. Neither depends on the values, so an epoch's length is known before
+its draw.
 
 **The draw** is systematic (Madow, Annals of Mathematical Statistics 20, 1949): the samples lie in
 random order, each with the length p, and the marks at u, u + 1, u + 2, ... take the samples on
@@ -22,11 +23,11 @@ of samples is always the same.
 each sample's term counts, over many draws, as often as in an epoch of all samples.
 
 **Substitution** (iCache, section III-C): a drawn sample of low importance that is not in a cache
-may be replaced by a cached sample that was not drawn. When the cache has no more of them, iCache
-loads whole *packages* of at least 1 MiB, which it repacks as importance changes, and substitutes
-from these. Here chunks are the packages: those with the most drawn samples are chosen, and their
-other samples replace drawn samples of low importance in other chunks. A chunk of mostly important
-samples is no package: it is read for those, and the others come with it, so nothing is repacked.
+may be replaced by a cached sample that was not drawn. When the cache has no more such samples,
+iCache loads whole *packages* of at least 1 MiB, which it repacks as importance changes, and takes
+substitutes from these. Here chunks are the packages, and nothing is repacked: the chunks with the
+most drawn samples are chosen, and their other samples replace drawn samples of low importance in
+other chunks. A chunk of mostly important samples is not used as a package.
 
 **Homes** (iCache, section III-E: no two nodes hold one sample). iCache looks up the node that has a
 sample, and reads from there. Here each sample has a home node. Samples of high importance, which
@@ -52,25 +53,26 @@ Values = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 SHARE_DEFAULT = 0.5
-"""The share of Selective-Backprop's rule with the exponent 1. (The authors' scripts have the
-exponent 3, a quarter of the samples, and more epochs.)"""
+"""The fraction of samples that Selective-Backprop draws with beta = 1. (The authors' scripts have
+beta = 3, thus a quarter of the samples, and more epochs.)"""
 
 HIGH_DIVISOR = 5
-"""One in this many samples (a fifth) is of high importance; iCache names no limit. With a third, 1
-% fewer samples were in memory under substitution."""
+"""One sample in `HIGH_DIVISOR` (a fifth) is of high importance; iCache names no limit. With a
+third, 1 % fewer samples were in memory under substitution."""
 _CHANCE_STEPS = 1 << 20
-"""Probabilities are multiples of 1 / this: processors differ in the last digits of powers."""
-_MARK = 1 << 32  # the length 1 as a whole number: sums are exact
-# Domains of the generator
+"""Probabilities are rounded to multiples of 1 / `_CHANCE_STEPS`, since processors differ in the
+last digits of powers."""
+_MARK = 1 << 32  # stands for a probability of 1, so that sums of whole numbers are exact
+# Domains: each separates the random numbers of one purpose from those of the others
 _TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES, _HOMES = range(11, 18)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawRule:
-    """The probabilities of samples (see the module).
+    """How the samples of an epoch are drawn (see the module).
 
     `share`: the fraction of samples in an epoch, above 0 and at most 1. `floor`: the least
-    probability of a sample, from 0 to `share`. Raises UsageError for others.
+    probability of a sample, from 0 to `share`. The constructor raises UsageError for other numbers.
     """
 
     share: float = SHARE_DEFAULT
@@ -85,14 +87,15 @@ class DrawRule:
             )
 
     def length(self, samples: int) -> int:
-        """At least one, if there are any samples."""
+        """The number of drawn samples in an epoch: `share` of them, but at least one if `samples`
+        is not 0."""
         return min(max(round(self.share * samples), 1), samples)
 
     def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
-        """The probability of each sample; the sum is `length`, up to rounding.
+        """The probability of each sample to be drawn; their sum is `length`, up to rounding.
 
-        Samples without a value count as the most important. Equal values get a random order, by
-        seed and epoch. Raises UsageError if these are out of range.
+        Samples without a value count as the most important. Equal values get a random order, which
+        depends on seed and epoch. Raises UsageError for a seed or epoch out of range.
         """
         count = len(values)
         if not count:
@@ -113,8 +116,8 @@ class DrawRule:
         return found
 
     def draw(self, probabilities: npt.NDArray[np.float32], seed: int, epoch: int) -> Indices:
-        """The drawn samples, ascending: `length` of them, each at most once. Raises UsageError for
-        a seed or epoch out of range."""
+        """Draw `length` samples, each at most once, by the result of `probabilities`. Returns their
+        numbers, ascending. Raises UsageError for a seed or epoch out of range."""
         count = len(probabilities)
         length = self.length(count)
         if length == count:
@@ -124,13 +127,14 @@ class DrawRule:
         ends = _stretched(np.cumsum(lengths), length * _MARK)
         first = int(random_keys(_MARKS, 1, seed, epoch)[0] >> np.uint64(32))
         marks = first + np.arange(length) * _MARK
-        # A sample of the length 1 may end at the next mark; it still takes only one
+        # Stretching may put two marks into a sample of the length 1; it still takes only one
         taken = np.searchsorted(ends, marks, side="right")
         return np.sort(places[np.minimum(_distinct(taken), count - 1)])
 
 
 def weights(probabilities: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.float32]:
-    """The factors of drawn samples' terms for an unbiased mean (see the module)."""
+    """The factor of each drawn sample's loss with which the mean is unbiased (see the module).
+    `share` is the fraction of all samples that was drawn."""
     return (share / np.maximum(probabilities, np.finfo(np.float32).tiny)).astype(np.float32)
 
 
@@ -143,11 +147,12 @@ def substituted(
     seed: int,
     epoch: int,
 ) -> tuple[Indices, Indices]:
-    """The replaced samples, as places in `drawn`, and their substitutes (see the module).
+    """Choose the drawn samples that others shall replace (see the module).
 
-    The masks and `chunks` have a value for each sample: whether it is of low importance, is cached,
-    may replace others if it is not drawn, and its chunk. Cached samples come first; the pairs are
-    random.
+    Returns two arrays of equal length: places in `drawn`, and the substitute of the sample at each
+    place. The masks and `chunks` have a value for each sample of the dataset: whether it is of low
+    importance, whether it is cached, whether it may replace others if it is not drawn, and its
+    chunk. Cached samples are used before others. Which of them replaces which sample is random.
     """
     missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
     missed = missed[_permutation(_REPLACED, len(missed), seed, epoch)]
@@ -161,8 +166,8 @@ def substituted(
     count = int(chunks.max(initial=-1)) + 1
     is_package = 2 * np.bincount(chunks[is_low], minlength=count) >= np.bincount(chunks)
     left = left[is_package[chunks[drawn[left]]]]
-    # The packages with the most drawn samples, until their samples, drawn or free, are as many as
-    # were missed
+    # Choose the packages with the most drawn samples, until their samples, drawn or free, are as
+    # many as the missed ones
     packages = np.flatnonzero(is_package & (np.bincount(chunks[may_replace], minlength=count) > 0))
     packages = packages[_permutation(_PACKAGES, len(packages), seed, epoch)]
     own = np.bincount(chunks[drawn[left]], minlength=count)
@@ -186,11 +191,11 @@ def home_nodes(count: int, nodes: int, seed: int) -> Indices:
 
 
 def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes: int) -> Indices:
-    """Reorder drawn samples so that those of high importance are with their home node, as far as it
-    has room. The others stay in place, unless they make room.
+    """Reorder drawn samples so that those of high importance are in the part of their home node, as
+    far as the part has room. Other samples change places only to make room.
 
-    Each node has the next `per_node` of `samples`, the last one the remainder. `is_high` and `home`
-    have a value for each sample.
+    The part of the first node is the first `per_node` of `samples`, and so on; the last node's part
+    is the remainder. `is_high` and `home` have a value for each sample of the dataset.
     """
     wrong = np.flatnonzero(is_high[samples])
     wrong = wrong[home[samples[wrong]] != np.minimum(wrong // per_node, nodes - 1)]
@@ -216,7 +221,8 @@ def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
-    """Which samples are drawn less often than the most important fifth of all."""
+    """For each sample: whether it is of low importance, that is, less probable than all samples of
+    the most important fifth (`HIGH_DIVISOR`)."""
     if not len(probabilities):
         return np.empty(0, np.bool_)
     place = len(probabilities) - max(len(probabilities) // HIGH_DIVISOR, 1)
@@ -225,7 +231,8 @@ def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
 
 
 def _by_value(values: Values, seed: int, epoch: int) -> Indices:
-    """The samples by rising values; those without a value last, and equal ones in random order."""
+    """The samples by rising value; those without a value come last. Equal values are in random
+    order."""
     mixed = _permutation(_TIES, len(values), seed, epoch)
     # As integers, the bits of non-negative floats have the same order
     bits = np.where(np.isnan(values), np.float32(np.inf), values)[mixed].view(np.uint32)
@@ -235,8 +242,9 @@ def _by_value(values: Values, seed: int, epoch: int) -> Indices:
 
 
 def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
-    """The numbers below `count` in random order. Sorting unique keys gives one result with every
-    algorithm, in a tenth of an argsort."""
+    """The numbers below `count` in random order. They are the lower bits of the sorted keys: so all
+    keys differ, every sort gives the same result, and it takes a tenth of the time of an
+    argsort."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     keys = random_keys(domain, count, seed, epoch) >> bits << bits
     keys |= np.arange(count, dtype=np.uint64)
@@ -245,12 +253,14 @@ def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
 
 
 def _stretched(ends: Indices, total: int) -> Indices:
-    """Ends of lengths, stretched so that rounding errors leave the sum `total`."""
+    """Spread the rounding error of the sum over the ends of consecutive lengths, so that the last
+    end is `total`."""
     off = total - int(ends[-1])
     count = len(ends)
     return ends + (np.arange(1, count + 1) * off) // count
 
 
 def _distinct(taken: Indices) -> Indices:
+    """Raise the elements of an ascending array as little as makes them all different."""
     steps = np.arange(len(taken))
     return np.maximum.accumulate(taken - steps) + steps

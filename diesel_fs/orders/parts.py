@@ -1,4 +1,5 @@
-"""Divides the order of an epoch among the ranks of a training job, and the remainder anew.
+"""Divides the order of an epoch among the ranks of a training job; and if the job resumes with
+another number of ranks, divides the rest of the epoch anew.
 
 A **part** is the share of one rank. Parts have equal lengths: if the number of files is no multiple
 of the world (the number of ranks), the list is extended by files from its start or cut at its end,
@@ -6,8 +7,9 @@ as torch's `DistributedSampler(drop_last=...)` does. That sampler gives a rank e
 file; parts here are contiguous, so in a chunk-wise order one rank reads most chunks alone.
 
 Ranks that stop in the middle of an epoch have received the same number of files, since they train
-in step. With the same world, each goes on in its part. With another, the files that no rank has
-received are divided as a whole order, including files that the former world would have dropped.
+in step. If the job resumes with the same world, each rank goes on in its part. With another world,
+the files that no rank has received are divided like a whole order, including files that the former
+world would have dropped.
 Pure; safe from any thread.
 """
 
@@ -20,6 +22,8 @@ from ..format.snapshot.reader import Indices
 
 @dataclass(frozen=True, slots=True)
 class Partition:
+    """How an order was divided, and how far the ranks had come when they stopped."""
+
     world: int
     drop_last: bool
     position: int
@@ -27,6 +31,7 @@ class Partition:
 
 
 def part_length(files: int, world: int, *, drop_last: bool) -> int:
+    """The number of files in each rank's part of an order of `files` files."""
     return files // world if drop_last else -(-files // world)
 
 
@@ -35,12 +40,12 @@ def part_positions(files: int, rank: int, world: int, *, drop_last: bool) -> Ind
     length = part_length(files, world, drop_last=drop_last)
     if not length:
         return np.empty(0, np.int64)
-    # The places beyond the end are those at the start, as torch appends them
+    # The last parts continue at the start of the order, as in torch
     return np.arange(rank * length, (rank + 1) * length) % files
 
 
 def remaining(order: Indices, partition: Partition) -> Indices:
-    """The files that no rank has received, in their order."""
+    """The elements of `order` that no rank has received, in the same order."""
     files = len(order)
     length = part_length(files, partition.world, drop_last=partition.drop_last)
     if not length or not partition.position:

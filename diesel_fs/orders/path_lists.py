@@ -1,8 +1,8 @@
-"""Writes orders as lists of paths: names of lists, their sizes, and their bytes.
+"""Writes orders as lists of paths: the names of such lists, their sizes, and their bytes.
 
-A mount offers such lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them. A
+A mount offers the lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them. A
 list's name has the parameters of its order: `seed=1,epoch=2,group=100,rank=0,world=4`. Millions of
-paths are joined without a Python object for each. Pure; safe from any thread.
+paths are joined without a Python object for each path. Pure; safe from any thread.
 """
 
 import re
@@ -20,8 +20,8 @@ from .computed import ComputedOrder
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
 TAIL_FILES = 64
-"""The number of last files of a list that come with it as entries. A reader that opens them is at
-the end of the list."""
+"""The number of last files of a list that a `ListText` names as entries. A mount takes a reader
+that opens them to be at the end of the list."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
@@ -40,8 +40,8 @@ class ListName:
 
     @classmethod
     def parse(cls, text: bytes) -> "ListName | None":
-        """The parameters in a name; None for other text (unknown or repeated keys, numbers out of
-        range)."""
+        """The parameters in a list's name; None if `text` is no such name (unknown or repeated
+        keys, numbers out of range)."""
         values: dict[str, int] = {}
         for part in text.decode("ascii", "replace").split(","):
             key, _, number = part.partition("=")
@@ -59,6 +59,7 @@ class ListName:
         return ComputedOrder(self.seed, self.epoch, self.group, self.rank, self.world)
 
     def order(self, snapshot: Snapshot) -> Indices:
+        """The files of the list in order, as entries of the snapshot."""
         return self.computed.entries(snapshot)
 
     def __str__(self) -> str:
@@ -70,19 +71,22 @@ _KEYS = ("seed", "epoch", "group", "rank", "world")
 
 @dataclass(frozen=True, slots=True)
 class ListText:
+    """The bytes of a list, and its last files (at most `TAIL_FILES`) as entries of the snapshot."""
+
     content: npt.NDArray[np.uint8]
     tail: Sequence[int]
 
 
 class PathLists:
-    """Makes the lists of one snapshot. For millions of files every method takes long and belongs in
-    a thread."""
+    """Makes the lists of one snapshot. For millions of files every method takes long, so call it in
+    a worker thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def size(self, name: ListName) -> int:
-        """The size of a list in bytes. With one rank it does not depend on the order."""
+        """The size of a list in bytes. If the list has one rank, the size does not depend on the
+        order, so no order is computed."""
         if name.world == 1:
             return self._total
         files = name.order(self._snapshot)
@@ -124,6 +128,7 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """The length in bytes of the path of each entry."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]
@@ -134,7 +139,8 @@ def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
-    """The range of entries of each depth below the root. (A snapshot stores entries by depth.)"""
+    """For each depth below the root: the entries of that depth, as start and end of a range. (A
+    snapshot stores entries by depth.) Raises CorruptError if they are out of order."""
     parent = snapshot.columns.parent
     levels, start = [], 1
     end_above = ROOT_INDEX + 1  # the end of the level above
@@ -148,11 +154,12 @@ def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
 
 
 def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
-    """The paths of files, each followed by the byte `end`."""
+    """The bytes of the paths of `files` (entries), each path followed by the byte `end`. Raises
+    CorruptError."""
     columns = snapshot.columns
     parents, folder_of_file = np.unique(columns.parent[files], return_inverse=True)
     prefixes = [snapshot.path(int(each)) + b"/" if each else b"" for each in parents.tolist()]
-    # One row of bytes to copy from: the folders' paths, the byte `end`, and all names.
+    # One array of bytes to copy from: the paths of the folders, the byte `end`, and all names.
     folder_bytes = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
     folder_start = np.cumsum(folder_bytes) - folder_bytes
     before = np.frombuffer(b"".join(prefixes) + bytes([end]), np.uint8)

@@ -2,9 +2,9 @@
 
 A *stream* is one reader; it has *epochs*, each with its entries (indices of files in the snapshot)
 in order. A *plan* is all streams that are announced to a mount. Plans come over the control socket
-or from lists of files (`mounts/plans/`); the mount's prefetch planner works by them.
+or from lists of files (`mounts/plans/`); the mount's prefetch planner loads files in their order.
 
-Epochs and streams are immutable values with private, read-only copies of their arrays.
+Epochs and streams are immutable values. Each keeps a private, read-only copy of its arrays.
 """
 
 import re
@@ -35,28 +35,29 @@ FileMask: TypeAlias = npt.NDArray[np.bool_]
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 STREAMS_MAX = 64
-"""Enough for 16 ranks of a node, their validation sets and some other jobs. Each decision of the
-planner looks at every stream."""
+"""The most streams of a plan: enough for 16 ranks of a node, their validation sets and some other
+jobs. There is a limit because each decision of the planner looks at every stream."""
 
 EPOCH_ENTRIES_MAX = 1 << 26
-"""More than 50 times the files of ImageNet-1K; 256 MB of indices."""
+"""The most entries of an epoch: more than 50 times the files of ImageNet-1K, and 256 MB."""
 
 EPOCHS_MAX = 8
-"""Epochs of one stream, with the current one. Later ones can be announced later."""
+"""The most epochs of one stream at a time, including the current one. Further epochs can be
+announced when earlier ones have been read."""
 
 PLAN_ENTRIES_MAX = 1 << 27
-"""Positions of all streams together: 512 MB of indices."""
+"""The most entries of all streams together, counted each time that an order has them: 512 MB."""
 
 EPOCH_NUMBER_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """One stream's reads in one epoch. Its constructor raises UsageError.
+    """The reads of one stream in one epoch. The constructor raises UsageError for malformed arrays.
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
     replaced when the epoch begins. `bounds` is None if the batches are not known. `computed` has
-    parameters that give exactly these entries, if any.
+    parameters that give exactly these entries; None if the order cannot be computed.
     """
 
     number: int
@@ -83,6 +84,7 @@ class Epoch:
         return int(np.diff(self.bounds, prepend=0).max())
 
     def appended(self, more: "Epoch") -> "Epoch":
+        """This epoch with the entries of `more` behind its own."""
         bounds = None
         if self.bounds is not None and more.bounds is not None:
             bounds = np.concatenate([self.bounds, more.bounds + len(self)])
@@ -90,7 +92,7 @@ class Epoch:
         return Epoch(self.number, entries, self.exact and more.exact, bounds)
 
     def replaced(self, position: int, rest: "Epoch") -> "Epoch":
-        """This epoch with `rest` in place of everything from `position` on."""
+        """This epoch up to `position`, followed by the entries of `rest`."""
         bounds = None
         if rest.bounds is not None and self.bounds is not None:
             before = self.bounds[self.bounds <= position]
@@ -101,11 +103,12 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One reader and its epochs, by rising number. Its constructor raises UsageError.
+    """One reader and its epochs, by rising number. The constructor raises UsageError for bad
+    values.
 
-    `tentative`: a program has read the list of files, but may not read the files in that order.
-    `lag_entries`: how far apart in the order this stream's workers may read (workers x prefetch x
-    batch); 0 if not known.
+    `tentative`: a program has read a list of these files, which does not prove that it will read
+    the files in that order. `lag_entries`: how many entries apart in the order the workers of this
+    reader may be (workers x prefetch x batch); 0 if not known.
     """
 
     name: str
@@ -131,22 +134,23 @@ class Stream:
             raise UsageError(f"bad lag {self.lag_entries} of stream {self.name}")
 
     def epoch(self, number: int) -> Epoch:
-        """Raises UsageError if the stream has none."""
+        """The epoch of this number. Raises UsageError if the stream has none."""
         for epoch in self.epochs:
             if epoch.number == number:
                 return epoch
         raise UsageError(f"stream {self.name} has no epoch {number}")
 
     def extended(self, epochs: Sequence[Epoch]) -> "Stream":
-        """This stream with more epochs. If the first has the number of the last epoch, its entries
-        are appended to that."""
+        """This stream with more epochs. If the first of `epochs` has the number of this stream's
+        last epoch, its entries are appended to that epoch."""
         own, more = list(self.epochs), list(epochs)
         if own and more and own[-1].number == more[0].number:
             own[-1] = own[-1].appended(more.pop(0))
         return replace(self, epochs=(*own, *more))
 
     def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
-        """This stream with `epoch` in place of its epoch of that number, from `position` on."""
+        """This stream with its epoch of the number of `epoch` replaced, from `position` on. Raises
+        UsageError if there is no such epoch or position."""
         old = self.epoch(epoch.number)
         if not 0 <= position <= len(old):
             raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
@@ -161,10 +165,11 @@ def check_plan(
     *,
     entries_max: int = PLAN_ENTRIES_MAX,
 ) -> None:
-    """Check a changed plan: all its streams, of which these epochs are new.
+    """Check a plan that a client wants to change: `streams` are all streams after the change, and
+    `new_epochs` the epochs in them that the change adds.
 
-    `is_file` has a value for each entry of the dataset; an epoch names files only. Raises
-    UsageError.
+    `is_file` has a value for each entry of the dataset. Raises UsageError if the plan is beyond the
+    limits above, or a new epoch names an entry that is no file.
     """
     if len(streams) > STREAMS_MAX:
         raise UsageError(

@@ -12,18 +12,20 @@ mean of V after full shuffle is known (drawing without replacement):
 
     (1 - sum over c of p_c^2) / b  *  (N - b) / (N - 1)
 
-So D is 1 for a full shuffle, up to chance, and b if each batch has one class of many (for b far
-below N). A batch is worth b / D fully shuffled files: Kish's effective sample size. The class
-stands for the file's gradient; with gradients instead, D of a batch that is one chunk is the factor
-h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
-section 4). The measure does not see differences between files of one class, files that come
-together again in the next epoch, and for how many batches in a row a class is too frequent (see the
-study in tests/bench/RESULTS.md: with larger groups the imbalance is smaller, but lasts longer).
+So D is 1 for a full shuffle, up to chance, and b if each batch has files of one class only, out of
+many classes (for b far below N). A batch is worth b / D fully shuffled files: Kish's effective
+sample size. Here the class stands for the file's gradient. If V were computed from gradients, and a
+batch were one chunk, D would be the factor h_D by which CorgiPile bounds the convergence of SGD in
+chunk-wise order (Xu et al., SIGMOD 2022, section 4). The measure does not see differences between
+files of one class, files that come together again in the next epoch, and for how many batches in a
+row a class is too frequent (see the study in tests/bench/RESULTS.md: with larger groups the
+imbalance is smaller, but lasts longer).
 
 The **class** of a file is its topmost folder below the measured folder, as with torchvision's
 `ImageFolder`. Files directly in the measured folder are a class of their own.
 
-Works on columns: about a second for each order of a million files. Pure; safe from any thread.
+Works on columns of numbers; an order of a million files takes about a second. Pure; safe from any
+thread.
 """
 
 from dataclasses import dataclass
@@ -36,12 +38,13 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .shuffle import GroupedOrder, chunk_order
 
 BATCH_FILES = 256
-"""Files in a batch, or fewer if a dataset has less than BATCHES_MIN such batches."""
+"""The files in a measured batch; fewer if an order has less than BATCHES_MIN batches of this
+size."""
 
 BATCHES_MIN = 8
 
 GROUP_SIZES = tuple(factor * 10**power for power in range(7) for factor in (1, 3))
-"""The group sizes to compare, below the number of the dataset's chunks."""
+"""The group sizes to compare; only those below the number of the dataset's chunks are used."""
 
 DESIGN_EFFECT_MAX = 4.0
 """A group size up to this design effect is recommended: a batch is then worth a quarter of its
@@ -50,9 +53,9 @@ files. A rule of thumb: many models bear steps as noisy as with such batches."""
 
 @dataclass(frozen=True, slots=True)
 class OrderQuality:
-    """How well an order mixes, and its cost in memory.
+    """How well an order mixes the classes, and how much memory its reader needs.
 
-    `memory_bytes`: the chunks of the two neighbouring groups that are the largest together.
+    `memory_bytes`: the size of the chunks of two neighbouring groups, for the largest such pair.
     `chunks_in_batch`: the mean number of chunks that a batch comes from. `design_effect`: see the
     module; None if all batches have the same classes in any order.
     """
@@ -64,7 +67,9 @@ class OrderQuality:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The quality by group size (ascending), as packed, and in full shuffle."""
+    """The quality of several orders of the same files: chunk-wise with several group sizes
+    (`by_group_size`, ascending), in the sequence in which the chunks hold the files (`packed`), and
+    in full shuffle (`full`). `batch_files` is the size of the measured batches."""
 
     files: int
     chunks: int
@@ -76,8 +81,9 @@ class QualityReport:
 
     @property
     def recommended(self) -> int | None:
-        """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX, or of full
-        shuffle's if that is larger by chance; None without one, or without classes to mix."""
+        """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX (or of at most
+        that of full shuffle, if it is larger by chance). None if no group size has such an effect,
+        or if there are no classes to mix."""
         limit = max(DESIGN_EFFECT_MAX, self.full.design_effect or 0.0)
         for group_size, quality in self.by_group_size.items():
             if quality.design_effect is not None and quality.design_effect <= limit:
@@ -96,11 +102,13 @@ def compare_group_sizes(
     drop_last: bool = False,
     below: int = ROOT_INDEX,
 ) -> QualityReport:
-    """Measure the orders of an epoch: of GROUP_SIZES and `group_size`, as packed, and full shuffle.
+    """Measure the orders of an epoch: those of GROUP_SIZES and `group_size`, the packed sequence of
+    files, and full shuffle.
 
-    The other parameters are those of `chunk_order`; the order of packing is measured whole.
-    GROUP_SIZES from the number of chunks on are left out, as they are full shuffles. Raises
-    UsageError for numbers out of range, CorruptError.
+    The other parameters are those of `chunk_order`; the packed sequence is measured for all ranks
+    together. Those of GROUP_SIZES that are not below the number of chunks are left out, since their
+    orders are full shuffles. Raises UsageError for numbers out of range, and CorruptError for a
+    damaged snapshot.
     """
 
     def ordered(size: int) -> GroupedOrder:
@@ -144,7 +152,8 @@ def compare_group_sizes(
 
 
 def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) -> Indices:
-    """The class of each file below a folder: the index of a folder. Raises CorruptError."""
+    """The class of each file below the folder `below`, as the entry of the class's folder. Raises
+    CorruptError for a damaged snapshot."""
     parent = snapshot.columns.parent
     folders, folder_of_file = np.unique(parent[files], return_inverse=True)
     top = folders.astype(np.int64)
@@ -159,11 +168,12 @@ def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) 
 
 
 def design_effect(classes: Indices, order: Indices, batch_files: int) -> float | None:
-    """The design effect of an order, in batches of `batch_files`; a shorter last one is left out.
+    """The design effect of an order, in batches of `batch_files` files. A shorter last batch is
+    left out.
 
     `classes` has the class of each file of the dataset: small numbers from 0 on. `order` has
-    positions in it, at least one batch. None if all batches have the same classes in any order:
-    with one class, or if a batch has all files.
+    positions in `classes`, enough for at least one batch. Returns None if all batches have the same
+    classes in any order: there is one class, or a batch has all files.
     """
     total, per_class = len(classes), np.bincount(classes)
     parts = per_class / max(total, 1)
@@ -173,7 +183,8 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
     expected = spread / batch_files * (total - batch_files) / (total - 1)
     drawn = classes[order[: len(order) // batch_files * batch_files]]
     batch = np.arange(len(drawn)) // batch_files
-    # The sum of (n/b - p)^2 is that of (n/b)^2 - 2 p n/b + p^2, with n the length of a run
+    # V is the sum of (n/b - p)^2 = (n/b)^2 - 2 p n/b + p^2. A run of equal sorted keys has the n
+    # files of one class in one batch.
     keys = np.sort(batch * len(per_class) + drawn)
     starts = np.flatnonzero(np.diff(keys, prepend=-1))
     runs = np.diff(starts, append=len(keys)).astype(np.float64)
@@ -183,15 +194,15 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
 
 
 def _run_ends(values: Indices) -> Indices:
-    """The positions after runs of equal values."""
+    """The position after the last element of each run of equal values."""
     if not len(values):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
 
 
 def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) -> int:
-    """The maximum bytes of the chunks of two neighbouring groups, or of the only group. `chunks`
-    has the chunk of each file in the order."""
+    """The bytes of the chunks of two neighbouring groups, for the largest such pair; or of the only
+    group. `chunks` has the chunk of each file in the order, `ends` the ends of the groups."""
     group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
     count = len(chunk_sizes)
     keys = np.unique(group * max(count, 1) + chunks)
@@ -201,6 +212,7 @@ def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) 
 
 
 def _different_mean(values: Indices, batch_files: int) -> float:
+    """The mean number of different values in a batch. A shorter last batch is left out."""
     whole = values[: len(values) // batch_files * batch_files].reshape(-1, batch_files)
     if not len(whole):
         return 0.0

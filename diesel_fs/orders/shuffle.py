@@ -6,13 +6,13 @@ tests hold golden orders). Safe from any thread.
 
 **Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups
 of `group_size`, and the files of each group are shuffled among themselves. So a reader needs the
-chunks of one group in memory, and those of the next on their way. A file of several extents belongs
-to the chunk of its first one, an empty file to the chunk that has its entry. Chunks without any
-selected file do not count. **Full shuffle** is the same with one group of all chunks.
+chunks of one group in memory, while the chunks of the next group are loaded. A file of several
+extents belongs to the chunk of its first one, an empty file to the chunk that has its entry. Chunks
+without any selected file do not count. **Full shuffle** is the same with one group of all chunks.
 
-**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So one rank reads a
-chunk alone, unless its group is cut; with fewer groups than ranks, each rank gets a piece of one.
-Every file is equally likely in each part.
+**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So a chunk is read by
+one rank alone, unless the end of a part cuts its group; with fewer groups than ranks, each rank
+gets a piece of a group. Every file is equally likely in each part.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter. All arithmetic
 is modulo 2^64:
@@ -41,13 +41,15 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .parts import part_length, part_positions
 
 GROUP_SIZE_DEFAULT = 100
-"""Chunks in a group: 400 MiB of chunks of 4 MiB. The paper finds no gain in accuracy beyond."""
+"""The number of chunks in a group: 400 MiB with chunks of 4 MiB. The paper finds no gain in
+accuracy with larger groups."""
 
 SEED_MAX = 2**63 - 1
-"""The limit of seeds, epochs and other numbers, which fit a signed word."""
+"""The largest seed, epoch or other number: each fits a signed word of 64 bits."""
 
 WORLD_MAX = 1 << 20
-"""The limit of ranks for a mount: above that of any job, and products with it fit 64 bits."""
+"""The most ranks of a job: more than any job has, and few enough that products with other numbers
+fit 64 bits."""
 
 _U8 = npt.NDArray[np.uint64]
 
@@ -58,10 +60,11 @@ _WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class GroupedOrder:
-    """Files in order, and the position at which each group ends (ascending).
+    """Files in order, as entries of the snapshot, and the position at which each group ends
+    (ascending).
 
-    A rank's part may begin and end inside groups; the files that it repeats from the start of the
-    list are groups of their own, unless they continue the last.
+    A rank's part may begin and end inside groups. If it repeats files from the start of the order,
+    they count as groups of their own, unless they belong to the group before them.
     """
 
     indices: Indices
@@ -70,17 +73,19 @@ class GroupedOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedFiles:
-    """Files and their chunks: the whole input of a chunk-wise order. Can be pickled."""
+    """Files (as entries) and their chunks: all that a chunk-wise order depends on, besides numbers.
+    Can be pickled."""
 
     entries: Indices
     chunks: Indices
     """The chunk of each file, as a number in `chunk_ids`."""
     chunk_ids: npt.NDArray[np.uint8]
+    """The 16-byte IDs of all chunks of the dataset."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
-        """Raises CorruptError."""
-        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # entries that are no files: the first
+        """The files `entries` of a snapshot. Raises CorruptError for a damaged snapshot."""
+        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # entries without a chunk: the first
         if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
             raise CorruptError(
                 f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk"
@@ -88,12 +93,12 @@ class ChunkedFiles:
         return cls(entries, chunks, snapshot.columns.chunk_id)
 
     def subset(self, places: Indices) -> "ChunkedFiles":
+        """The files at these positions in `entries`."""
         return ChunkedFiles(self.entries[places], self.chunks[places], self.chunk_ids)
 
     def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
-        """All files in chunk-wise order, as positions in `entries`; and the group of each. Raises
-        UsageError for numbers out of range.
-        """
+        """All files in chunk-wise order, as positions in `entries`, and the number of each one's
+        group. Raises UsageError for numbers out of range."""
         check_number("seed", seed)
         check_number("epoch", epoch)
         check_number("group size", group_size, 1)
@@ -105,7 +110,7 @@ class ChunkedFiles:
 
 
 class OrderSelection(TypedDict, total=False):
-    """The selected files of an epoch; meaning and defaults as in `chunk_order`."""
+    """The part of an epoch's files that is wanted; meaning and defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -122,14 +127,16 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """The indices of `chunk_order`. Raises UsageError."""
+    """A rank's files in chunk-wise order, as entries of the snapshot. Arguments and errors are
+    those of `chunk_order`."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
 def full_shuffle(
     snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
 ) -> Indices:
-    """As `chunk_shuffle` with all chunks in one group: all orders are equally likely."""
+    """The same as `chunk_shuffle` with all chunks in one group, so that all orders are equally
+    likely."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
@@ -146,10 +153,12 @@ def chunk_order(
     position: int = 0,
     below: int = ROOT_INDEX,
 ) -> GroupedOrder:
-    """A rank's files in chunk-wise order, from `position` in its part on, and its groups' ends.
+    """A rank's files in chunk-wise order, from `position` in its part on, and the ends of their
+    groups.
 
-    Only files in and below the folder with the index `below` are selected. Raises UsageError for
-    numbers out of range.
+    Only files in and below the folder with the entry `below` are selected. `drop_last`: if the
+    parts cannot be equally long, leave out the last files instead of repeating the first ones.
+    Raises UsageError for numbers out of range, and CorruptError for a damaged snapshot.
     """
     check_number("world", world, 1)
     check_number("rank", rank, 0, world - 1)
@@ -202,8 +211,9 @@ def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
 
 
 def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """`count` numbers of 64 random bits, in a `domain` of the caller's own: 1 and 2 are this
-    module's, 11 to 17 `importance.py`'s. Raises UsageError for a seed or epoch out of range."""
+    """`count` numbers of 64 random bits. The `domain` separates the numbers of one purpose from
+    others with the same seed and epoch: this module uses 1 and 2, `importance.py` 11 to 17. Raises
+    UsageError for a seed or epoch out of range."""
     check_number("seed", seed)
     check_number("epoch", epoch)
     return _draw(_state(domain, seed, epoch), np.arange(count, dtype=np.uint64))
@@ -218,7 +228,7 @@ def _state(domain: int, seed: int, epoch: int) -> _U8:
 
 
 def _draw(state: _U8, words: _U8) -> _U8:
-    """`draw` of the module's docstring. On arrays, since numpy warns of overflows of scalars."""
+    """`draw` of the module's docstring. Takes arrays, since numpy warns if a scalar overflows."""
     z = words + np.uint64(1)
     z *= np.uint64(_GAMMA)
     z += state
@@ -231,6 +241,6 @@ def _draw(state: _U8, words: _U8) -> _U8:
 
 
 def group_ends(group: Indices) -> Indices:
-    """The positions where runs of equal groups end."""
+    """The position after the last file of each group, given the group of each file."""
     changes = np.flatnonzero(group[1:] != group[:-1]) + 1
     return np.append(changes, len(group)) if len(group) else changes

@@ -45,8 +45,8 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
 
 
 def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> MetadataStore:
-    """Raises ConfigError for a bad URL. After another DieselError the repository can still be read,
-    by its last snapshot."""
+    """The metadata store of a repository whose object store is `objects`. Raises ConfigError for a
+    bad URL. After another DieselError the repository can still be read, by its last snapshot."""
     if url.meta:
         from .metadata.redis.store import RedisMetadata  # noqa: PLC0415  # imports for 0.1 s
 
@@ -62,11 +62,11 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
 def open_accounts(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> AccountTable:
-    """`deadline_s` bounds each call; an absent table is empty. Raises ConfigError,
-    MetadataError."""
+    """The table of a repository's accounts; it is empty if there is none. `deadline_s` bounds each
+    call to Redis (None: `DEADLINE_S`). Raises ConfigError, MetadataError."""
     check_accounts_place(url)
     if url.meta:
-        from .accounts.redis import RedisAccounts  # noqa: PLC0415  # as above
+        from .accounts.redis import RedisAccounts  # noqa: PLC0415  # imports Redis, too
         from .metadata.redis.link import DEADLINE_S  # noqa: PLC0415
 
         return RedisAccounts.open(
@@ -76,7 +76,7 @@ def open_accounts(
 
 
 def check_accounts_place(url: RepositoryUrl) -> None:
-    """Raise MetadataError for a repository that can have no accounts."""
+    """Raise MetadataError for a repository that can have no accounts: a bucket without a Redis."""
     if not url.meta and url.scheme != "file":
         raise MetadataError(
             f"{url} names no metadata store, where accounts are kept",
@@ -85,7 +85,8 @@ def check_accounts_place(url: RepositoryUrl) -> None:
 
 
 def rename_unusable_metadata(url: RepositoryUrl) -> None:
-    """Rename the files of an unusable SQLite metadata store; others are left alone."""
+    """Rename the files of an unusable SQLite metadata store, so that a new one can be made. Does
+    nothing for a repository whose metadata is in a Redis."""
     if url.meta or url.scheme != "file":
         return
     path = _sqlite_path(url)

@@ -1,10 +1,10 @@
-"""For PyTorch: datasets, samplers and loaders, and training scripts that announce their reads.
+"""For PyTorch: datasets, samplers and loaders, and the announcement of a script's reads to mounts.
 
-Torch is imported only when one of the names below is used. `dlcmd run` puts `hook/` into the
-processes of a training command; it needs only Python's standard library. `planner/` turns the
-hooks' messages into plans for the mounts. `join` does the same from inside a script. `fsspec.py` is
-the file system `diesel://`, by which pandas and others read datasets. README.md is the page for
-users.
+Torch is imported only when one of the names of `_MODULE_OF` is used. `dlcmd run` puts `hook/` into
+the processes of a training command; the hook needs only Python's standard library. `planner/` turns
+the hooks' messages into plans for the mounts. `join` does the work of `dlcmd run` from inside a
+script. `fsspec.py` is the file system `diesel://`, through which pandas and others read datasets.
+README.md is the page for users.
 """
 
 from importlib import import_module
@@ -32,7 +32,8 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
-"""Imported when first used, since they need torch."""
+"""The module of each exported name. It is imported when the name is first used, since it needs
+torch."""
 
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 

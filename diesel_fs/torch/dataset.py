@@ -1,7 +1,9 @@
-"""`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount; or its manifest.
+"""`DieselDataset`: the samples of a dataset for PyTorch, without a mount.
 
-It stays at the version at which it was opened. Several threads may read. A forked child may go on
-reading, and so may a process that unpickles it, which opens the same version anew.
+The samples are the files of class folders, as in torchvision's `ImageFolder`, or of a manifest.
+
+A `DieselDataset` stays at the version at which it was opened. Several threads may read it. A forked
+child may go on reading. A process that unpickles it opens the same version anew.
 """
 
 import inspect
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Content = bytes | memoryview
-"""A memoryview if a whole batch is read at once."""
+"""The content of a file. May be a memoryview if a whole batch is read at once."""
 
 
 class ConnectKwargs(TaskKwargs, total=False):
+    """The named arguments of `diesel_fs.connect`."""
+
     url: str | None
     user: str | None
     key: str | None
@@ -48,6 +52,7 @@ class ConnectKwargs(TaskKwargs, total=False):
 
 
 def load_image(content: Content) -> "Image":
+    """Decode an image to RGB. Raises PIL's errors."""
     from PIL import Image  # noqa: PLC0415  (optional)
 
     with Image.open(io.BytesIO(content)) as image:
@@ -55,12 +60,12 @@ def load_image(content: Content) -> "Image":
 
 
 class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
-    """The images below a folder, in the classes that its folders name; or the files and targets of
-    a manifest.
+    """The images below a folder, with its subfolders as classes; or the files and targets of a
+    manifest.
 
     Samples, classes, their order and the arguments are those of torchvision's `ImageFolder`, with
-    two exceptions: `loader` gets the content of a file (`bytes` returns the content itself) and not
-    its path, and `extensions` chooses files other than images.
+    two exceptions: `loader` is called with the content of a file and not with its path
+    (`loader=bytes` returns the content itself), and `extensions` chooses files other than images.
     """
 
     def __init__(
@@ -80,17 +85,20 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         """Open `root`, which is `"DATASET"`, `"DATASET/FOLDER"` or `"DATASET@VERSION/FOLDER"`.
 
         `is_valid_file` is called with the path of a file in the dataset. `extensions` are lower
-        case; None means those of images. `options` are those of `diesel_fs.connect`; with several
-        workers, `task=NAME` lets all processes of a node share one cache of chunks.
+        case; None means those of images, unless `is_valid_file` is given. `options` are those of
+        `diesel_fs.connect`; with several workers, `task=NAME` lets all processes of a node share
+        one cache of chunks.
 
         With `manifest=True` the samples are those of the manifest that `dlcmd put --manifest` has
-        stored in `root`, in its order; a text is another manifest's path below `root`. `classes`
-        are its different targets, and a sample's target is an index there; `target_loader` converts
-        its text (`int`, `float`, `str`). If the targets are files, `target_loader` is called with
-        their content, and None returns it as bytes.
+        stored in `root`, in the manifest's order. If `manifest` is text, it is the path of another
+        manifest below `root`. `classes` are the different targets of the manifest. A sample's
+        target is an index of `classes`, or the result of `target_loader` (such as `int`, `float`,
+        `str`) for the target's text. If the targets are files, a sample's target is the file's
+        content as bytes, or the result of `target_loader` for it.
 
         Raises NoSuchPath (a FileNotFoundError) if there are no classes, or classes without files
-        unless `allow_empty`, or if a file of the manifest is missing; UsageError, and as `connect`.
+        unless `allow_empty`, or if a file of the manifest is missing; UsageError for arguments that
+        do not fit together; and as `connect`.
         """
         own = words_of(inspect.signature(type(self)))
         check_words(options, [*own, *sorted(ConnectKwargs.__optional_keys__)])
@@ -114,8 +122,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.transform = transform
         self.target_transform = target_transform
         self.target_loader = target_loader
-        self._order: tuple[int, Indices, Indices] | None = None  # announced order and its process
-        self._follower = 0  # the process that follows an order
+        # The ID of the process that called `announce`, and its arguments
+        self._order: tuple[int, Indices, Indices] | None = None
+        self._follower = 0  # the ID of the process that loads in an announced order; 0: none
         self._dataset = connect(name, **options)
         try:
             top = os.fsencode(folder.removesuffix("/"))
@@ -138,7 +147,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """Each sample's path in the dataset, and its target. Rows are made on access."""
+        """The path of each sample in the dataset, and its target. Rows are made on access."""
         return LazyRows(len(self), self._rows)
 
     imgs = samples
@@ -157,24 +166,26 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._dataset.version
 
     def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
-        """The entries of `samples` in the snapshot; of all samples if None."""
+        """The entries of `samples` in the snapshot (None: of all samples)."""
         own = self._samples.entries
         return (own if samples is None else own[np.asarray(samples, np.int64)]).astype(np.int64)
 
     def mean_bytes(self, samples: Sequence[int] | Indices) -> float:
+        """The mean size of these samples' files. `samples` must not be empty."""
         return float(np.mean(self.snapshot.columns.size[self.entries(samples)]))
 
     def __len__(self) -> int:
         return len(self._samples.entries)
 
     def __getitem__(self, index: int) -> tuple[object, object]:
-        """Raises IndexError, and as `diesel_fs.Dataset.get`."""
+        """One sample and its target. Raises IndexError, and as `diesel_fs.Dataset.get`."""
         at = range(len(self))[index]
         self._about_to_read([at])
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """`DataLoader` calls it to read a batch at once."""
+        """The samples of a batch with their targets, read at once. `DataLoader` calls it. Raises as
+        `__getitem__`."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -187,18 +198,19 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         targets: Iterable[object] = self._samples.targets(wanted)
         if isinstance(self._samples, ManifestSamples):
             if self._samples.target_entries is not None:
-                contents = iter([*contents])  # before those of the targets are read
+                contents = iter([*contents])  # all of them, before the targets' files are read
             targets = self._targets(self._samples, wanted)
         samples = map(self.loader, contents)
         if self.transform is not None:
-            samples = map(self.transform, samples)  # type: ignore[arg-type]  # as its user says
+            samples = map(self.transform, samples)  # type: ignore[arg-type]  # the user's choice
         if self.target_transform is not None:
             targets = map(self.target_transform, targets)  # type: ignore[arg-type]  # likewise
         return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
-        """This process reads these samples in this order, in groups that end at the positions
-        `ends`: each chunk is then loaded once for its group. `ChunkShuffleSampler` calls it."""
+        """Announce that this process will read these samples in this order, in groups that end at
+        the positions `ends`. Each chunk is then loaded once for its group. An empty order withdraws
+        the announcement. `ChunkShuffleSampler` calls it when an epoch begins."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
@@ -242,7 +254,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
             entries = found.target_entries[numbers].astype(np.int64)
             contents = map(whole_object, self._dataset.read_many(entries))
             loader = bytes if self.target_loader is None else self.target_loader
-            return map(loader, list(contents))  # type: ignore[arg-type]  # as its user says
+            return map(loader, list(contents))  # type: ignore[arg-type]  # the user's choice
         if self.target_loader is None:
             return iter(numbers)
         texts = [found.classes[number] for number in numbers]
@@ -254,15 +266,16 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         if isinstance(self._samples, ManifestSamples):
             [target] = self._targets(self._samples, [at])
         if self.transform is not None:
-            sample = self.transform(sample)  # type: ignore[arg-type]  # as its user says
+            sample = self.transform(sample)  # type: ignore[arg-type]  # the user's choice
         if self.target_transform is not None:
             target = self.target_transform(target)  # type: ignore[arg-type]  # likewise
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Check that the samples can be read. If they begin the announced order, load chunks in
-        that order. A worker reads only some of an order's samples, so it follows none, and drops
-        the order that its parent followed."""
+        """Raise NoSuchPath if one of the samples is a dangling link. If the samples begin the
+        announced order, load chunks in that order from now on. A worker process reads only some of
+        an order's samples: so it loads chunks in no order, and drops the one that its parent has
+        used."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
             raise NoSuchPath(

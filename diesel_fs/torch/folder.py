@@ -1,11 +1,12 @@
-"""Finds the samples of a folder in a snapshot: as torchvision's `ImageFolder`, or by a manifest.
+"""Finds the samples of a folder in a snapshot: by its class folders, or by a manifest.
 
-Without a manifest the folders in `root` are the classes, sorted by name, and each file below a
-class with a wanted name is a sample of it. A class's samples are sorted by the path of their
-folder, then by name (as text, so `a-b` stands between `a` and `a/c`). Links are followed inside the
-dataset; a dangling link is a sample that cannot be read.
+Without a manifest, as in torchvision's `ImageFolder`: the folders in `root` are the classes, sorted
+by name, and each file below a class folder is a sample if its name is wanted. A class's samples are
+sorted by the path of their folder, then by name (as text, so `a-b` stands between `a` and `a/c`).
+Links are followed inside the dataset; a dangling link is a sample that cannot be read.
 
-A dataset of a million files is an array of numbers here. Paths and targets are made on access.
+The samples are kept as an array of entry numbers, even of millions of files. Paths and targets are
+made on access.
 """
 
 import operator
@@ -26,9 +27,9 @@ from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""torchvision takes these, in any case."""
+"""The file name extensions that torchvision takes, in upper or lower case."""
 
-_LINKS_MAX = 40  # as Linux: a path through more links is a loop
+_LINKS_MAX = 40  # as in Linux: a path through more links counts as a loop
 _BATCH = 4096  # rows made at once
 
 _Row = TypeVar("_Row")
@@ -36,13 +37,19 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class FolderSamples:
+    """The samples of class folders, in order of their classes. A sample is an index of
+    `entries`."""
+
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """Files, or dangling links."""
+    """The entry of each sample: a file, or a dangling link."""
     broken: frozenset[int]
+    """The samples that are dangling links."""
     class_ends: list[int]
+    """For each class, the position after its last sample."""
     linked: dict[int, str] = field(default_factory=dict)
-    """The paths of the samples reached through links; the others have their entry's path."""
+    """The path of each sample that is reached through a link. Others have the path of their
+    entry."""
 
     def target(self, sample: int) -> int:
         return bisect_right(self.class_ends, sample)
@@ -54,11 +61,17 @@ class FolderSamples:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSamples:
+    """The samples of a manifest, in its order. The fields `broken` and `linked` are empty: they are
+    there for the callers of `FolderSamples`."""
+
     classes: list[str]
+    """The different targets, as text."""
     entries: npt.NDArray[np.int32]
+    """The entry of each sample."""
     numbers: npt.NDArray[np.int32]
+    """The target of each sample, as an index of `classes`."""
     target_entries: npt.NDArray[np.int32] | None
-    """The entry of each class, if the targets are files."""
+    """The entry of each of `classes` if the targets are files, otherwise None."""
     broken: frozenset[int] = frozenset()
     linked: dict[int, str] = field(default_factory=dict)
 
@@ -71,7 +84,8 @@ class ManifestSamples:
 
 
 class LazyRows(Sequence[_Row]):
-    """Equal to a list of the same rows."""
+    """A sequence whose rows are made on access; `make` returns those of a range. It is equal to a
+    list of the same rows."""
 
     def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
         self._count = count
@@ -114,10 +128,13 @@ def find_samples(
     is_valid_file: Callable[[str], bool] | None,
     allow_empty: bool,
 ) -> FolderSamples:
-    """Either `extensions` chooses files by their names, or `is_valid_file` by their paths in the
-    dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
-    samples unless `allow_empty`; UsageError if both or neither of the two are given, and for links
-    in a circle."""
+    """Find the samples of the class folders in `root`. Either `extensions` chooses files by their
+    names, or `is_valid_file` by their paths in the dataset.
+
+    Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without samples unless
+    `allow_empty`; UsageError if `extensions` and `is_valid_file` are both given or both None, if
+    `root` is not a folder, and if a link leads to a folder that contains it.
+    """
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
     walk = _Walk(snapshot, extensions, is_valid_file)
@@ -149,8 +166,8 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples that a manifest in `folder` names. Raises NoSuchPath (a FileNotFoundError) that
-    names the first line whose file is missing."""
+    """The samples of a manifest, with paths relative to `folder`. If files are missing, raises
+    NoSuchPath (a FileNotFoundError) with the first such line of the manifest."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
         more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
@@ -161,6 +178,8 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
+    """Collects the samples of one class after the other, in `parts` and `linked`."""
+
     def __init__(
         self,
         snapshot: Snapshot,
@@ -175,6 +194,7 @@ class _Walk:
         self.linked: dict[int, str] = {}
 
     def folders(self, folder: int) -> list[tuple[str, int]]:
+        """The name and entry of each folder in `folder`, with links followed."""
         snapshot, children = self._snapshot, self._snapshot.children(folder)
         if not len(children):
             return []
@@ -234,8 +254,8 @@ class _Walk:
 
 
 def resolved(snapshot: Snapshot, entry: int) -> int:
-    """The entry to which a link leads, or the entry itself; -1 if the link is dangling, or leads
-    out of the dataset."""
+    """The entry to which the link `entry` leads, or `entry` itself if it is no link. -1 if the link
+    is dangling, or leads out of the dataset; also if `entry` is -1."""
     left = _LINKS_MAX
     while entry >= 0 and snapshot.stat(entry).kind == Kind.LINK:
         target, folder = snapshot.link(entry), snapshot.parent(entry)
@@ -253,7 +273,7 @@ def resolved(snapshot: Snapshot, entry: int) -> int:
 
 
 def _step(snapshot: Snapshot, folder: int, name: bytes) -> int:
-    """-1 if there is no such entry."""
+    """The entry of one name of a path (also `.` and `..`) in `folder`; -1 if there is none."""
     if name in (b"", b"."):
         return folder
     if name == b"..":

@@ -1,14 +1,15 @@
-"""The file system `diesel://` of fsspec, by which pandas, pyarrow, Hugging Face `datasets`, zarr
-and others read datasets without a mount. README.md explains URLs and options.
+"""The file system `diesel://` for fsspec, through which pandas, pyarrow, Hugging Face `datasets`,
+zarr and others read datasets without a mount. README.md explains URLs and options.
 
 A path of this file system is a URL without its protocol: `DATASET/path`, or
-`HOST:PORT/DATASET/path`. The server is no option of the file system, since many callers keep only
-URLs and open them with a file system of their own.
+`HOST:PORT/DATASET/path`. The server is a part of the path, not only an option, since many callers
+keep only URLs, and open them with a file system of their own.
 
-fsspec makes an instance of a file system for each thread. So the process owns the open datasets,
-which many threads and forked children may read: instances with the same options share them.
+fsspec makes an instance of a file system for each thread. Instances with the same options share
+their open datasets, which are kept in `_open` for the whole process; many threads and forked
+children may read these.
 
-fsspec ships no types; it is an optional dependency, and torch is not imported.
+fsspec ships no types, and is an optional dependency. Torch is not imported.
 """
 
 import errno
@@ -44,25 +45,27 @@ except ImportError as error:
 log = logging.getLogger("diesel.fsspec")
 
 BLOCK_BYTES = 256 << 10
-"""fsspec's default of 5 MiB would load and copy a second chunk for most reads; whole chunks stay in
-the dataset's memory anyway."""
+"""The bytes that fsspec reads ahead at a time in an open file. Its default of 5 MiB would load and
+copy a second chunk for most reads; and whole chunks stay in the dataset's memory anyway."""
 
 WHOLE_BYTES_MAX = 4 << 20
-"""A file up to a chunk's default size is mostly one extent. A read of a part reads all of it, since
-the checksum is that of the whole."""
+"""`cat_ranges` reads files up to this size whole. A file up to a chunk's default size is mostly one
+extent, and a read of a part of an extent reads all of it, since its checksum is that of the
+whole."""
 
-_LINE_BYTES = 4096
-_BELOW_A_FILE = -2
-_LINKS_MAX = 40  # that Linux follows in one path
+_LINE_BYTES = 4096  # read at a time to find the end of a line
+_BELOW_A_FILE = -2  # a result of `_follow`
+_LINKS_MAX = 40  # as in Linux: a path through more links counts as a loop
 _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
     *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
 }
-"""Any fsspec file system takes these. Those about listings have no effect."""
+"""The options of every fsspec file system. Those about listings have no effect here."""
 
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
 _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
+"""The options that are secrets, and the environment variable of each."""
 
 _Key = tuple[str, str, str]  # the options as a token; the server, or ""; the dataset as in the path
 _open: dict[_Key, Dataset] = {}
@@ -78,23 +81,24 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Address(NamedTuple):
-    """A repository's root has no dataset."""
+    """The parts of a path of this file system."""
 
     server: str  # its URL; "" for the repository of the options
-    dataset: str  # NAME or NAME@VERSION
-    path: str
+    dataset: str  # NAME or NAME@VERSION; "" for the repository's root
+    path: str  # below the dataset
 
 
 class _Entry(NamedTuple):
-    """An entry in the version that has it, with links followed."""
+    """A file or folder, after links were followed."""
 
     dataset: Dataset
-    view: Snapshot
-    number: int
+    view: Snapshot  # the version in which it was found
+    number: int  # its entry in that version
 
     @property
     def path(self) -> bytes:
-        """Unlike `number`, it is valid in any version. It is behind all links."""
+        """The path of the entry itself, not of a link to it. Unlike `number`, it means the same in
+        every version."""
         return self.view.path(self.number)
 
 
@@ -111,12 +115,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         memory_bytes: int | None = None,
         **options: object,
     ) -> None:
-        """The arguments are those of `diesel_fs.connect` and of any fsspec file system. Nothing is
-        opened before the first use. (`repository` is `url` there, an argument of fsspec's own
-        `url_to_fs`.)
+        """The arguments are those of `diesel_fs.connect` and of any fsspec file system.
+        `repository` is the `url` of `connect`, a name that fsspec's `url_to_fs` uses itself.
+        Nothing is opened before the first use.
 
-        Other options are ignored, since libraries pass one protocol's options to all; a name that
-        nearly is one of ours causes a warning. Raises UsageError for `url`.
+        Other options are ignored, since libraries pass one protocol's options to all protocols; a
+        name that is nearly one of the known options causes a warning. Raises UsageError for `url`
+        and for `fo` (a file system below this one).
         """
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
@@ -136,12 +141,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A pickle holds no secrets. Raises UsageError if this process's environment lacks one that
-        the other process will need."""
-        known = _OF_FSSPEC.union(_OPTIONS)  # other options may hold a secret
+        """Pickles the options without secrets, which the other process takes from its environment.
+        Raises UsageError if a secret option differs from the variable in this process's
+        environment."""
+        known = _OF_FSSPEC.union(_OPTIONS)  # options that are not known may hold a secret
         options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
-        if "@" in (options.get("repository") or ""):  # in doubt, DIESEL_URL must be set
+        if "@" in (options.get("repository") or ""):  # it may hold a password
             secrets["repository"] = "DIESEL_URL"
         for name, variable in secrets.items():
             if (value := options.pop(name, None)) and value != os.environ.get(variable):
@@ -165,8 +171,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """Raises UsageError for a bad server, or one that contradicts the options, and
-        FileNotFoundError for a name that no dataset can have."""
+        """Split a path into its parts. Raises UsageError for a bad server, or one that contradicts
+        the options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -197,7 +203,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Address(server, first, rest)
 
     def _dataset(self, address: _Address) -> Dataset:
-        """Raises FileNotFoundError, and as `connect`."""
+        """The open dataset of an address; opens it if needed. Raises FileNotFoundError,
+        PermissionError, and as `connect`."""
         key = (self._token, address.server, address.dataset)
         if (found := _open.get(key)) is not None:
             return found
@@ -216,8 +223,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return found
 
     def _find(self, path: str) -> _Entry:
-        """Follows links. If there is no entry, tries a newer version, then raises FileNotFoundError
-        (for a path below a file it is a NotADirectoryError, too)."""
+        """The entry of a path, with links followed. If the open version has none, tries the current
+        version. Raises FileNotFoundError (NotAFolder, which is also a NotADirectoryError, for a
+        path that goes on below a file), and IsADirectoryError for a repository's root."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -240,7 +248,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Entry(dataset, view, index)
 
     def _find_file(self, path: str) -> _Entry:
-        """Raises as `_find`, and IsADirectoryError for a folder."""
+        """The same as `_find`, but raises IsADirectoryError for a folder."""
         entry = self._find(path)
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -249,7 +257,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     # Metadata
 
     def info(self, path: str, **kwargs: object) -> dict[str, object]:
-        """Name, size in bytes, type, mode and mtime. Raises FileNotFoundError."""
+        """Name, size in bytes, type, mode and mtime (in seconds) of an entry, with links followed.
+        Raises FileNotFoundError."""
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
@@ -264,7 +273,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def ls(
         self, path: str, detail: bool = True, **kwargs: object
     ) -> list[dict[str, object]] | list[str]:
-        """A folder's entries by name, or a repository's datasets. Raises FileNotFoundError."""
+        """The entries of a folder, or the datasets of a repository; for a file, the file itself.
+        With `detail` as from `info`, otherwise only paths. Raises FileNotFoundError."""
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
@@ -281,7 +291,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
 
     def exists(self, path: str, **kwargs: object) -> bool:
-        """Unlike fsspec's own, it raises an error if it cannot know."""
+        """Whether there is such an entry. Unlike fsspec's own method, raises an error if that
+        cannot be known."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -289,7 +300,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Unlike fsspec's own, it raises an error if it cannot know."""
+        """Whether a path is a file. Unlike fsspec's own method, raises an error if that cannot be
+        known."""
         return self.exists(path) and self.info(path)["type"] == "file"
 
     def du(
@@ -300,7 +312,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         withdirs: bool = False,
         **kwargs: object,
     ) -> int | dict[str, int]:
-        """Bytes of the files below a path; a dict by path with `total=False`."""
+        """The bytes of all files below a path; with `total=False` a dict of the bytes by path."""
         found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
         if [*found.values()] == [{}]:  # fsspec returns this for a file
             found = {each: self.info(each) for each in found}
@@ -312,7 +324,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
 
     def ukey(self, path: str) -> str:
-        """It changes with the file's content, which is not read."""
+        """A text that changes if the file's content does. It is made from checksums in the
+        snapshot, so the content is not read."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -323,8 +336,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return int(self.ukey(path), 16)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Move on to the current version of a path's dataset; without a path, of all datasets that
-        are open with these options."""
+        """Move the dataset of a path on to its current version; without a path, all datasets that
+        are open with these options. A dataset that was opened at a fixed version stays there."""
         super().invalidate_cache(path)
         address = None if path is None else self._address(self._text(path))
         for (token, server, name), dataset in [*_open.items()]:
@@ -333,8 +346,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.refresh()
 
     def close(self) -> None:
-        """Release all datasets that are open with these options, also those of other threads. The
-        next use opens them again."""
+        """Release all datasets that are open with these options, including those that other threads
+        use. The next use of one opens it again."""
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
@@ -344,7 +357,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """`start` and `end` are like those of a slice."""
+        """The content of a file from `start` to before `end`, which are like those of a slice."""
         entry = self._find_file(self._text(path))
         if start is None and end is None:
             return entry.dataset.get(entry.path)
@@ -359,12 +372,14 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "raise",
         **kwargs: object,
     ) -> bytes | dict[str, bytes | Exception]:
-        """The content of one file; for many paths, or a pattern, contents by path, with chunks
-        loaded ahead. `recursive` reads folders. `on_error` is "raise", "omit" or "return"."""
+        """The content of one file. For a list of paths, a pattern or `recursive` (which reads all
+        files of a folder), a dict of contents by path; chunks are then loaded ahead. For a file
+        that cannot be read, `on_error` is "raise", "omit" or "return" (the exception as the
+        value)."""
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
-        if kwargs:  # a part of each
+        if kwargs:  # `start` or `end`: a part of each file
             found: dict[str, bytes | Exception] = super().cat(
                 path, recursive=recursive, on_error=on_error, **kwargs
             )
@@ -389,8 +404,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "return",
         **kwargs: object,
     ) -> list[bytes | Exception]:
-        """Parts of files, in order, by indices like those of a slice. (`max_gap` has no effect: the
-        reader merges neighbouring ranges.)"""
+        """A part of each of `paths`, in order: from its start to before its end, which are like
+        those of a slice. With `on_error="return"` the exception takes the place of a part that
+        cannot be read. (`max_gap` has no effect: the reader itself merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -422,7 +438,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return view.size(index) <= WHOLE_BYTES_MAX
 
     def _contents(self, paths: Iterable[str]) -> Iterator[bytes | Exception]:
-        """The contents of files, or their errors, in order."""
+        """For each path in order, the content of its file or the error."""
         found: list[_Entry | Exception] = []
         for path in paths:
             try:
@@ -444,7 +460,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return DieselFile(self, path, mode, *arguments, **kwargs)
 
     def content(self, path: str) -> EntryFile:
-        """The file's content in the current version. Raises as `open`."""
+        """A reader of the file's content, which stays at the present version. Raises as `open`."""
         entry = self._find_file(path)
         return entry.dataset.open(entry.path)
 
@@ -465,20 +481,21 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
 
 class DieselTlsFileSystem(DieselFileSystem):
-    """Servers with TLS have paths `diesel+tls://HOST:PORT/DATASET/path`."""
+    """The file system of servers with TLS, whose URLs are `diesel+tls://HOST:PORT/DATASET/path`."""
 
     protocol = "diesel+tls"
 
 
 class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """It keeps the version in which it was opened."""
+    """An open file. It stays at the version in which it was opened."""
 
     DEFAULT_BLOCK_SIZE = BLOCK_BYTES
 
     def __init__(
         self, fs: DieselFileSystem, path: str, *arguments: object, **kwargs: object
     ) -> None:
-        """A pickle's `size` is ignored, since the file may have another one now."""
+        """An unpickled file passes its former `size`, which is ignored: the file may have another
+        size now."""
         self._content = fs.content(path)
         super().__init__(fs, path, *arguments, **{**kwargs, "size": self._content.size})
 
@@ -486,7 +503,8 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
         return bytes(self._content.read_at(start, end - start))
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """fsspec's own copies a block for each line."""
+        """The next line, up to `size` bytes. fsspec's own method copies a whole block for each
+        line."""
         start = self.tell()
         line: bytes = self.readuntil(b"\n", blocks=_LINE_BYTES)
         if size is not None and 0 <= size < len(line):
@@ -504,8 +522,9 @@ def _absent(path: str) -> FileNotFoundError:
 
 
 def _follow(view: Snapshot, path: bytes) -> int:
-    """Follows links as the kernel does; -1 if there is no entry, _BELOW_A_FILE if the path goes on
-    below a file. A link that leads out of the dataset is dangling."""
+    """The entry of a path, with links followed as the kernel follows them; -1 if there is none,
+    _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset counts as
+    dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -537,7 +556,7 @@ _TYPES = {Kind.FILE: ("file", stat.S_IFREG), Kind.FOLDER: ("directory", stat.S_I
 
 
 def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object]:
-    """What `info` returns for an entry that is no link; without a view, for a dataset or the
+    """The result of `info` for a file or folder; without a view, for a dataset or the
     repository."""
     if view is None:
         return {"name": path, "size": 0, "type": "directory", "islink": False}
@@ -554,6 +573,8 @@ def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object
 
 
 def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
+    """The details of an entry in `ls`. A link to a file is described as that file, any other link
+    as "other"."""
     if view.stat(index).kind != Kind.LINK:
         return _described(path, view, index)
     target = _follow(view, view.path(index))
@@ -573,7 +594,8 @@ def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, o
 
 
 def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
-    """Chunks are loaded ahead until a file fails."""
+    """The content of each file, or its error. Chunks are loaded ahead until a file fails; the files
+    from that one on are read singly."""
     done = 0
     with suppress(DieselError):
         for view in dataset.read_many(paths):

@@ -3,15 +3,17 @@
 Experimental: with half of the samples per epoch, our study found no gain in accuracy over the same
 number of samples at random (README.md has the figures), so arguments and states may still change.
 
-It is the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A), on the rule of
-Selective-Backprop; `orders/importance.py` has both, and the draw. An epoch's samples are drawn when
-it begins, from the values that the loop has reported with `update` in earlier epochs. The draw is
-announced to the mount like any other order, and the mount gets the importance of all samples, of
-which it keeps the important ones in memory (`--evict importance`).
+The sampler implements the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A),
+with the rule of Selective-Backprop; `orders/importance.py` explains and computes the rule and the
+draw. An epoch's samples are drawn when the epoch begins, from the values that the loop has reported
+with `update` in earlier epochs. The draw is announced to the mount like any other order. The mount
+also gets the importance of all samples, and keeps the important ones in memory (`--evict
+importance`).
 
-**One table for all ranks.** A rank keeps its reports of an epoch until the next one begins; then
-the ranks exchange them (`torch.distributed`), so all draw from the same table, and an epoch can be
-drawn again in its middle. Not safe for concurrent use.
+**One table for all ranks.** A rank keeps its reports of an epoch until the next epoch begins; then
+the ranks exchange their reports (`torch.distributed`). So all ranks draw from the same table. As
+the table does not change during an epoch, a run that resumes in the middle of the epoch can repeat
+its draw. Not safe for concurrent use.
 """
 
 import os
@@ -52,17 +54,20 @@ WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
 
 BENEFIT_BATCHES = 20
-"""Batches timed without the mount's memory, and as many with it (iCache, III-D)."""
+"""The batches that are timed with samples that are not in the mount's memory, and again as many
+with samples that are (iCache, section III-D)."""
 
 _LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
+_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # the limits of a mount
 
 _PENDING_MAX = 1 << 16
-"""Pending values are copied together from their device, since a copy waits for it."""
+"""When this many reported values are pending, they are copied from their device together: a copy
+waits for the device."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
+"""Indices of samples in the dataset."""
 
 Losses: TypeAlias = "Tensor | npt.NDArray[np.float32 | np.float64] | Sequence[float]"
 
@@ -71,7 +76,8 @@ _DIFFERENCES = (
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""Forbidden differences, one for each number of a rank's claims."""
+"""The errors if ranks differ, one for each of a rank's *claims*: numbers that the ranks compare
+(`_claims`)."""
 
 
 class Importance(ABC):
@@ -117,16 +123,18 @@ class GradientNorm(Importance):
 
 
 class _Table:
-    """The importance that the ranks have agreed on, and this rank's reports since then."""
+    """The importance of each sample (NaN: not known) that the ranks have agreed on, and this rank's
+    reports since then."""
 
     def __init__(self, samples: int, importance: Importance) -> None:
         self.agreed: Values = np.full(samples, np.nan, np.float32)
         self.agreed_for = -1
-        """The epoch that is drawn from `agreed`."""
+        """The epoch that is drawn from `agreed`; -1: none yet."""
         self.nodes = 1
-        """1 unless all nodes have equally many ranks."""
+        """The number of nodes, or 1 if they do not have the same number of ranks each."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
+        """The number of reports that were infinite, NaN or negative."""
         self._importance = importance
         self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
@@ -139,7 +147,8 @@ class _Table:
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
-        """Record a batch. Waits for the device only once in 65,536 samples. Raises UsageError."""
+        """Record the importance of a batch's samples. Waits for the device only once in 65,536
+        samples. Raises UsageError if shapes do not fit."""
         samples = _copied_row(indices)
         losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
@@ -165,14 +174,15 @@ class _Table:
 
     @property
     def has_reports(self) -> bool:
+        """Whether this rank has reported anything since the last agreement."""
         return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
-        """Copy the pending values from their device. Raises UsageError for samples that do not
-        exist; the other reports count."""
+        """Copy the pending values from their device into `reported`. Raises UsageError if some are
+        of samples that do not exist; the others are recorded before that."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
@@ -185,18 +195,19 @@ class _Table:
         _check_samples("update", indices, len(self.agreed))
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
-        """Take over the reports of all ranks, and clear our own. All ranks call it together;
-        without `has_ranks` this rank counts alone.
+        """Update `agreed` by the reports of all ranks, and clear this rank's reports. All ranks
+        call it together; without `has_ranks`, no ranks are connected, and only this rank's reports
+        count.
 
-        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). Raises UsageError if
-        this rank has reports of samples that do not exist, and ConflictError on all other ranks
-        then; ConflictError on all ranks if claims differ.
+        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). If they differ,
+        raises ConflictError on all ranks. If this rank has reports of samples that do not exist,
+        raises UsageError here, and ConflictError on the other ranks.
         """
         fault: UsageError | None = None
         try:
             self.settle_pending()
         except UsageError as error:
-            fault = error  # raised below, after the other ranks have learnt of it
+            fault = error  # raised below, after the other ranks have been informed
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
@@ -210,8 +221,8 @@ class _Table:
             raise fault
         local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
         self.nodes = world // local_world if world % local_world == 0 else 1
-        # New arrays, since states hold the old ones. If an index comes twice, the last report
-        # counts, on every rank.
+        # A new array, since saved states refer to the old one. If a sample was reported twice, the
+        # last report counts, which is the same on every rank.
         self.agreed = self.agreed.copy()
         self.agreed[indices] = values
         self.reported = np.full(len(self.agreed), np.nan, np.float32)
@@ -220,23 +231,35 @@ class _Table:
 
 @dataclass(slots=True)
 class _Draw:
+    """The samples that all ranks together read in an epoch, and this rank's changes to its part."""
+
     epoch: int
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """Shape (2, k): replaced samples, and their substitutes. None: not yet decided."""
+    """This rank's replaced samples and their substitutes, of the shape (2, k). None: not yet
+    decided."""
     timed: Indices | None = None
-    """They come first. None: not yet decided."""
+    """The samples of the batches that are timed for `benefit`; this rank reads them first. None:
+    not yet decided."""
 
 
 @dataclass(slots=True)
 class _Sharing:
+    """The use of one mount by several jobs."""
+
     jobs: int = 0
+    """The jobs that have sent the mount importances, as it has answered; 0: not known."""
     batch_size: int = 0
+    """The batch size of the loader that `enumerate` was called with; 0: not called yet."""
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
-        """`times` begin with the request for the first batch."""
+        """Compute `benefit` once all batches with the samples `timed` have come.
+
+        `times` has the time in seconds of the request for the first batch, then the time at which
+        each batch came.
+        """
         count = len(times) - 1
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
@@ -248,8 +271,8 @@ class _Sharing:
 
 
 class ImportanceSampler(ChunkShuffleSampler):
-    """Gives a share of a dataset's samples in each epoch, the important ones more often.
-    Experimental.
+    """A sampler that draws a share of a dataset's samples for each epoch, the important ones more
+    often. Experimental.
 
         sampler = ImportanceSampler(data)
         loader = DataLoader(data, batch_size=256, sampler=sampler)
@@ -262,27 +285,28 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     `dataset`, `rank`, `world`, `seed`, `group_size` and `drop_last` are those of
     `ChunkShuffleSampler`: an epoch's samples come in chunk-wise random order, each at most once.
-    `share` is the part of the samples that an epoch has, `floor` a sample's least probability
-    (`orders/importance.py`). The defaults, half and no floor, are those of Selective-Backprop's
-    rule with the exponent 1 (Jiang et al. 2019), since iCache gives none. The first `warm_up`
-    epochs have all samples. `importance` computes the values.
+    `share` is the fraction of all samples that an epoch has, `floor` the least probability of a
+    sample (`orders/importance.py`). The defaults, a half and 0, are those of Selective-Backprop's
+    rule with the exponent 1 (Jiang et al. 2019), since iCache names no values. The first `warm_up`
+    epochs have all samples. `importance` computes each sample's importance from a training step
+    (None: `Loss()`).
 
     `substitute` replaces a drawn sample of low importance that is not in the mount's memory by one
     of low importance that the epoch has not drawn, and that is in memory or in a chunk that is read
     whole (iCache, section III-C). This changes the training data, and only helps on a mount.
 
-    If several jobs use one mount, the ID from torchrun or SLURM, or else the process, identifies
-    each. Then `enumerate` measures how much faster its batches come with the mount's memory
-    (`benefit`): each epoch begins with 20 batches of samples that are not there and 20 that are, if
-    there are as many; the mount combines the importances of all jobs. A run that resumes in another
-    world, in the middle of an epoch with substitutes or timed batches, may repeat or miss some
-    samples of it.
+    If several jobs use one mount, each is identified by its ID from torchrun or SLURM, or by its
+    process ID. Then `enumerate` measures how much faster batches come from the mount's memory
+    (`benefit`): each epoch begins with 20 batches of samples that are not in the memory, and 20 of
+    samples that are, if there are enough of both. The mount combines the importances of all jobs. A
+    run that resumes with another number of ranks, in the middle of an epoch with substitutes or
+    timed batches, may repeat or miss some samples of that epoch.
 
     If ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
     importance goes to a rank of the same node in each epoch, so that one node's memory keeps it.
 
-    `set_epoch` must be called: an epoch has one draw. If torch.distributed has `world` ranks, all
-    must begin each epoch, since they exchange their reports then.
+    Call `set_epoch` before each epoch, since an epoch has only one draw. If torch.distributed has
+    `world` ranks, all of them must begin each epoch, since they exchange their reports then.
     """
 
     def __init__(
@@ -315,30 +339,31 @@ class ImportanceSampler(ChunkShuffleSampler):
                 advice="give an instance, such as Loss() or GradientNorm()",
             )
         self._table = _Table(len(self._files), importance)
-        # One list for all copies: the hook of `dlcmd run` draws with a copy before this sampler
-        # draws.
+        # At most one draw. Copies of this sampler share the list, since the hook of `dlcmd run`
+        # draws with a copy before this sampler draws.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
 
     @property
     def importance(self) -> Values:
-        """A copy, as of the beginning of the epoch, the same on all ranks; NaN: not known."""
+        """The importance of each sample when the epoch began, the same on all ranks; NaN: not
+        known. A copy."""
         return self._table.agreed.copy()
 
     @property
     def ignored(self) -> int:
-        """Reports that were ignored: infinite, NaN or negative."""
+        """The number of reports that were ignored, as they were infinite, NaN or negative."""
         return self._table.ignored
 
     @property
     def benefit(self) -> float:
-        """How many times as fast batches come with the mount's memory. 1 until it is measured,
-        which happens only if several jobs use one mount."""
+        """How many times as fast batches come from the mount's memory as without it. 1 until it is
+        measured, which happens only if several jobs use one mount."""
         return self._sharing.benefit
 
     @property
     def substituted(self) -> int:
-        """Replaced samples of this rank, in the last epoch."""
+        """The number of samples that this rank has replaced in the epoch that was drawn last."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -349,18 +374,20 @@ class ImportanceSampler(ChunkShuffleSampler):
         outputs: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
-        """Report a batch for later draws: its samples' indices in the dataset, and their losses, of
-        the shape (batch,), on any device, or in an array or list.
+        """Report a batch for later draws.
 
-        Some kinds of importance need `outputs` and `targets`. Raises UsageError if shapes do not
-        fit; a later call may raise it for an index that does not exist.
+        `indices` are its samples' indices in the dataset, `losses` their losses, of the shape
+        (batch,), as a tensor on any device, an array or a list. Some kinds of importance need
+        `outputs` and `targets`. Raises UsageError if shapes do not fit. An index that does not
+        exist may be detected only by a later call, which then raises UsageError.
         """
         self._table.report(indices, losses, outputs, targets)
 
     def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> Tensor:
-        """A factor for the loss of each sample. With them, the mean over many draws is that of all
-        samples. All are 1 in warm-up epochs; with a floor of f none is above share / f. Raises
-        UsageError before the epoch has begun."""
+        """A factor for the loss of each of these samples. With these factors, the mean loss is,
+        over many draws, that of all samples of the dataset. All factors are 1 in warm-up epochs;
+        with a floor above 0, none is greater than share / floor. Raises UsageError before the epoch
+        has begun."""
         if not self._draws or self._draws[0].epoch != self.epoch:
             raise UsageError(f"epoch {self.epoch} has not begun: its samples are not drawn yet")
         drawn = self._draws[0]
@@ -373,10 +400,10 @@ class ImportanceSampler(ChunkShuffleSampler):
     def enumerate(
         self, loader: "DataLoader[_Batch]"
     ) -> Iterator[tuple[npt.NDArray[np.int64], _Batch]]:
-        """Batches of a loader, each with its samples' indices.
+        """Iterate over the batches of a loader, each preceded by its samples' indices.
 
-        Raises UsageError for a loader of another sampler or without a batch size. Instead, a
-        dataset may return each sample's index itself.
+        Raises UsageError for a loader of another sampler, without a batch size, or with
+        `in_order=False`. Such loops need a dataset that returns each sample's index itself.
         """
         if getattr(loader, "sampler", None) is not self or not loader.batch_size:
             raise UsageError(
@@ -405,8 +432,9 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """The state of `ChunkShuffleSampler`, with the importance of the samples and this rank's
-        reports since the epoch began. If every rank loads its own state, nothing is lost; if all
-        load that of one rank, the others' reports of this epoch are lost."""
+        reports since the epoch began. If each rank saves and later loads a state of its own, no
+        reports are lost. If all ranks load the state of one, the reports of the others in this
+        epoch are lost."""
         self._table.settle_pending()
         state = super().state_dict(received)
         return {
@@ -447,6 +475,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
 
     def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
+        """These samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
@@ -470,7 +499,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, ends
 
     def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
-        # Torchdata requests the state with each batch, so nothing is copied here.
+        # Torchdata requests the state with each batch, so the arrays are not copied.
         drawn = [each for each in self._draws if each.epoch == place.epoch]
         replaced, timed = (drawn[0].replaced, drawn[0].timed) if drawn else (None, None)
         return {
@@ -510,7 +539,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """The ranks agree on the importance first."""
+        """The draw of an epoch, which is made at the first call. The ranks agree on the importance
+        first (`_Table.agree`, which this raises as)."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -534,7 +564,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """Equal on all ranks (`_DIFFERENCES`)."""
+        """The numbers that must be equal on all ranks: one for each of `_DIFFERENCES`."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -543,7 +573,9 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """Returns chunk-wise order again. The substitutes are chosen once in an epoch."""
+        """Replace samples of this rank's part by their substitutes, and return the part in
+        chunk-wise order and the ends of its groups. The substitutes are chosen once in an epoch,
+        when it begins."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -557,10 +589,11 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
-        """Replaced samples, and their substitutes."""
+        """Choose the substitutes for this rank's part: `_Draw.replaced`."""
         is_cached = self._is_cached(default=True)  # nothing is replaced without an answer
         chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
-        may_replace = low & (chunks % self.world == self.rank)  # no sample twice on two ranks
+        # A substitute comes from this rank's own chunks, so that two ranks never choose the same
+        may_replace = low & (chunks % self.world == self.rank)
         may_replace[drawn.samples] = False
         places, others = substituted(
             samples, low, is_cached, may_replace, chunks, self.seed, drawn.epoch
@@ -568,7 +601,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
-        """The samples that come first are chosen once in an epoch."""
+        """The samples that this rank reads first, to measure `benefit`; mostly none. They are
+        chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
@@ -583,7 +617,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn.timed[mine]
 
     def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
-        """Whether each sample is in the mount's memory; `default` without an answer."""
+        """For each sample: whether it is in the mount's memory. All are `default` if there is no
+        mount, or it does not answer."""
         is_cached = np.full(len(self._files), default)
 
         def ask(control: Control) -> None:
@@ -616,7 +651,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._send(send)
 
     def _send(self, send: Callable[[Control], None]) -> None:
-        """Call `send` if the samples lie on a mount. Training goes on if that fails."""
+        """Connect to the mount of the samples, if they have one, and call `send`. If that fails,
+        the error is logged once, and training goes on."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
@@ -628,7 +664,8 @@ class ImportanceSampler(ChunkShuffleSampler):
 
 
 class _LoadedImportance:
-    """What `ChunkShuffleSampler` lacks. Raises UsageError for a bad state."""
+    """The parts of a state that a state of `ChunkShuffleSampler` does not have. The constructor
+    raises UsageError for a bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -675,8 +712,8 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy on their device, since the loop may change them in place. Raises UsageError if they
-    are not whole numbers."""
+    """A copy of indices in one dimension, on their device: the loop may change its own array in
+    place. Raises UsageError if they are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
@@ -705,6 +742,7 @@ def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
 
 
 def _has_ranks(world: int) -> bool:
+    """Whether torch.distributed connects exactly the `world` ranks of the sampler."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -712,18 +750,21 @@ def _has_ranks(world: int) -> bool:
 
 
 def _local_world(world: int) -> int:
-    """Ranks on this node, from torchrun or SLURM; if neither gives it, all ranks."""
+    """The number of ranks on this node, from torchrun's or SLURM's variable; without one,
+    `world`."""
     found = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
     return next((int(each) for each in found if each.isdecimal() and int(each)), world)
 
 
 def _device_of_ranks() -> str:
+    """The device on which tensors must be for torch.distributed to exchange them."""
     if torch.distributed.get_backend() == "nccl":
         return f"cuda:{torch.cuda.current_device()}"
     return "cpu"
 
 
 def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
+    """The numbers of each rank. All ranks call it together."""
     row = torch.tensor(own, device=_device_of_ranks())
     rows = [torch.zeros_like(row) for _ in range(world)]
     torch.distributed.all_gather(rows, row)
@@ -731,8 +772,8 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0: its
-    reports are invalid."""
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if the last number of a rank is 0,
+    which means that its reports are invalid."""
     for rank, claims in enumerate(all_claims):
         for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:
@@ -745,7 +786,8 @@ def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
-    """The reports of all ranks, rank 0's first. `lengths` counts the reports of each rank."""
+    """The reports (indices and values) of all ranks, those of rank 0 first. `lengths` has the
+    number of reports of each rank. All ranks call it together."""
     device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))

@@ -4,15 +4,16 @@ The batches are those of a stock `DataLoader`, in the same order, and each epoch
 this process's random generators. While the number of workers stays, so do the workers' random
 numbers.
 
-An epoch is a chain of **segments**: each is a stock `DataLoader`'s iterator with workers of its
-own, and all draw their batches from one iterator over the sampler. To change the number of workers,
-the loader closes the sampler for the old segment and starts the next one. The loop gets the batches
-that the old workers have prepared while the new ones prepare the following ones. So nothing is
-lost, repeated or reordered, and the loop does not wait; until the old workers end, both use memory.
+An epoch is a chain of **segments**: each is the iterator of a stock `DataLoader` with workers of
+its own. All segments draw their batches' indices from one iterator over the sampler. To change the
+number of workers, the loader lets the old segment draw no more, and starts the next segment. The
+loop gets the batches that the old workers have prepared while the new workers prepare the following
+batches. So no batch is lost, repeated or reordered, and the loop does not wait. Until the old
+workers end, both groups of workers use memory.
 
 DLCache (section III-E) adds and pauses single workers, which would need the inner parts of torch's
-iterator; only `_get_iterator` and `_reset` are used here, as in torchdata. `workers.py` has the
-decision. Not safe for concurrent use.
+iterator; only `_get_iterator` and `_reset` are used here, as in torchdata. `workers.py` decides on
+the number of workers. Not safe for concurrent use.
 """
 
 import inspect
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""Batches between two decisions: enough for averages, and few include a start of workers."""
+"""The batches between two decisions on the number of workers: enough for averages, few of which
+then include a start of workers."""
 
 _PAUSE_FACTOR = 10
-"""A time between two requests of this many medians is a validation or a checkpoint."""
-
+"""A time from a batch to the loop's next request that is longer than this many times the median
+counts as a validation or a checkpoint, and is left out."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 
@@ -51,13 +53,14 @@ _Batch = TypeVar("_Batch", covariant=True)
 class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]  # mypy skips torch
     """A `DataLoader` (same arguments) that tunes its number of workers every `tune_every` batches.
 
-    `num_workers` is the number to begin with (default 1); as an attribute it is the current number.
-    The limits are `workers_max` (None: the cores that this process may use) and `memory_bytes` for
-    all workers together (None: half of the available memory), both defaults divided by
-    LOCAL_WORLD_SIZE. A `controller` replaces the default one.
+    `num_workers` is the number of workers to begin with (default 1); as an attribute it is the
+    current number. The limits are `workers_max` (None: the cores that this process may use) and
+    `memory_bytes` for all workers together (None: half of the available memory); both defaults are
+    divided by LOCAL_WORLD_SIZE. `controller` decides on the number of workers (None: a
+    `WorkerController`).
 
-    Refused: an `IterableDataset`, since the samples of a worker depend on the number of workers;
-    and `in_order=False`, since batches would have no order.
+    An `IterableDataset` is refused, since the samples of each worker would depend on the number of
+    workers; and so is `in_order=False`, since batches would have no order.
     """
 
     def __init__(
@@ -107,13 +110,14 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         self._progress = _Progress()
 
     def state_dict(self) -> dict[str, object]:
-        """The `ChunkShuffleSampler`'s state after the batches that the loop has received. Raises
-        UsageError for another sampler, or a batch sampler that may not keep its order."""
+        """The state of the loader's `ChunkShuffleSampler` after the batches that the loop has
+        received. Raises UsageError for a sampler of another class, and for a batch sampler that may
+        change the order."""
         sampler = self._chunk_sampler()
         return sampler.state_dict(self._progress.received if sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """The next iteration gives the rest of the state's epoch. Raises as
+        """Load a state, so that the next iteration gives the rest of its epoch. Raises as
         `ChunkShuffleSampler.load_state_dict`, and UsageError as `state_dict`."""
         self._chunk_sampler().load_state_dict(state)
         self._progress = _Progress()
@@ -146,15 +150,19 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
+    """How far the loop is in an epoch. The loader and its current iterator share it."""
+
     received: int = 0
-    """Samples up to the loop's last batch."""
+    """The number of samples in the batches up to the loop's last one."""
 
 
 class _AutoIterator(Iterator[_Batch]):
-    """One iteration over an `AutoDataLoader`; with persistent workers, all of them.
+    """The iterator of an `AutoDataLoader` for one epoch, or, with persistent workers, for all
+    epochs.
 
-    It must not refer to the loader, which refers to it if workers persist: the garbage collector
-    may run in a forked worker, would free the circle there, and so end the workers.
+    An iterator must not refer to its loader, which refers to the iterator if workers persist: the
+    garbage collector may run in a forked worker, would free the circle there, and so end the
+    workers.
     """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
@@ -164,13 +172,14 @@ class _AutoIterator(Iterator[_Batch]):
         self._tune_every = loader._tune_every
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
-        self._made = 0  # segments
-        # The stock iterator's order, for samplers that draw when an iterator is requested: it
-        # requests one before it draws its workers' seed, and another one if it has workers.
+        self._made = 0  # the number of segments
+        # Some samplers draw random numbers when an iterator is requested. So this does the same
+        # steps as torch's iterator, in the same order: request an iterator of the sampler, draw the
+        # seed of the workers, and with workers request another iterator of the sampler.
         unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
-        self._first_generator = torch.Generator()  # for the first segment, which draws the same
+        self._first_generator = torch.Generator()  # the first segment draws the same seed
         self._first_generator.set_state(state)
         self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self._segments: deque[_Segment] = deque()
@@ -195,7 +204,7 @@ class _AutoIterator(Iterator[_Batch]):
                 self._segments.popleft()
                 continue
             except Exception:
-                self._pass_over(segment)  # the loop may go on after a failed batch
+                self._pass_over(segment)  # the loop may continue after a failed batch
                 raise
             break
         samples, sample_bytes = self._pass_over(segment)
@@ -207,7 +216,7 @@ class _AutoIterator(Iterator[_Batch]):
         return cast("_Batch", batch)
 
     def _reset(self, loader: AutoDataLoader[_Batch]) -> None:
-        """Begin an epoch with the same workers. `DataLoader` calls it if they persist."""
+        """Begin an epoch with the same workers. `DataLoader` calls it if workers persist."""
         self._start(iter(self._index_sampler))
         loader._progress = self.progress
         while len(self._segments) > 1:
@@ -222,7 +231,7 @@ class _AutoIterator(Iterator[_Batch]):
 
     def _segment(self) -> "_Segment":
         generator = self._first_generator
-        if self._made:  # workers with the seeds of earlier ones would repeat their random numbers
+        if self._made:  # with the same seed, new workers would repeat the old ones' random numbers
             generator = torch.Generator().manual_seed((self._base_seed + self._made) % 2**63)
         self._made += 1
         return _Segment(self._setting, self._workers, self._source, generator)
@@ -243,13 +252,16 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """Returns the batch's number of samples, and their stored size."""
+        """Count the segment's next batch as received. Returns its number of samples, and the mean
+        size of their files."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
 
 
 class _Source:
+    """The iterator over the sampler, from which all segments of an epoch draw."""
+
     def __init__(self, inner: Iterator[object]) -> None:
         self._inner = inner
         self.is_over = False
@@ -264,11 +276,15 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
+    """The loader's arguments, as every segment's `DataLoader` needs them."""
+
     dataset: object
     has_batches: bool
+    """Whether the sampler gives batches of indices; otherwise it gives single indices."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
+    """The arguments that torch accepts only with workers."""
 
     @classmethod
     def of(cls, loader: AutoDataLoader[_Batch]) -> "_Setting":
@@ -289,12 +305,15 @@ class _Setting:
 
 
 class _Segment:
+    """One `DataLoader`'s iterator, with a constant number of workers (see the module)."""
+
     def __init__(
         self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
-        """The number of samples of each batch in hand, and their mean stored size."""
+        """For each batch that was drawn and that the loop has not received: its number of samples,
+        and the mean size of their files in bytes (0: not known)."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:
@@ -304,10 +323,11 @@ class _Segment:
         else:
             options |= {"batch_size": None, "sampler": self._hand_over}
         self._inner: DataLoader[object] = DataLoader(setting.dataset, **options)
-        # Not `iter(...)`: the hook that watches loaders must see only the outer one.
+        # Not `iter(...)`: the hook of `dlcmd run` must watch only the `AutoDataLoader`.
         self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
 
     def begin(self, source: _Source) -> None:
+        """Begin another epoch, with persistent workers."""
         self.sizes.clear()
         self._hand_over.source = source
         if self.workers:
@@ -316,11 +336,13 @@ class _Segment:
             self.batches = self._inner._get_iterator()
 
     def close(self) -> None:
+        """Draw no further batches. Those that were drawn still come."""
         self._hand_over.source = None
 
 
 class _HandOver:
-    """A segment's sampler, until it is closed."""
+    """The sampler of a segment's `DataLoader`: draws from the source until the segment is closed,
+    and notes the size of each batch."""
 
     def __init__(
         self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
@@ -347,6 +369,8 @@ class _HandOver:
 
 
 class _Window:
+    """The measurements since the last decision on the number of workers."""
+
     def __init__(self) -> None:
         self._left_s = 0.0  # time at which the loop got its last batch
         self._workers = 0
@@ -376,7 +400,8 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """None if there are too few measurements."""
+        """The averages of the measurements; None if there are too few. `prefetch` is the number of
+        batches that each worker prepares ahead."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None
@@ -396,5 +421,6 @@ class _Window:
 
 
 def _processes_on_this_node() -> int:
+    """The number of training processes that share this machine, from torchrun's variable, or 1."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1

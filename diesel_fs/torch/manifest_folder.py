@@ -1,6 +1,6 @@
-"""`ManifestFolder`: the samples that the manifest of a folder names, read by their paths.
+"""`ManifestFolder`: the samples of a manifest, read as files of a folder of this machine.
 
-The folder is on a mount, or any other that has a manifest (for example one made by `dlcmd get`).
+The folder is on a mount, or elsewhere (for example made by `dlcmd get`), and has the manifest.
 """
 
 import os
@@ -16,6 +16,7 @@ from .dataset import load_image
 
 
 def load_image_file(path: str) -> object:
+    """Read and decode an image to RGB. Raises OSError, and PIL's errors."""
     return load_image(Path(path).read_bytes())
 
 
@@ -36,11 +37,14 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """`manifest` is a path below `root`. `loader` is called with a file's path, as
-        torchvision's is. `target_loader` converts the text of a target; if the targets are files,
-        it is called with the path, and without it the target is the content as bytes. Missing files
-        are not detected until they are read. Raises NoSuchPath (a FileNotFoundError) if there is no
-        manifest, and UsageError."""
+        """Read the manifest, whose path below `root` is `manifest`.
+
+        `loader` is called with a file's path, as in torchvision. `target_loader` is called with the
+        text of a target, or with its path if the targets are files. Without it, a target is its
+        number in `classes`, or, if the targets are files, the file's content as bytes. Missing
+        files are not detected until they are read. Raises NoSuchPath (a FileNotFoundError) if there
+        is no manifest, and UsageError if it is malformed.
+        """
         place = os.path.join(root, manifest)
         try:
             content = Path(place).read_bytes()
@@ -57,7 +61,7 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         self.class_to_idx = {each: at for at, each in enumerate(self.classes)}
         self.targets: list[int] = found.targets.tolist()
         self._folder = os.path.dirname(place)
-        self._names_files = found.names_files
+        self._targets_are_files = found.names_files
         paths = (os.path.join(self._folder, os.fsdecode(path)) for path in found.paths)
         self.samples = list(zip(paths, self.targets, strict=True))
         self.imgs = self.samples
@@ -69,13 +73,14 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         path, number = self.samples[index]
         sample, target = self.loader(path), self._target(number)
         if self.transform is not None:
-            sample = self.transform(sample)  # type: ignore[arg-type]  # as its user says
+            # The user is responsible for a transform that takes the loader's result
+            sample = self.transform(sample)  # type: ignore[arg-type]
         if self.target_transform is not None:
-            target = self.target_transform(target)  # type: ignore[arg-type]  # likewise
+            target = self.target_transform(target)  # type: ignore[arg-type]
         return sample, target
 
     def _target(self, number: int) -> object:
-        if self._names_files:
+        if self._targets_are_files:
             path = os.path.join(self._folder, self.classes[number])
             return self.target_loader(path) if self.target_loader else Path(path).read_bytes()
         return self.target_loader(self.classes[number]) if self.target_loader else number

@@ -1,13 +1,15 @@
-"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, dealt to ranks, resumable.
+"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, divided among ranks, which
+can be saved and resumed.
 
-The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Ranks get parts as from
-torch's `DistributedSampler`, but contiguous (`orders/parts.py`).
+The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`). Each rank gets a part of
+the order, as from torch's `DistributedSampler`, but a contiguous one (`orders/parts.py`).
 
-A state names the version of the dataset and the number of samples that each rank has received.
-Workers take batches ahead of the loop, so the sampler cannot count what the loop has received: the
-caller of `state_dict` passes the number, or torchdata's `StatefulDataLoader` does, which keeps the
-iterator's state (`_Iteration`) for each batch. A state that could not be resumed exactly is refused
-when it is saved: later, it would be too late. Not safe for concurrent use.
+A saved state has the version of the dataset and the number of samples that each rank has received.
+Workers take batches ahead of the loop, so the sampler cannot count the samples that the loop has
+received. The caller of `state_dict` passes this number; or torchdata's `StatefulDataLoader` keeps
+the state of the iterator (`_Iteration`) for each batch. A state that could not be resumed exactly
+is refused when it is saved, since at the time of loading nothing could be done about it. Not safe
+for concurrent use.
 """
 
 import logging
@@ -36,23 +38,24 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
-    """The start of an iteration."""
+    """The place in an epoch at which an iteration starts."""
 
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """Earlier partitions of this epoch, to other worlds."""
+    """The earlier divisions of this epoch among another number of ranks, if the run has resumed."""
     position: int | None = 0
-    """The position in this rank's part. None: not known."""
+    """The position in this rank's part of the rest. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
-    """Gives this rank's part of an epoch in chunk-wise random order.
+    """A sampler that gives this rank's part of each epoch in chunk-wise random order.
 
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
     torch.distributed if it is initialized, otherwise 0 and 1. `group_size` is the number of chunks
-    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: if the parts
-    cannot be equally long, the order loses its end; without it, the order repeats its start.
+    whose samples are shuffled together. If the order cannot be cut into equal parts, `drop_last`
+    leaves out its last samples, as in `DistributedSampler`; without `drop_last`, its first samples
+    come again at the end.
     """
 
     def __init__(
@@ -85,12 +88,13 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
-        self._has_set_epoch = True  # since a state was loaded, if one was
+        self._has_set_epoch = True  # False: not since a state was loaded
         self._warned: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """Each epoch has an order of its own. If it is the epoch of a loaded state, the sampler
-        keeps that state's place. Raises UsageError."""
+        """Choose the epoch of the next iteration; each epoch has an order of its own. If `epoch` is
+        that of a loaded state, the sampler keeps the place of the state. Raises UsageError for a
+        number out of range."""
         check_number("epoch", epoch)
         if self._next is not None and self._next.epoch != epoch:
             self._next = None
@@ -99,7 +103,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
-        """Samples of the next iteration; during an iteration, of that one."""
+        """The number of samples of the current iteration, if one is going on, otherwise of the
+        next."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
         place = self._next or EpochPlace(self.epoch)
@@ -110,22 +115,23 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
     @property
     def has_begun(self) -> bool:
-        """Whether samples of this epoch have been handed out since it was set or loaded."""
+        """Whether an iteration has given a sample of this epoch since the epoch was set, or a state
+        loaded."""
         return self._last is not None and self._next is None
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """The state from which another run reads exactly the rest of the epoch.
 
         `received` is the number of samples that the loop has received since its iteration began:
-        batches times the batch size, with a shorter last batch counted as a full one. It is the
-        same on all ranks, and so is the state. It is not needed after `diesel_fs.torch.join()` and
-        under `dlcmd run`, which count for torch's `DataLoader`, nor with
-        `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and torchdata's
-        `StatefulDataLoader`. Raises UsageError if nothing has counted, and if the number is above
-        that of the samples handed out.
+        batches times the batch size, with a shorter last batch counted as a full one. The number is
+        the same on all ranks, and so is the state. You need not pass it after
+        `diesel_fs.torch.join()` and under `dlcmd run`, which count the batches of torch's
+        `DataLoader`, nor with `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and
+        torchdata's `StatefulDataLoader`. Raises UsageError if the number is needed and was not
+        passed, and if it is above the number of samples that the iteration has given.
 
-        The number stands for the iteration's first samples, so none fits a batch sampler of your
-        own that reorders or skips samples.
+        The state means that the loop has received the first `received` samples of the iteration.
+        So no number is right with a batch sampler of your own that reorders or skips samples.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -158,11 +164,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """The next iteration gives the rest of the state's epoch.
+        """Load a state, so that the next iteration gives the rest of its epoch.
 
-        Seed, epoch and group size become those of the state. With another world or `drop_last`, the
-        samples that no rank has received are dealt anew. Raises ConflictError for a state of
-        another dataset, version or selection of samples, UsageError for a malformed state.
+        Seed, epoch and group size become those of the state. If `world` or `drop_last` differs from
+        the state's, the samples that no rank has received are divided anew. Raises ConflictError
+        for a state of another dataset, version or selection of samples, and UsageError for a
+        malformed state.
         """
         place = self._load(state)
         if place.position is not None:  # otherwise torchdata loads an iterator's state next
@@ -170,7 +177,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next, self._last, self._has_set_epoch = place, None, False
 
     def _load(self, state: Mapping[str, object]) -> EpochPlace:
-        """A state's place, in parts of this world. Seed and group size become the state's."""
+        """Take over a state's seed and group size. Returns its place, with the position in this
+        sampler's part. Raises as `load_state_dict`."""
         self._check_origin(state)
         numbers = _Numbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
@@ -194,6 +202,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
+        """Raise ConflictError if the state is of other samples than this sampler's."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
             raise UsageError(f"this is not a state of {type(self).__name__}")
@@ -226,18 +235,19 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "seed": self.seed,
             "epoch": place.epoch,
             "group_size": self.group_size,
-            "deals": [[each.world, each.drop_last, each.position] for each in place.partitions],
+            "partitions": [[each.world, each.drop_last, each.position] for each in place.partitions],
             "world": self.world,
             "drop_last": self.drop_last,
             "position": position,
         }
 
     def _count(self, epoch: int) -> int:
-        """Samples of all ranks together."""
+        """The number of samples of an epoch, of all ranks together. Subclasses may override it."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """The samples, rank after rank, and the group of each."""
+        """All samples of an epoch in order, before it is divided into parts, and the group of each.
+        Subclasses may override it."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
     def _part_length(self, place: EpochPlace) -> int:
@@ -247,6 +257,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
+        """Begin an iteration, at the place `own` if a state was loaded into the iteration itself.
+        Returns the place at which it starts, and its samples."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -266,7 +278,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return place, samples
 
     def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """This rank's samples, and the ends of their groups."""
+        """This rank's samples from the place on, and the ends of their groups."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
         for partition in place.partitions:
@@ -282,21 +294,23 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
 
 class _Iteration(Iterator[int]):
-    """It begins with its first sample, since torch makes iterators that it does not use."""
+    """One iteration over a sampler. It begins only when its first sample is requested, since torch
+    makes iterators that it does not use."""
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
-        self._own: EpochPlace | None = None  # loaded into this iteration alone
+        self._own: EpochPlace | None = None  # of a state that was loaded into this iteration
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
         self.given = 0
         self.delivered: int | None = None
-        """Samples that the loop has got, if `ImportanceSampler.enumerate` delivers them."""
-        self._is_counted = False  # by the hook, from the beginning
+        """The number of samples that `ImportanceSampler.enumerate` has delivered to the loop; None
+        if it is not used."""
+        self._is_counted = False  # by the hook of `dlcmd run` or `join`, from the beginning
 
     def received(self) -> int | None:
-        """None if nothing counts them."""
+        """The number of samples that the loop has received; None if nothing counts them."""
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
@@ -313,13 +327,14 @@ class _Iteration(Iterator[int]):
 
     @property
     def place(self) -> EpochPlace:
-        """Only the iterator's own state has the position."""
+        """The start of this iteration, with an unknown position: torchdata keeps the position in
+        the iterator's own state."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
         if self._left is None:
             self.start, self.samples = self._sampler._begin(self, self._own)
-            self._is_counted = counted_by_hook(self._sampler) == 0  # if not 0: another loop
+            self._is_counted = counted_by_hook(self._sampler) == 0  # not 0: it counts another loop
             self._left = _numbers(self.samples)
         sample = next(self._left)
         self.given += 1
@@ -337,7 +352,7 @@ class _Iteration(Iterator[int]):
 
 
 def _is_torchdata(frame: FrameType | None) -> bool:
-    """Whether torchdata has called this frame, directly or through this package alone."""
+    """Whether the innermost caller that is not of this package, from `frame` on, is torchdata."""
     package = __name__.partition(".")[0]
     while frame is not None:
         caller = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -348,12 +363,13 @@ def _is_torchdata(frame: FrameType | None) -> bool:
 
 
 def _numbers(samples: Indices) -> Iterator[int]:
+    """The samples as Python's numbers, converted in blocks."""
     for start in range(0, len(samples), _BLOCK):
         yield from samples[start : start + _BLOCK].tolist()
 
 
 class _Numbers:
-    """Reads a state's numbers. Raises UsageError if they are malformed."""
+    """Reads the numbers of a state. The methods raise UsageError for malformed ones."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
@@ -362,13 +378,13 @@ class _Numbers:
         return _number(name, self._state.get(name), lowest, highest)
 
     def partitions(self) -> tuple[Partition, ...]:
-        rows = self._state.get("deals")
+        rows = self._state.get("partitions")
         if not isinstance(rows, list | tuple):
-            raise UsageError("this is not a state of ChunkShuffleSampler: it has no deals")
+            raise UsageError("this is not a state of ChunkShuffleSampler: it has no partitions")
         found = []
         for row in rows:
             if not isinstance(row, list | tuple) or len(row) != 3:
-                raise UsageError(f"bad deal {row!r} in a state of ChunkShuffleSampler")
+                raise UsageError(f"bad partition {row!r} in a state of ChunkShuffleSampler")
             world = _number("world", row[0], 1, WORLD_MAX)
             found.append(Partition(world, bool(row[1]), _number("position", row[2])))
         return tuple(found)

@@ -1,7 +1,7 @@
 """Finds the files of a dataset's samples in a snapshot.
 
-A dataset is a `DieselDataset`, or has a list of paths on a mount (torchvision's `ImageFolder`), or
-is a `Subset` or `ConcatDataset` of such.
+The dataset is a `DieselDataset`, or has a list of paths on a mount (as torchvision's
+`ImageFolder`), or is a `Subset` or `ConcatDataset` of such datasets.
 """
 
 import os
@@ -21,27 +21,29 @@ from .folder import resolved
 from .planner.file_tables import FileTable, MountedFiles
 
 _LISTS = ("samples", "imgs", "paths")
-"""Each has paths, or rows that begin with a path."""
+"""The attributes of a dataset that may list its files: as paths, or as rows that begin with a
+path."""
 
 _PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """The files by the index of the sample."""
+    """The files of a dataset's samples. Element i of `files.entries` is the file of sample i."""
 
     dataset: str
     identity: str
     version: int
     files: ChunkedFiles
     mount: str | None
-    """None if the dataset reads from no mount."""
+    """The mount point; None if the dataset reads from no mount."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
 
     @property
     def digest(self) -> str:
+        """A hash of the entries: it differs if the selection or order of the samples does."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -49,8 +51,9 @@ class SampleSource:
 
 
 def sample_files(dataset: object) -> SampleSource:
-    """Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
-    mount; NoSuchPath for a file that its mount does not have."""
+    """Find the file of each sample of a PyTorch dataset; links are followed. Raises UsageError if
+    the files are not known, lie on no mount, or lie in several DIESEL datasets or versions;
+    NoSuchPath for a file that the mount does not have."""
     snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
@@ -67,6 +70,7 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
+    """The snapshot, the entry of each sample (a file or a link), and the mount point or None."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):

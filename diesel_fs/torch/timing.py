@@ -1,7 +1,8 @@
 """Measures, in a worker of an `AutoDataLoader`, how long the preparation of a batch takes.
 
 The time begins when the worker takes the indices of the batch (`OnItsWay`), and ends when the batch
-has been collated (`TimedCollate`). A spawned worker imports this module, so it imports little.
+has been collated (`TimedCollate`). A spawned worker imports this module, so the module imports
+little.
 """
 
 import time
@@ -19,7 +20,8 @@ _began_s = 0.0  # when this process took the current batch's indices
 
 
 class OnItsWay:
-    """The indices of a batch, for a worker, which records the time at which it unpickles them."""
+    """The indices of a batch on their way to a worker. Their unpickling in the worker gives the
+    plain indices and records the time (`arrived`)."""
 
     def __init__(self, indices: object) -> None:
         self._indices = indices
@@ -29,21 +31,29 @@ class OnItsWay:
 
 
 def arrived(indices: object) -> object:
-    """This process is about to prepare their batch: record the time."""
+    """Record that this process now begins to prepare the batch with these indices. Returns
+    `indices`."""
     global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
     _began_s = time.perf_counter()
     return indices
 
 
 class Report(NamedTuple):
+    """The measurements of one batch."""
+
     fetch_s: float
+    """From the arrival of the indices to the end of collating."""
     batch_bytes: float
     process_bytes: float
+    """The worker's own memory, measured every 25 batches; 0: not measured yet."""
     is_first: float
     """1 for the first batch of a worker, which also loads modules and opens files."""
 
 
 class TimedCollate:
+    """The `collate_fn` of a loader: calls the user's, and adds a `Report` (as a plain tuple) to the
+    batch."""
+
     def __init__(self, inner: Callable[[object], object]) -> None:
         self._inner = inner
         self._batches = 0
@@ -60,7 +70,8 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """Leaves out the memory that this process shares with its parent."""
+    """The memory of this process in bytes, without the memory that it shares with its parent. 0 if
+    it cannot be read."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
@@ -70,6 +81,7 @@ def _own_bytes() -> float:
 
 
 def _held_bytes(batch: object) -> float:
+    """The bytes of the tensors, arrays and byte strings in a batch."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return float(batch.nbytes)
     if isinstance(batch, bytes | bytearray | memoryview):

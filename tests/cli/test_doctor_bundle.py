@@ -128,7 +128,7 @@ def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> Non
     assert not (tmp_path / "elsewhere").exists()
     refused = dlcmd("doctor", "--bundle", tmp_path / "help.zip", code=2).err
     assert "does not end in .tar.gz" in refused
-    assert "say --bundle" in dlcmd("doctor", "--yes", code=2).err
+    assert "give --bundle" in dlcmd("doctor", "--yes", code=2).err
     for name, code in (("nothing", 10), (".", 2)):
         words = ("doctor", "--bundle", tmp_path / "a.tgz", "-n", "--log", tmp_path / name)
         result = dlcmd(*words, code=code)

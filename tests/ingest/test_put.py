@@ -292,7 +292,7 @@ def test_I4_a_file_with_content_whose_size_is_zero(repository: LocalRepository) 
     report = ingest.put(
         repository, "ds", FolderSource(Path("/proc/self"), paths=[b"status"]), options=SMALL
     )
-    assert report.failed == [(b"status", "it says that it is empty but has bytes")]
+    assert report.failed == [(b"status", "its size is 0, but it has bytes")]
     assert len(repository.view("ds").files()) == 0
 
 

@@ -36,7 +36,7 @@ from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, R
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
-_AHEAD = 8  # pieces at once
+_AHEAD = 8  # pieces of an archive that are fetched at once, ahead of its reader
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -55,8 +55,8 @@ class _Requests(Protocol):
 
 
 class CloudBucket:
-    """The objects below a prefix, or the single object at that key; `BucketSource` reads
-    from it."""
+    """The objects below a URL's prefix, or the single object that has the prefix as its key.
+    `ingest.BucketSource` puts them."""
 
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends no request yet. Raises ConfigError."""
@@ -67,7 +67,8 @@ class CloudBucket:
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """None if there are objects below the URL's prefix, or none at it. Sends requests."""
+        """The object that has the URL's prefix as its key. None if there are objects below the
+        prefix, or if no object has this key. Sends requests."""
         key = self._url.prefix
         if not key or next(self._list(), None) is not None:
             return None
@@ -77,12 +78,12 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """The store's order; the key of a console's folder ends in a slash. Raises NotFoundError
-        if there is none."""
+        """The objects in the store's order. An object whose key ends in a slash stands for a
+        folder, as vendors' consoles make it. Raises NotFoundError if there is no object."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
-        # Without a prefix: a missing bucket is the store's own error
+        # Without a prefix, an empty bucket is no error; the store itself reports a missing one
         has_objects = not self._prefix
         for found in self._list():
             has_objects = True
@@ -93,7 +94,8 @@ class CloudBucket:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
     def _list(self) -> Iterator[CloudObject]:
-        """Goes on behind the last key after an error."""
+        """Lists the objects below the prefix. After an error that may pass, goes on behind the last
+        key."""
         after, retrying = "", self._retrying(0)
         while True:
             try:
@@ -110,14 +112,17 @@ class CloudBucket:
                 retrying.wait_or_raise(error)
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """Exactly `size` bytes. Raises NotFoundError if the object is gone, ConflictError if it has
-        changed since it was listed or is archived, ObjectStoreError."""
+        """Exactly `size` bytes of an object, from `start` on. Raises NotFoundError if the object is
+        gone, ConflictError if it has changed since it was listed or is archived,
+        ObjectStoreError."""
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
         content = bytearray(size)
         self._retrying(size).call(lambda: self._read(key, found.tag, start, memoryview(content)))
         return bytes(content)
 
     def stop(self) -> None:
+        """Ends the reads that wait because the store has asked for a long pause: they fail. Any
+        thread."""
         self._pauses.stop()
 
     def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
@@ -143,6 +148,9 @@ class CloudBucket:
 
 
 class BucketArchive:
+    """An object of a bucket as an archive (`ingest.Archive`); `found` is its entry in the
+    listing."""
+
     is_local = False
 
     def __init__(self, bucket: CloudBucket, found: BucketObject, name: str, sha256: bytes) -> None:
@@ -159,16 +167,16 @@ class BucketArchive:
         return ArchiveState(self._found.tag, self._found.size, self._found.modified_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Reading raises OSError."""
+        """Opens the archive of the size in `state`. Reading raises OSError."""
         return FetchedArchiveFile(state.size, partial(self._bucket.read, self._found), _AHEAD)
 
 
 class _PathRequests(CloudRequests):
-    """The library for Google and Azure removes the slash at a key's end."""
+    """Requests to Google and Azure, whose library removes the slash at the end of a key."""
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """An empty object with others below it gets its slash back: consoles show a folder by such
-        an object. (Without others it looks like an empty file.)"""
+        """The listing. An empty object gets its slash back if the next object is below it: consoles
+        mark a folder by such an object. (If no object is below it, it looks like an empty file.)"""
         last: CloudObject | None = None
         for page in super().pages(folder.rstrip("/"), after):
             shown: list[CloudObject] = []
@@ -191,9 +199,9 @@ def _requests_to(location: BucketLocation) -> _Requests:
 
 
 def bucket_archives(address: str) -> list[BucketArchive]:
-    """The object at an address such as s3://bucket/shards/*.tar, all that a glob matches (wildcards
-    match no slash), or all below a prefix. Sends requests. Raises NotFoundError, ConfigError,
-    ObjectStoreError."""
+    """The archives at an address: one object (s3://bucket/shards/1.tar), all objects that a glob
+    matches (s3://bucket/shards/*.tar; wildcards match no slash), or all below a prefix. Sends
+    requests. Raises NotFoundError, ConfigError, UsageError, ObjectStoreError."""
     plain, sha256 = split_sha256(address)
     wildcard = _WILDCARD.search(plain)
     folder = plain[: plain.rindex("/", 0, wildcard.start())] if wildcard else plain.rstrip("/")
@@ -211,6 +219,6 @@ def bucket_archives(address: str) -> list[BucketArchive]:
 
 
 def _matches(key: str, pattern: str) -> bool:
-    """Wildcards match no slash."""
+    """Whether the pattern matches the key. Wildcards match no slash."""
     names, globs = key.split("/"), pattern.split("/")
     return len(names) == len(globs) and all(map(fnmatch.fnmatchcase, names, globs))

@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 
 
 COMPLETE = "_DLCMD_COMPLETE"
-"""The value is the shell. `_DLCMD_LINE` has the line, and in bash `_DLCMD_TEXT` the
-replaced part."""
+"""The variable by which a shell's code makes `dlcmd` complete a line; its value is the shell's
+name. `_DLCMD_LINE` has the line up to the cursor; in bash, `_DLCMD_TEXT` has the end of the line
+that bash will replace."""
 
 ANSWER_DEADLINE_S = 2.0
-"""Most repositories answer in milliseconds."""
+"""After this time without an answer, the process ends. Most repositories answer in milliseconds."""
 
 WORDS_MAX = 2000
-"""More are completed to their common beginning."""
+"""If more entries of a folder fit, only the common beginning of their names is offered."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
+    """Prints the words for the line in the environment, and ends the process. `shell` is its
+    name."""
     line, text = os.environ.get("_DLCMD_LINE", ""), os.environ.get("_DLCMD_TEXT", "")
     with suppress(Exception), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # a message would disturb the user's line
@@ -62,23 +65,25 @@ def _limit_time() -> None:
 def completions(
     program: click.Command, line: str, opening: Callable[[], None] = lambda: None
 ) -> list[CompletionItem[str]]:
-    """The words that may replace the last one of a command line.
+    """The words that may replace the last word of a command line.
 
-    `opening` is called before a repository is opened. Without a value, an item (`file` or `dir`)
-    means the shell's own completion. Raises DieselError if the repository cannot be read.
+    An item of the type `file` or `dir` has no value: the shell itself completes the word with its
+    files or folders. `opening` is called before a repository is opened. Raises DieselError if the
+    repository cannot be read.
     """
     *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
     last = last[:-1]
     lead = last[: last.find("=") + 1] if last.startswith("-") else ""
     for parameter in _command(program, words[1:]).params:
-        # click calls this method of each parameter, and lets a command line in only by decorators
+        # click has no hook for all parameters of a command: so replace the method of each
         parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]  # click: by instance
     items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
         words[1:], last
     )
     for each in items:
         each.value = f"{lead}{each.value}" if each.type in ("plain", "part") else ""
-    return [each for each in items if f"{each.value}".isprintable()]  # others would break the line
+    # Other words would break the lines of the answer
+    return [each for each in items if f"{each.value}".isprintable()]
 
 
 def _command(program: click.Command, words: Sequence[str]) -> click.Command:
@@ -162,8 +167,8 @@ def _entries(
 
 
 def _as_typed(word: str, line: str, text: str) -> str:
-    """What bash must insert in place of `text`, the end of the line. bash replaces only the part
-    behind the last character of COMP_WORDBREAKS, such as `@`, and does not quote the text."""
+    """The word as bash must insert it in place of `text`, the end of the line. bash replaces only
+    the part behind the last character of COMP_WORDBREAKS, such as `@`, and quotes nothing."""
     *_, typed = split_arg_string(line + "x")
     typed, (text, *_) = typed[:-1], [*split_arg_string(text), ""]
     if typed.endswith(text):

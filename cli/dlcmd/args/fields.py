@@ -21,6 +21,9 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class FieldOption:
+    """An option of a command. Its name is the field's, unless `name` gives another (without
+    dashes)."""
+
     help: str
     name: str = ""
     short: str = ""
@@ -28,8 +31,8 @@ class FieldOption:
     metavar: str | None = None
     default: object = None
     shows_default: bool = False
-    """Whether the help shows a default. Without, a missing value is left out, so that the field has
-    its own."""
+    """Whether the help shows a default. If False, an option that the user does not give is left out
+    of the dict, so that the field keeps its own default."""
     multiple: bool = False
     required: bool = False
 
@@ -37,8 +40,9 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Options for these fields of `request`, in this order. Their values come in the argument
-    `into`, which several decorators may fill."""
+    """A decorator that adds an option for each named field of the dataclass `request`, in this
+    order. The command gets the values in its argument `into`, a dict that several such decorators
+    may fill."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -68,5 +72,6 @@ def options_of(
 
 
 def made(request: type[_Request], given: Mapping[str, object], **others: object) -> _Request:
-    """Raises the errors of the request's constructor."""
+    """The request, made from the values of its options (`given`) and from `others`. Raises the
+    errors of its constructor."""
     return request(**{**given, **others})

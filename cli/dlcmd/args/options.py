@@ -27,7 +27,7 @@ _Command = TypeVar("_Command", bound=click.Command)
 
 _WHOLE = re.compile(r"-?\d{1,19}", re.ASCII)
 _NUMBER = re.compile(r"-?(\d{1,19}(\.\d{0,19})?|\.\d{1,19})(e-?\d)?", re.ASCII | re.IGNORECASE)
-_EXAMPLE = 8
+_EXAMPLE = 8  # a number in advice, if the option has no default
 
 _AGO = re.compile(r"(\d{1,6})([smhdw])", re.ASCII)
 _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -35,7 +35,7 @@ _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "w
 
 @dataclass(slots=True)
 class Flags:
-    """The later value of an option wins."""
+    """The values of the global options. If an option is given twice, the later value wins."""
 
     url: str | None = None
     user: str | None = None
@@ -45,7 +45,7 @@ class Flags:
     verbose: bool = False
 
     def settings(self) -> Settings:
-        """Raises ConfigError."""
+        """The settings, in which these options win over all others. Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
@@ -54,7 +54,7 @@ class _Checked(click.Parameter):
     digits. Its errors name the option."""
 
     def type_cast_value(self, ctx: click.Context, value: object) -> object:
-        """Raises UsageError."""
+        """click's conversion, after these checks. Raises UsageError."""
         if ctx.resilient_parsing or isinstance(self.type, click.types.UnprocessedParamType):
             return super().type_cast_value(ctx, value)
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -101,12 +101,12 @@ argument = partial(click.argument, cls=_Argument)
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
-"""They need not exist. Unreadable ones are detected when they are read: click would report wrong
-usage."""
+"""Types of paths that need not exist. click does not check that they can be read: it would call an
+unreadable file wrong usage."""
 
 
 class _AbsolutePath(click.Path):
-    """A program that runs elsewhere gets it."""
+    """A path that is made absolute, for a program that runs in another folder."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
@@ -143,6 +143,7 @@ _GLOBAL = (
 
 
 def global_options(command: _Command) -> _Command:
+    """Adds the global options, and `--version`, to a command."""
     command.params += [
         _Option(
             names,
@@ -158,7 +159,8 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """The function's docstring is the verb's help, which has examples."""
+    """Makes a function a verb with the global options. The function's docstring is the verb's help,
+    with examples."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
@@ -167,7 +169,8 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
 
 
 def size(text: str) -> int:
-    """4096, 64K, 4M, 1G. (Help texts show the name of this function: SIZE.)"""
+    """A number of bytes, from 4096, 64K, 4M, 1G. (Help texts show the name of this function:
+    SIZE.)"""
     return parse_size(text)
 
 
@@ -213,11 +216,12 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""An address `DATASET@` means all kept versions."""
+"""The version in an address `DATASET@`, which means all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:
-    """Raises UsageError for a file's path or a URL, as when two arguments were swapped."""
+    """Returns `text`. Raises UsageError if it is a file's path or a URL, as when two arguments were
+    swapped."""
     if text[:1] in ("/", ".", "~") or "://" in text:
         context = click.get_current_context()
         order = " ".join(context.command.collect_usage_pieces(context))
@@ -234,7 +238,7 @@ def versioned_dataset(text: str) -> tuple[str, int]:
 
 
 def dataset(text: str) -> str:
-    """A name without a path or version. Raises UsageError."""
+    """Checks a dataset's name without a path or version, and returns it. Raises UsageError."""
     name, at, _ = check_dataset_argument(text).partition("@")
     check_dataset_name(name)
     if at:
@@ -246,4 +250,5 @@ def dataset(text: str) -> str:
 
 
 mount_folder = click.Path(path_type=Path, readable=False)
-"""Another user's mount may be closed, which click would call a usage error."""
+"""The type of a mount's folder. click does not check that it can be read: it would call another
+user's mount wrong usage."""

@@ -33,14 +33,17 @@ from ..show.output import count_text
 
 @dataclass(frozen=True, slots=True)
 class SourceArgument:
+    """A source of `put`. `name` stands for it in messages."""
+
     name: str
     source: Source
-    file_name: bytes = b""  # of a single file or object, without folders or prefix
+    file_name: bytes = b""  # of a single file or object, without its folder; else empty
 
 
 @contextmanager
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
-    """Raises NotFoundError, UsageError, ObjectStoreError."""
+    """One source of all archives at these paths, globs and addresses. Raises NotFoundError,
+    UsageError, ObjectStoreError."""
     archives = [archive for name in names for archive in _archives(name, "archive")]
     counts = Counter(archive.address for archive in archives)
     for archive in archives:
@@ -54,8 +57,8 @@ def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
 
 
 def manifest_file(name: str) -> FetchedManifest:
-    """It may lie where archives may. Raises UsageError, NotFoundError, PermissionDenied,
-    ObjectStoreError, CorruptError."""
+    """Fetches a manifest (the list of a dataset's samples), from a path or address as those of
+    archives. Raises UsageError, NotFoundError, PermissionDenied, ObjectStoreError, CorruptError."""
     files = _archives(name, "manifest")
     if len(files) != 1:
         raise UsageError(f"--manifest takes one file, and {name} names {len(files)}")
@@ -93,7 +96,9 @@ def _archive_paths(name: str) -> list[str]:
 
 @contextmanager
 def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """Raises NotFoundError, UsageError."""
+    """The source that SRC names: a tar, a bucket, a folder or a file. The file `files_from` lists
+    the paths to put from a folder, separated by NUL if `nul`, else by newlines. Raises
+    NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, TarSource(stream))
@@ -125,7 +130,7 @@ def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterato
 
 @contextmanager
 def _opened_file(name: str) -> Iterator[BinaryIO]:
-    """Standard input for `-`. Raises NotFoundError, PermissionDenied."""
+    """The opened file, or standard input for `-`. Raises NotFoundError, PermissionDenied."""
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -143,7 +148,8 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
 
 
 def _read_paths(files_from: str, nul: bool) -> list[bytes]:
-    """Each once; `.` is SRC itself. Raises UsageError."""
+    """The paths that the file `files_from` lists, each once. `.` becomes the empty path, SRC
+    itself. Raises UsageError."""
     with _opened_file(files_from) as file:
         lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}

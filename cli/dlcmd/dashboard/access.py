@@ -29,6 +29,8 @@ and this browser is remembered; programs send `Authorization: Bearer TOKEN`.
 
 
 class Access:
+    """The rule by which requests are allowed."""
+
     def __init__(self, token: str, hosts: Collection[str]) -> None:
         """If `token` is empty, only `hosts` may stand in the header Host."""
         self._token = token.encode()
@@ -36,6 +38,8 @@ class Access:
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
+        """None if the request is allowed, otherwise its answer: an error, or a redirect that sets
+        the cookie."""
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None

@@ -1,5 +1,5 @@
-"""The last hour of some figures, in memory of a fixed size: one point in `EVERY_S` for each named
-column. Not safe for concurrent use."""
+"""The last hour of some figures, in memory of a fixed size: a point every `EVERY_S`, with a
+value in each named column. Not safe for concurrent use."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ class History:
         self._count = 0
 
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
-        """A column that `figures` lacks gets 0. Newer points are forgotten: the clock was
-        set back."""
+        """Adds a point at `time_s`, in seconds since 1970. A column that `figures` lacks gets 0.
+        Points with a later time are forgotten, since the clock was set back."""
         if self._count and time_s < self._times[(self._count - 1) % POINTS]:
             self._keep([at for at in self._places() if self._times[at] < time_s])
         at = self._count % POINTS
@@ -29,7 +29,7 @@ class History:
         self._count += 1
 
     def since(self, time_s: float) -> dict[str, list[float]]:
-        """The newer points, the oldest first: each column, and `time`."""
+        """The points after `time_s`, the oldest first: the values of each column, and of `time`."""
         places = [at for at in self._places() if self._times[at] > time_s]
         found = {"time": [self._times[at] for at in places]}
         for name, values in self._columns.items():

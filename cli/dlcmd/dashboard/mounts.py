@@ -1,4 +1,4 @@
-"""Mounts on the dashboard, and the tasks that they are in."""
+"""Mounts on the dashboard, and the tasks (jobs over several nodes) that they belong to."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from .history import History
 from .watched import Described, Watched
 
 CHILD_EVERY_S = 5.0
-"""The pause if a mount fails, or if a sample starts a process."""
+"""The pause between two samples of a mount that fails, or whose samples each start a process."""
 
 READERS_SHOWN = 64
 
@@ -36,8 +36,8 @@ COLUMNS = (
     *("read", "fetched", "pushed", "requests", "files"),
     *("memory", *TASK_TIERS),
 )
-"""A mount's history: seconds waited in a second by cause; bytes, requests and files of plans a
-second; reads a second by tier."""
+"""A mount's history. Per second: the seconds waited, by cause; bytes and requests; files read of
+plans (announced orders); reads, by tier."""
 
 _TOTALS = {
     "reads": "reads.hits",
@@ -57,22 +57,24 @@ _TOTALS = {
 
 
 class MountPlace(NamedTuple):
-    """`device` is the number of the connection."""
+    """A mount's path, and the device number of its connection: another mount on the same path has
+    another one."""
 
     path: str
     device: str
 
 
 class OwnMounts:
-    """This user's mounts; for root, those of all users. A mount that is visible at several places
-    is at the first. Not safe for concurrent use."""
+    """This user's mounts; for root, those of all users. A mount that is visible at several paths
+    gets the first of them. Not safe for concurrent use."""
 
     def __init__(self) -> None:
         self._table = b""
         self._found: dict[MountPlace, DatasetMount] = {}
 
     def find(self) -> dict[MountPlace, DatasetMount]:
-        """Costs little if nothing was mounted or unmounted."""
+        """The mounts by their places. Costs little if nothing was mounted or unmounted since the
+        last call."""
         table = Path("/proc/self/mountinfo").read_bytes()
         if table != self._table:
             user = os.geteuid()
@@ -86,17 +88,18 @@ class OwnMounts:
 
 
 class WatchedMount(Watched):
-    """It is `gone` when it has been unmounted."""
+    """One mount. Its state is `gone` after it has been unmounted."""
 
     def __init__(self, source_id: str, found: DatasetMount, own_pid: int) -> None:
-        """`own_pid` is this program's process group, which counts as no reader."""
+        """`own_pid` is this program's process group, whose reads are left out of the figures; -1:
+        none."""
         self._found = found
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
         self._newest: Stats | None = None
-        self._marked: Stats | None = None
+        self._marked: Stats | None = None  # the sample at the last `point`
         self._figures: Described = {}
-        self.gone_s: float | None = None
+        self.gone_s: float | None = None  # monotonic
         super().__init__(source_id, History(COLUMNS))
 
     @property
@@ -114,7 +117,7 @@ class WatchedMount(Watched):
                 return  # statistics in a file may be a second old
             if self._newest is not None:
                 self._figures = interval(self._newest, sample, own_pid=self._own_pid)
-            self._newest = sample  # a sample without figures is never shown
+            self._newest = sample  # only now: `interval` refuses a malformed sample
 
     def _take(self) -> Stats:
         if self._samples is None:
@@ -188,9 +191,10 @@ class WatchedMount(Watched):
 
 
 def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
-    """The tasks of these mounts, with their members, which each node's master knows. If several
-    nodes of a task are on this machine, each adds how much of its share it holds, which only it
-    knows."""
+    """The tasks of these mounts, with their members, the nodes. The statistics of any node's mount
+    name all members. How much of its share (the chunks that it caches for the task) a node holds is
+    only in the statistics of its own mount; so if several nodes are on this machine, each mount
+    adds that of its own."""
     found: dict[tuple[str, str], Described] = {}
     members: dict[tuple[str, str], dict[int, Described]] = {}
     for source in sources:

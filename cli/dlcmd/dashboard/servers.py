@@ -16,7 +16,8 @@ from .watched import Described, Watched
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 4 << 20
 COUNT_END = 1 << 63
-"""Infinity is no JSON, and the page would show nothing at all."""
+"""Values of this size or larger are left out: infinity is no JSON, so the page would show nothing
+at all."""
 
 TIERS = ("memory", "disk", "store")
 
@@ -27,16 +28,19 @@ _SAMPLE = re.compile(
     r"^(diesel_(?!request_seconds)[a-z_]+)(?:\{([^}]*)\})? (?!0$)([-+0-9.eE]+)$",
     re.MULTILINE | re.ASCII,
 )
-"""Not 0, nor of a histogram: some tens are left of hundreds of lines."""
+"""A line with a value that is not 0, of a metric that is no histogram: some tens of hundreds of
+lines."""
 
 _LABEL = re.compile(r'([a-z]+)="([^"\\]*)"', re.ASCII)
 
 Metrics = Mapping[tuple[str, str], float]
-"""Values by the name of a metric and the value of its first label that matters."""
+"""Values by the name of a metric and the value of its label `tier`, `reason` or `outcome` (empty:
+it has none of these)."""
 
 
 def parse_metrics_place(text: str) -> tuple[HostPort, str]:
-    """Parses `[HOST:]PORT` or an `http://` URL. Raises ConfigError."""
+    """The host, port and path of a server's metrics, from `[HOST:]PORT` or an `http://` URL. Raises
+    ConfigError."""
     written = f"127.0.0.1:{text}" if text.isdecimal() else text
     try:
         parts = urlsplit(written if "://" in written else f"http://{written}")
@@ -47,24 +51,26 @@ def parse_metrics_place(text: str) -> tuple[HostPort, str]:
     if not is_plain or not parts.hostname or port is None:
         raise ConfigError(
             "a server's metrics are named by [HOST:]PORT or http://HOST:PORT/metrics",
-            advice="give what stands behind `--metrics` of diesel-server",
+            advice="give the value of diesel-server's option `--metrics`",
         )
     return HostPort(parts.hostname, port), parts.path if parts.path.strip("/") else "/metrics"
 
 
 class WatchedServer(Watched):
+    """One server; `path` is that of its metrics."""
+
     def __init__(self, source_id: str, place: HostPort, path: str) -> None:
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None
         self._newest: tuple[float, Metrics] | None = None
-        self._marked: tuple[float, Metrics] | None = None
+        self._marked: tuple[float, Metrics] | None = None  # the sample at the last `point`
         super().__init__(source_id, History(COLUMNS))
 
     def refresh(self) -> None:
         text = self._get()
         metrics = parse_metrics(text)
         if "diesel_requests_total" not in text:
-            raise DieselError("what answers there is no diesel-server")
+            raise DieselError("the program that answers there is no diesel-server")
         with self.lock:
             self._before, self._newest = self._newest, (time.monotonic(), metrics)
 
@@ -75,7 +81,7 @@ class WatchedServer(Watched):
             answer = connection.getresponse()
             body = answer.read(ANSWER_BYTES_MAX + 1)
         except http.client.HTTPException as error:
-            raise DieselError("what answers there speaks no HTTP") from error
+            raise DieselError("the program that answers there speaks no HTTP") from error
         finally:
             connection.close()
         if answer.status != 200:
@@ -142,7 +148,8 @@ def total(values: Metrics, name: str) -> float:
 def _rates(
     before: tuple[float, Metrics] | None, after: tuple[float, Metrics] | None
 ) -> dict[str, float]:
-    """A second; empty without two samples. A restarted server shows no less than 0."""
+    """Figures per second between two samples; empty if there are not two. If the server was
+    restarted between them, a rate is 0 instead of negative."""
     if before is None or after is None or after[0] <= before[0]:
         return {}
     passed_s = after[0] - before[0]

@@ -10,6 +10,7 @@ from .watcher import Watcher
 from .web import HttpAnswer, HttpRequest
 
 STATE_WAIT_S = 5.0
+"""A request for `/state` waits at most this time for a newer state."""
 
 _KINDS = {
     "index.html": "text/html; charset=utf-8",
@@ -29,17 +30,20 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""The page may load nothing from elsewhere, and run no script in it."""
+"""Headers of every answer: the page may load nothing from other hosts, and run no inline script."""
 
 
 class Site:
+    """Answers the requests of the page."""
+
     def __init__(self, watcher: Watcher, access: Access) -> None:
         self._watcher = watcher
         self._access = access
         self._files = _page_files()
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
-        """May wait for `STATE_WAIT_S`."""
+        """The answer to a request. Called in the connection's thread; may wait for
+        `STATE_WAIT_S`."""
         refusal = self._access.refusal(request)
         if refusal is not None:
             return refusal
@@ -73,7 +77,7 @@ def _page_files() -> Mapping[str, HttpAnswer]:
 
 
 def _number(text: str) -> float | None:
-    """Finite and not negative; None for other texts."""
+    """A finite number that is not negative; None for other texts."""
     try:
         value = float(text)
     except ValueError:

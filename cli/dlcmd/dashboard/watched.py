@@ -1,7 +1,8 @@
-"""What the dashboard watches: each mount, server or repository has a thread of its own.
+"""A mount, server or repository that the dashboard watches, with a thread of its own.
 
-The watcher requests a refresh at each tick, and waits a little. Without an answer, the last figures
-stay, with the time since then.
+`watcher.py` has one thread for all of them: at each tick it calls `refresh_soon` of each, and waits
+at most `ANSWERS_S` for `is_done`. If no answer has come by then, the page shows the last figures
+and their age.
 """
 
 import logging
@@ -24,16 +25,16 @@ class Watched(ABC):
     `point` the history's, in the watcher's thread. Subclasses guard shared attributes by `lock`."""
 
     least_s = 0.0
-    """The least time between two refreshes."""
+    """The least time between the beginnings of two refreshes."""
 
     late_s = 3.0
-    """The state is `late` without an answer for this time."""
+    """The state is `late` if a refresh has lasted longer than this."""
 
     def __init__(self, source_id: str, history: History) -> None:
         self.id = source_id
         self.history = history
         self.lock = threading.Lock()
-        self.is_done = threading.Event()
+        self.is_done = threading.Event()  # set while no refresh is under way
         self.is_done.set()
         self.problem = ""
         """Why there is no newer answer, or ""."""
@@ -59,7 +60,8 @@ class Watched(ABC):
         """The history's figures since the last call; None if nothing is known."""
 
     def refresh_soon(self) -> None:
-        """Nothing happens if a refresh is under way or began less than `least_s` ago."""
+        """Starts a refresh in this object's thread, unless one is under way or began less than
+        `least_s` ago."""
         now_s = time.monotonic()
         if self.is_done.is_set() and now_s >= self._requested_s + self.least_s:
             self._requested_s = now_s
@@ -72,8 +74,8 @@ class Watched(ABC):
 
     @property
     def state(self) -> str:
-        """`new` (no answer yet), `live`, `late` (no answer for a while) or `lost` (with a
-        problem)."""
+        """`new` (no answer yet), `live`, `late` (a refresh takes long) or `lost` (the last refresh
+        failed)."""
         if self.problem:
             return "lost"
         if not self.is_done.is_set() and time.monotonic() > self._requested_s + self.late_s:
@@ -81,7 +83,8 @@ class Watched(ABC):
         return "live" if self.answered_s else "new"
 
     def standing(self) -> Described:
-        """`age_s` is the last answer's (null: never)."""
+        """The keys that each kind has on the page: its ID, its state, its problem, and the age of
+        its last answer in seconds (null: there was none)."""
         age_s = round(time.monotonic() - self.answered_s, 1) if self.answered_s else None
         return {"id": self.id, "state": self.state, "problem": self.problem, "age_s": age_s}
 
@@ -99,7 +102,7 @@ class Watched(ABC):
                 problem = error.message
             except OSError as error:
                 problem = error.strerror or type(error).__name__
-            except Exception as error:  # the others go on
+            except Exception as error:  # the dashboard goes on with the others
                 log.exception("a bug in refreshing %s", self.id)
                 problem = f"unexpected {type(error).__name__}"
             else:

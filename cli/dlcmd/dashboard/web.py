@@ -45,6 +45,8 @@ class HttpAnswer:
 
 
 class WebServer:
+    """The server of the page, on sockets that listen already."""
+
     def __init__(
         self,
         sockets: Sequence[socket.socket],
@@ -61,6 +63,7 @@ class WebServer:
         """Connections without a request so far, the oldest first. `_lock` guards it."""
 
     def serve(self) -> None:
+        """Accepts connections, and never returns."""
         with selectors.DefaultSelector() as selector:
             for each in self._sockets:
                 each.setblocking(False)
@@ -90,7 +93,7 @@ class WebServer:
         try:
             threading.Thread(target=self._serve_one, args=(link,), daemon=True).start()
         except RuntimeError:
-            self._has_spoken(link)
+            self._forget_silent(link)
             self._free.release()
             self._refuse(link)
 
@@ -100,7 +103,8 @@ class WebServer:
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
     def _end_silent(self) -> bool:
-        """False if there is none."""
+        """Closes the connection that has been silent for the longest time; False if none is
+        silent."""
         with self._lock:
             oldest = next(iter(self._silent), None)
             if oldest is None:
@@ -110,7 +114,7 @@ class WebServer:
                 oldest.shutdown(socket.SHUT_RDWR)
         return True
 
-    def _has_spoken(self, link: socket.socket) -> None:
+    def _forget_silent(self, link: socket.socket) -> None:
         with self._lock:
             self._silent.pop(link, None)
 
@@ -120,7 +124,7 @@ class WebServer:
                 try:
                     head = _receive_head(link)
                 finally:
-                    self._has_spoken(link)
+                    self._forget_silent(link)
                 if head is None:
                     return
                 is_head = head.startswith(b"HEAD ")
@@ -167,7 +171,8 @@ def _failure(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Ht
 
 
 def _receive_head(link: socket.socket) -> bytes | None:
-    """Longer than `HEAD_BYTES_MAX` if it has no end by then; None if it does not come in time."""
+    """The head of a request. If it has no end within `HEAD_BYTES_MAX`, more bytes than that are
+    returned; None if it does not come in time, or the client ends the connection."""
     until_s = time.monotonic() + HEAD_S
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES_MAX:
@@ -183,7 +188,7 @@ def _receive_head(link: socket.socket) -> bytes | None:
 
 
 def _parse(head: bytes) -> tuple[str, HttpRequest | None]:
-    """The method, and the request; None if it is no HTTP."""
+    """The method and the request; "" and None if the head is not HTTP."""
     lines = head.decode("latin-1").replace("\r\n", "\n").partition("\n\n")[0].split("\n")
     words = lines[0].split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):

@@ -40,7 +40,7 @@ SHOWN_VARIABLES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("HOME", "TMPDIR", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-"""Packed without passwords in URLs."""
+"""Variables whose values are packed, without the passwords in URLs."""
 
 SECRET_VARIABLES = (
     *("DIESEL_KEY", "DIESEL_TASK_KEY", "DIESEL_REDIS_PASSWORD", "DIESEL_REDIS_SENTINEL_PASSWORD"),
@@ -70,7 +70,8 @@ def members(
     logs: Sequence[Path],
     redactor: Redactor,
 ) -> list[ArchiveMember]:
-    """`logs` come besides those in the user's state folder."""
+    """The members of the archive, without secrets. `logs` are packed besides the logs in the user's
+    state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -161,7 +162,8 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """The groups above count, too."""
+    """The limits and the use of this process's control groups, and of the groups above them, whose
+    limits hold for it, too."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():
@@ -178,7 +180,8 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """Lines of mounts of datasets, and of possible parts of one."""
+    """The lines of mounts of datasets, and of all EROFS mounts, which may be parts of such a
+    mount."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line
@@ -200,7 +203,8 @@ def _state_logs() -> list[Path]:
 
 
 def _tail(path: Path) -> str:
-    """Begins at the beginning of a line. Raises OSError."""
+    """The end of a file, `LOG_TAIL_BYTES` at most, from the beginning of a line on. Raises
+    OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_TAIL_BYTES))

@@ -23,14 +23,15 @@ from .places import all_mounts, mount_facts
 from .redaction import Redactor, known_secrets
 
 MOUNTS_AT_ONCE = 16
-"""A child process queries each."""
+"""Mounts that are queried at once, each by a child process."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A dry run only lists the members. `logs` come besides those in the user's state folder."""
+    """The archive that the options describe. A dry run only lists its members. `logs` are packed
+    besides the logs in the user's state folder."""
 
     file: Path
     logs: Sequence[Path]
@@ -38,8 +39,9 @@ class Bundle:
     dry_run: bool
 
     def check(self) -> None:
-        """Raises UsageError for another ending and for a log that is no file, ConflictError for a
-        file that exists, NotFoundError for a log that cannot be read."""
+        """Checks the options, before anything is examined. Raises UsageError for another ending and
+        for a log that is no file, ConflictError for a file that exists, NotFoundError for a log
+        that cannot be read."""
         if not self.file.name.endswith(ENDINGS):
             raise UsageError(f"{self.file} does not end in .tar.gz", advice="name it help.tar.gz")
         if os.path.lexists(self.file):
@@ -55,7 +57,8 @@ class Bundle:
                 raise UsageError(f"{log} is not a regular file")
 
     def write(self, findings: Sequence[Finding]) -> None:
-        """Raises UsageError, DieselError."""
+        """Lists the members, and writes the archive if the user confirms it or has given `yes`.
+        Raises UsageError, DieselError."""
         try:
             settings = global_flags().settings()
         except DieselError:  # the findings say why
@@ -88,7 +91,7 @@ class Bundle:
         self._print_json(files, len(content))
 
     def _is_confirmed(self) -> bool:
-        """Raises UsageError without a terminal."""
+        """Whether the user confirms. Raises UsageError if there is no terminal to ask on."""
         if global_flags().json or not (sys.stdin and sys.stdin.isatty()):
             raise UsageError(f"this would write {self.file}", advice="confirm it with --yes")
         return click.confirm(f"write {self.file}?", err=True)

@@ -19,20 +19,22 @@ MOUNT_BYTES_MIN = 256 << 20
 least 64 MiB."""
 
 MOUNT_BYTES_SMALL = 1 << 30
-"""A mount with less holds few chunks: half of it is for contents."""
+"""With less memory, a mount holds few chunks: half of the memory is for contents."""
 
 FILES_MIN, FILES_FEW = 256, 1024
-"""A mount opens a few hundred; every process of a data loader has sockets besides."""
+"""A limit of fewer open files is a fault, or a warning. A mount opens a few hundred; every process
+of a data loader has sockets besides."""
 
 FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
-"""The user's folders need room for the log and snapshot of a small dataset; or for the snapshot of
-millions of files, of some 100 bytes each."""
+"""Bytes that must be free in the user's folders, otherwise there is a fault: room for the log and
+the snapshot of a small dataset. Bytes that should be free, otherwise there is a warning: room for
+the snapshot of millions of files, some 100 bytes each."""
 
 FREE_FILES_MIN = 100
 """Snapshots, logs and sockets need files on the same disk."""
 
 OLD_CACHE_BYTES = 8 << 20
-"""Less from earlier boots is not worth a warning."""
+"""Fewer bytes of copies from earlier boots are not worth a warning."""
 
 UNUSED_S = 30 * 86_400.0
 """A dataset in a cache's folder without use for this time is worth a warning."""
@@ -41,14 +43,16 @@ CACHE_FREE_FRACTION = 0.05
 """A cache leaves this part of its disk free, so it takes nothing new on a fuller disk."""
 
 CLOCK_NOTICE_S = 5.0
-"""NTP keeps a clock right to a fraction of a second; a Date header has whole ones."""
+"""A clock that is wrong by more gets a warning. NTP keeps a clock right to a fraction of a second,
+and a Date header has whole seconds."""
 
 LATENCY_SLOW_S = 0.2
-"""A bucket in the same region answers in 10 to 100 ms. With more, unforeseen reads dominate an
-epoch."""
+"""A slower store gets a warning. A bucket in the same region answers in 10 to 100 ms; with more,
+reads that no plan has foreseen dominate an epoch."""
 
 METADATA_SLOW_S = 0.05
-"""Redis answers in less than a millisecond, over a slow network in some."""
+"""A slower Redis gets a warning. It answers in less than a millisecond, or over a slow network in
+some milliseconds."""
 
 BANDWIDTH_SLOW = 20_000_000
 """Bytes a second. One GPU that trains on ImageNet reads about 100 MB/s."""
@@ -67,14 +71,16 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
+    """Whether this user may mount, and with which session."""
+
     device_errno: str = ""
-    """Empty if /dev/fuse can be opened."""
+    """The name of the error of opening /dev/fuse; empty if it can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
     helper_has_rights: bool = True
-    """It must run as root."""
+    """Whether `helper`, the path of fusermount3, runs as root, which it must."""
     native_error: str = ""
     """Why the native session cannot be used, as far as known without a mount."""
     linux: str = ""
@@ -130,7 +136,7 @@ class MemoryFacts:
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """What a mount takes without `--memory`."""
+    """The memory that a mount takes without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -172,7 +178,8 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """The folder above if it does not exist yet."""
+    """Facts about one of the user's folders; if it does not exist yet, its disk is that of the
+    nearest folder above it."""
 
     what: str
     """`state`, `cache` or `tmp`: also the end of the check's name."""
@@ -180,13 +187,13 @@ class FolderFacts:
     path: str
     exists: bool = True
     owner_error: str = ""
-    """Empty if it is this user's alone."""
+    """Why the folder is not this user's alone; empty if it is."""
     write_error: str = ""
-    """Empty if something can be written."""
+    """Why nothing can be written to it; empty if something can."""
     free_bytes: int = 0
     total_bytes: int = 0
     free_files: int | None = None
-    """None if the file system does not count them."""
+    """Files that can still be made; None if the file system does not count them."""
     kind: str = ""
 
 
@@ -223,7 +230,8 @@ def folder_finding(facts: FolderFacts) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class OldCopies:
-    """Snapshots and images of earlier boots are never used."""
+    """Copies of snapshots and images in the user's cache folder, made in earlier boots: no program
+    uses them again."""
 
     folder: str
     boot: str
@@ -247,8 +255,9 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
 
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
-    """`whose` names a store, metadata store or server. Ours is `ahead_s` ahead, measured to
-    `error_s`."""
+    """Whether this host's clock agrees with the clock of `whose`, a store, metadata store or
+    server. This host's clock is `ahead_s` seconds ahead (negative: behind), measured with an error
+    of at most `error_s`."""
     off_s = max(0.0, abs(ahead_s) - error_s)
     direction = "ahead of" if ahead_s > 0 else "behind"
     found = f"this host's clock is {abs(ahead_s):,.1f} s {direction} that of {whose}"
@@ -275,7 +284,7 @@ def latency_finding(check: str, what: str, seconds: float, slow_s: float, cure: 
 
 
 def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
-    """Small chunks show little, so they are never too slow."""
+    """A warning if a store is slow. A read of less than 1 MiB shows too little for one."""
     rate = read_bytes / max(seconds, 1e-6)
     found = f"{bytes_text(read_bytes)} of a chunk came at {bytes_text(rate)}/s"
     figures: dict[str, Figure] = {"bytes": read_bytes, "bytes_per_s": round(rate)}
@@ -370,7 +379,8 @@ class CurrentVersion:
 
 
 def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding | None:
-    """`current` is None if there is no such dataset."""
+    """A warning if a mount does not show `current`, the newest version of its dataset (None: the
+    repository has no such dataset); otherwise None."""
     stats = facts.stats or {}
     name, version = _text(stats, "dataset"), _number(stats, "version")
     at = quote(facts.path)
@@ -414,6 +424,8 @@ def _number(values: Mapping[str, object], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedUse:
+    """A dataset in the folder of a cache, and the time since a job used it."""
+
     folder: str
     bytes: int
     unused_s: float
@@ -422,14 +434,17 @@ class CachedUse:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
+    """Facts about a folder that the user names for a mount or a cache."""
+
     path: str
     exists: bool = True
     is_folder: bool = True
     is_cache: bool = False
     is_store: bool = False
     content: str = ""
+    """The name of something in the folder because of which it cannot become a cache; or empty."""
     error: str = ""
-    """Why it cannot be listed, written to, or made."""
+    """Why it cannot be listed, written to, or made; empty if it can."""
     owner_error: str = ""
     free_bytes: int = 0
     total_bytes: int = 0

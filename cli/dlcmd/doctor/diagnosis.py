@@ -21,7 +21,10 @@ from .trial import LIMIT_S as TRIAL_LIMIT_S
 
 
 def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -> list[Finding]:
-    """`target` is a repository or folder. Never raises DieselError: that is a finding, too."""
+    """Runs the checks. `target` is the URL of a repository, in place of the one in the settings; or
+    a mount or a folder to check, too (None: neither). `quick` tries no mount and measures no
+    bandwidth; `writes` tries to write to the repository. Never raises DieselError: such an error
+    becomes a finding."""
     findings: list[Finding] = []
     probes: list[Probe] = []
     is_url = target is not None and "://" in target
@@ -63,8 +66,8 @@ def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -
 def _place_probes(
     target: str | None, open_repository: Callable[[], Repository] | None
 ) -> list[Probe]:
-    """Mounts on this machine, and `target` if it is another folder. Only the named mount is
-    compared with the repository."""
+    """Probes of all mounts on this machine, and of the folder `target` if it is in none of them.
+    Only the mount that `target` names is compared with the repository."""
     found: list[DatasetMount] = []
     with suppress(OSError):
         found = all_mounts()
@@ -83,5 +86,6 @@ def _place_probes(
 
 
 def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
-    """Compares the texts of paths alone: a request to a mount may hang."""
+    """The mounts that hold `path`. Only the texts of paths are compared, since a request to a mount
+    may hang."""
     return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

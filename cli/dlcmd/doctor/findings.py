@@ -14,6 +14,8 @@ Figure = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """The result of one check."""
+
     check: str
     """A name that programs may rely on, such as `fuse.device`."""
     state: State
@@ -23,6 +25,7 @@ class Finding:
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def described(self) -> dict[str, object]:
+        """The finding in JSON."""
         return {
             "check": self.check,
             "state": self.state,

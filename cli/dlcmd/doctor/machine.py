@@ -37,7 +37,8 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""Folders in the user's cache folder. A copy's name ends with the machine's run."""
+"""Folders of copies in the user's cache folder. A copy's name ends with the ID of the boot in which
+it was made."""
 
 
 def fuse_facts() -> FuseFacts:
@@ -56,7 +57,7 @@ def fuse_facts() -> FuseFacts:
         native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
     may_administrate = True
-    with suppress(OSError):  # without /proc, a tried mount shows it
+    with suppress(OSError):  # no /proc: the mount that is tried shows whether it may
         may_administrate = syscalls.may_administrate()
     return FuseFacts(
         error_name,
@@ -86,7 +87,7 @@ def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
 
 
 def folder_probes() -> list[Probe]:
-    """Raises ConfigError if there is no home folder."""
+    """Probes of the user's folders. Raises ConfigError if there is no home folder."""
     folders = user_folders()
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
@@ -115,7 +116,8 @@ def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe
 
 
 def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> FolderFacts:
-    """If `is_private`, the folder must belong to this user alone."""
+    """Facts about a folder and its disk. If `is_private`, the folder must belong to this user
+    alone."""
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -143,7 +145,8 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
 
 
 def ownership_error(path: Path) -> str:
-    """Empty if only this user may write to a folder. As `private_folder`."""
+    """Why a folder is not this user's alone to write to, by the rule of `settings.private_folder`;
+    empty if it is."""
     try:
         found = path.stat()
     except OSError as error:
@@ -156,7 +159,7 @@ def ownership_error(path: Path) -> str:
 
 
 def write_error(folder: Path) -> str:
-    """Empty if something can be written."""
+    """Why nothing can be written to a folder; empty if something can. Raises OSError."""
     if os.access(folder, os.W_OK | os.X_OK):
         return ""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:

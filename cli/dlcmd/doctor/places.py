@@ -47,10 +47,11 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""A new process takes a second or two on busy processors."""
+"""The time in which a mount must answer. The child process that queries it takes a second or two to
+start on busy processors."""
 
 MOUNTS_MAX = 64
-"""A child process queries each one."""
+"""Further mounts are not examined, since each takes a child process."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
@@ -60,7 +61,7 @@ def all_mounts() -> list[DatasetMount]:
 
 
 def mount_facts(found: DatasetMount) -> MountFacts:
-    """Takes at most twice `ANSWER_S`."""
+    """The state and the statistics of a mount. Takes at most twice `ANSWER_S`."""
     try:
         if not is_alive(found.path, deadline_s=ANSWER_S):
             return MountFacts(found.path, found.source, "dead")
@@ -77,8 +78,9 @@ def mount_facts(found: DatasetMount) -> MountFacts:
 def mount_probe(
     found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_named: bool
 ) -> Probe:
-    """Compares the mount with the repository that `open_repository` opens. Its faults are warnings,
-    unless the user has named it (`is_named`)."""
+    """A probe that examines a mount, and compares it with the repository that `open_repository`
+    opens (None: compares nothing). Faults of the mount count as warnings, unless the user has named
+    the mount (`is_named`)."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -111,6 +113,8 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
+    """Facts about a folder; if it does not exist, its disk is that of the nearest folder above
+    it."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)
@@ -158,10 +162,11 @@ def _cached(path: Path) -> list[CachedUse]:
 
 
 class Trial:
-    """A mount by `trial.py` in a folder of its own; a context manager removes it."""
+    """A mount that `trial.py` makes in a temporary folder. At the end of the `with` block, the
+    mount and the folder are removed."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Makes the folder. Raises OSError."""
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -170,6 +175,7 @@ class Trial:
         return str(self._folder / MOUNTPOINT)
 
     def work(self, emit: Emit) -> None:
+        """The work of a probe: tries the mount, and emits a finding."""
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")

@@ -16,14 +16,18 @@ from ..main import as_diesel_error
 from .findings import Finding, State
 
 Emit = Callable[[Finding], None]
+"""A probe calls it with each finding."""
 
 LIMIT_S = 12.0
-"""An object store may need some seconds for its first answers, and nobody waits for a doctor for a
-minute."""
+"""The time for a probe. An object store may need some seconds for its first answers, and nobody
+waits for a doctor for a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
+    """Work that emits findings. `check` names those for errors; `late_cure` is the advice if the
+    time is over."""
+
     check: str
     what: str
     """The name in messages: `the store at s3://...`."""
@@ -34,7 +38,8 @@ class Probe:
     """`warning` for a thing that the user did not name."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
-        """No finding is worse than `worst`."""
+        """The findings `found` that the probe has emitted, and a fault if it is late. None of them
+        is worse than `worst`."""
         findings = [*found]
         if is_late:
             text = f"{self.what} has not answered within {self.limit_s:.0f} s"
@@ -89,7 +94,7 @@ def _not_started(probe: Probe) -> Finding:
 
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:
-    """The error's own advice wins over `cure`."""
+    """A fault for an error. The error's own advice wins over `cure`."""
     cure = error.advice or cure or _CURE_BY_CODE.get(error.exit_code, _CURE)
     return Finding(check, "fault", error.message, cure)
 

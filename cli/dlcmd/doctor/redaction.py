@@ -1,4 +1,4 @@
-"""Takes secrets out of texts that leave this machine: known values, and texts that look like one.
+"""Takes secrets out of texts that leave this machine: known values, and texts that look secret.
 
 Pure, except `known_secrets`, which reads this process's environment and the user's own files.
 """
@@ -17,17 +17,19 @@ from diesel_fs.urls import parse_url, passwords_in, shown_url
 HIDDEN = "***"
 
 SECRET_BYTES_MIN = 4
-"""Replacing shorter ones everywhere would spoil the text."""
+"""Shorter values stay: replacing them everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
+"""The most bytes that are read of each file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
     re.IGNORECASE,
 )
-"""Names of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` have no
-secrets.)"""
+"""Matches names of variables and settings that hold a secret. (`TOKENIZERS_PARALLELISM` and
+`GIT_AUTHOR_NAME` do not.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
+"""Matches names of variables that hold the place of a secret, not the secret itself."""
 
 _LOOKS_SECRET = (
     re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
@@ -42,13 +44,15 @@ _NAMED_SECRET = re.compile(
 
 
 class Redactor:
+    """Hides secrets in texts. `secrets` are the known ones."""
+
     def __init__(self, secrets: Iterator[str]) -> None:
         known = {each for each in secrets if len(each) >= SECRET_BYTES_MIN}
-        ordered = sorted(known, key=len, reverse=True)  # one may be a part of another
+        ordered = sorted(known, key=len, reverse=True)  # a secret may be a part of another
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
-        """Hides known secrets, those in URLs, and texts that look like one."""
+        """Hides known secrets, the passwords in URLs, and texts that look like secrets."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = shown_url(text)
@@ -57,8 +61,8 @@ class Redactor:
         return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
 
     def value(self, value: object) -> object:
-        """JSON without secrets in its texts. A text under the name of a secret is left out
-        whole."""
+        """A JSON value without secrets in its texts. A text under a name such as `password` is
+        hidden whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -76,7 +80,8 @@ class Redactor:
 def known_secrets(
     settings: Settings | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Those of the environment, of the files that it names, of the settings and of their URL."""
+    """The secrets of the environment (None: this process's), of the files that it names, of the
+    settings and of their URL."""
     env = os.environ if environment is None else environment
     for name, value in env.items():
         if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
@@ -85,7 +90,7 @@ def known_secrets(
         yield from passwords_in(value if "://" in value else f"://{value}")
     files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
     files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
-    with suppress(DieselError):  # another setting may win over it
+    with suppress(DieselError):  # without a home folder there is no such file
         files.append(str(config_file()))
     if settings is not None:
         files.append(settings.key_file)
@@ -111,6 +116,6 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _beginning(path: str) -> bytes:
-    """A fifo does not block. Raises OSError."""
+    """The first bytes of a file. A fifo without a writer does not block. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(SECRETS_BYTES_MAX) or b""

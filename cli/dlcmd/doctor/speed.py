@@ -32,13 +32,14 @@ FILES, FILE_BYTES = 10_000, 4096
 FILES_PER_FOLDER = 100
 
 SPACE_FACTOR = 3
-"""The files lie there up to three times: as made up, packed, and in a log or a partial chunk."""
+"""The files take up to three times their size in the temporary folder: as made up, packed, and in a
+log or a partial chunk."""
 
 _DATASET = "speed"
 
 
 def speed_findings() -> list[Finding]:
-    """A DieselError is a finding, too."""
+    """The measured rates. A DieselError becomes a finding."""
     findings: list[Finding] = []
     try:
         with _own_folder() as (work, cleanup):
@@ -52,7 +53,8 @@ def speed_findings() -> list[Finding]:
 
 @contextmanager
 def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
-    """The library keeps its files there meanwhile. No signal interrupts the calls at the end."""
+    """A temporary folder, in which the library keeps its own files meanwhile; and a stack of
+    callbacks, which are called at the end, when no signal interrupts them."""
     before = {name: os.environ.get(name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
     cleanup = ExitStack()
     try:
@@ -86,7 +88,7 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _check_space(work: Path) -> None:
-    """Raises NoSpaceError."""
+    """Raises NoSpaceError if the disk has too little room for the files."""
     free, needed = shutil.disk_usage(work).free, SPACE_FACTOR * FILES * FILE_BYTES
     if free < needed:
         raise NoSpaceError(
@@ -105,7 +107,7 @@ class _Measurement:
         self._url = (work / "store").as_uri()
 
     def findings(self) -> Iterator[Finding]:
-        """Raises DieselError."""
+        """A finding for each measured rate. Raises DieselError."""
         self._make_files()
         yield self._put()
         yield self._read_many()

@@ -1,7 +1,8 @@
 """Facts about a repository: whether it answers, how fast, its clock, and the user's rights.
 
-Only `writes` writes: an object or file that is removed at once, or by a purge or the store itself
-if this process dies. It has a new name, in a place where DIESEL-FS alone writes.
+Nothing is written unless `StoreQuestion.writes` is set (`--write`): then an object or a file is
+written under a new name, in a place where DIESEL-FS alone writes, and removed at once; or later, by
+a purge or the store itself, if this process dies.
 """
 
 import os
@@ -52,17 +53,17 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""The median time is the latency."""
+"""The number of requests whose median time is the latency."""
 
 HTTP_S = 4.0
-"""Time for any answer of a bucket's endpoint."""
+"""The time in which a bucket's endpoint must answer."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""Bandwidth is measured with these bytes of a chunk, in parts of this size, by threads, for at most
-this time."""
+"""Bandwidth is measured with at most `READ_BYTES` of a chunk, read in parts of `PART_BYTES` by
+`READ_THREADS` threads, for at most `READ_S`."""
 
 DATASETS_TRIED = 20
-"""The right to write is tried with these datasets of a server."""
+"""With `--write`, at most this many datasets of a server are tried."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -70,11 +71,15 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 
 @dataclass(frozen=True, slots=True)
 class StoreQuestion:
+    """The repository to examine, and which checks to make."""
+
     settings: Settings
     is_named: bool
-    """Whether the user has named it. The default one need not exist yet."""
+    """Whether the user has named the repository. The default one need not exist yet."""
     measures: bool = True
+    """Whether to measure the bandwidth."""
     writes: bool = False
+    """Whether to try the right to write."""
 
     @property
     def shown(self) -> str:
@@ -82,7 +87,7 @@ class StoreQuestion:
 
 
 def store_probe(question: StoreQuestion) -> Probe:
-    """Raises ConfigError for a bad address."""
+    """A probe that examines the repository. Raises ConfigError for a bad address."""
     url = parse_url(question.settings.repository_url)
     if url.scheme in SERVER_SCHEMES:
         cure = "check that the server runs, and that its address and the network are right"
@@ -99,14 +104,15 @@ def store_probe(question: StoreQuestion) -> Probe:
 
 
 def open_for_reading(settings: Settings) -> Repository:
-    """Raises DieselError."""
+    """The repository of the settings, which the caller closes. Raises DieselError."""
     open_buckets_directly()
     return open_configured(settings)
 
 
 def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
-    """The Date header of a bucket's endpoint shows its clock. True for other repositories, since
-    opening them shows it soon enough."""
+    """Whether a bucket's endpoint answers; if not, emits a fault. Emits a finding about its clock,
+    too, from the Date header. Other repositories count as reachable: opening them tells soon
+    enough."""
     if url.scheme not in CLOUD_SCHEMES:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
@@ -135,10 +141,10 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would lead to the vendor's pages."""
+    """Follows no redirect: it would lead to the vendor's pages."""
 
     def redirect_request(self, *_: object) -> None:
-        """None makes it an HTTPError."""
+        """Returns None, so that urllib raises HTTPError."""
 
 
 def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
@@ -181,8 +187,8 @@ def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit:
 def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
     where = "the metadata store"
     if problem := repository.meta_problem:
-        is_default = repository.url.scheme != "file" and not repository.url.meta
-        if is_default or isinstance(problem, PermissionDenied):
+        has_no_named_metadata = repository.url.scheme != "file" and not repository.url.meta
+        if has_no_named_metadata or isinstance(problem, PermissionDenied):
             found = f"{problem.message}: jobs can read, by the last snapshot"
             emit(Finding("metadata", "warning", found, problem.advice or "add ?meta=redis://host"))
         else:
@@ -204,7 +210,8 @@ def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
     else:
         emit(Finding("metadata", "ok", "SQLite beside the chunks can be used"))
     requested_s = time.time()
-    with suppress(DieselError):  # a folder that takes no file has no clock
+    # SQLite's `now_s` makes a temporary file: that fails in a read-only folder
+    with suppress(DieselError):
         theirs_s = meta.now_s()
         now_s = time.time()
         emit(clock_finding((requested_s + now_s) / 2 - theirs_s, where, (now_s - requested_s) / 2))
@@ -236,9 +243,9 @@ def _write_finding(
 
 
 def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
-    """Raises DieselError, OSError. In a folder, write an empty temporary file, as a killed put
-    leaves them. In a bucket, write a lease on no version, of an existing dataset if there is one.
-    """
+    """Write something, and remove it. In a folder, that is an empty temporary file, such as a
+    killed put leaves; in a bucket a lease on no version, of an existing dataset if there is one.
+    Raises DieselError, OSError."""
     if repository.url.scheme == "file":
         path = repository.url.path.resolve() / object_temporary_name()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -284,7 +291,7 @@ def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit)
 
 
 def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: str) -> Finding:
-    """Begins a put into each dataset, and puts nothing."""
+    """A finding about the right to write: begins a put into each dataset, and puts nothing."""
     refused = []
     for info in datasets[:DATASETS_TRIED]:
         try:
@@ -318,8 +325,8 @@ def _median_seconds(request: Callable[[], object]) -> float:
 
 
 def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit: Emit) -> None:
-    """Read parts of a chunk at once, as a mount does. Leaves out datasets whose chunks need a
-    listing."""
+    """Emits the rate of reads of a chunk, in parts at once, as a mount reads. Skips a dataset if
+    its chunk is gone, or if a server refuses to list its chunks."""
     for info in datasets:
         with suppress(ObjectMissing, UsageError):
             name = _some_chunk(repository, info)
@@ -330,6 +337,7 @@ def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit
 
 
 def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
+    """The name of a chunk's object; empty if the dataset has none."""
     if info.head is not None and info.head.chunks:
         return chunk_object(info.identity, info.head.newest)
     first = next(repository.chunk_ids(info.identity), None)
@@ -337,8 +345,8 @@ def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
 
 
 def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
-    """The threads are daemons: a read that never ends must not keep the program. Raises
-    DieselError."""
+    """Reads `size` bytes of a chunk with several threads. They are daemons: a read that never ends
+    must not keep the program. Raises DieselError."""
     begun_s = time.perf_counter()
     parts = [(start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
     done: list[int] = []

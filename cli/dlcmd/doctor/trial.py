@@ -19,7 +19,7 @@ from diesel_fs.repository.local import LocalRepository
 MOUNTPOINT = "mnt"
 
 START_S = 15.0
-"""Time for each step; all take half a second on an idle machine."""
+"""The deadline for the mount to begin. All steps take half a second on an idle machine."""
 
 LIMIT_S = 20.0
 """Time for the whole program, on a busy machine."""
@@ -28,7 +28,8 @@ _DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
 
 
 def try_mount(folder: Path) -> dict[str, object]:
-    """Raises DieselError, OSError."""
+    """Makes, mounts and reads a dataset in `folder`, and returns the facts to print. Raises
+    DieselError, OSError."""
     url, at = (folder / "store").as_uri(), folder / MOUNTPOINT
     LocalRepository.open(url, create=True).close()
     with diesel_fs.connect(_DATASET, url, create=True) as dataset:

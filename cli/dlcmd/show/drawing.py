@@ -26,6 +26,7 @@ class Bar:
         self._rich.start()
 
     def draw(self, done: int, total: int, content_bytes: int | None = None) -> None:
+        """Redraws the bar, as `ShowProgress`."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
         rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"

@@ -28,8 +28,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForecastResult:
-    """`sizes` has each forecast's smallest SSD without stalls, or is empty; `assumed` the options
-    that the user did not give, with their values."""
+    """The simulations, and the options that they come from. `sizes` has the bytes of each
+    forecast's smallest SSD without stalls (None: no SSD suffices), or is empty; `assumed` has the
+    options that the user did not give, with their values."""
 
     forecasts: Sequence[Forecast]
     sizes: Sequence[int | None]
@@ -47,6 +48,7 @@ class ForecastResult:
         return commands(self.best, self.options)
 
     def show(self) -> None:
+        """Prints the result."""
         if global_flags().json:
             print_json(self._described())
             return
@@ -80,7 +82,10 @@ class ForecastResult:
         where = "the machine" if machines == 1 else f"the {machines} machines together"
         typed = f"type `{mount}`" if machines == 1 else f"type on each machine `{mount}`"
         if needs_no_cache(best, options):
-            return f"{name} fits in the memory of one machine, which needs no task's cache: {typed}"
+            return (
+                f"{name} fits in the memory of one machine, so the machines need not share a cache:"
+                f" {typed}"
+            )
         if not later.files[STORE]:
             what = "memory and SSD" if later.files[DISK] else "memory"
             return (
@@ -91,7 +96,7 @@ class ForecastResult:
         return (
             f"{name} does not fit in {kept} of {where}: a later epoch reads"
             f" {bytes_text(later.store_bytes)} from the store and waits"
-            f" {100 * later.stalled:.0f} % of its time; best {typed}"
+            f" {100 * later.stalled:.0f} % of its time; the best is to {typed}"
         )
 
     def _print_rows(self) -> None:

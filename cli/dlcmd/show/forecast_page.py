@@ -32,6 +32,7 @@ _Bars = Sequence[tuple[str, Sequence[float], str]]
 
 
 def forecast_page(result: ForecastResult) -> str:
+    """The page as HTML."""
     forecasts, best, dataset = result.forecasts, result.best, result.options.dataset
     later = [(f"{each.job.shuffle}, {each.policy}", each.later) for each in forecasts]
     times = [

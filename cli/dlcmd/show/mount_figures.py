@@ -1,9 +1,9 @@
-"""What happened in a mount between two samples of its statistics: the figures of `dlcmd top` and of
-the dashboard.
+"""The figures of `dlcmd top` and of the dashboard: the changes between two samples of a mount's
+statistics.
 
 A mount counts since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the
 counters), so two samples give one interval exactly. The part of an interval in which nothing waited
-belongs to the readers themselves if any was seen in it, otherwise to nobody.
+counts as time of the readers themselves if any was seen in it, otherwise as idle.
 """
 
 import time
@@ -20,12 +20,15 @@ from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
+"""Where the parts of chunks were that a mount read through its task's cache: in memory that the
+node's master shares, at that master, on another node, or in the object store."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""Time for a mount without an answer to be unmounted, or to die."""
+"""If a mount that does not answer ends within this time, the error is that it has ended."""
 
 NUMBER_END = 1 << 63
+"""Numbers of this size or larger, and infinity, count as 0."""
 
 
 class MountSamples:
@@ -33,9 +36,9 @@ class MountSamples:
     if the socket lets only the mount's user in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError if there is no mount, NotFoundError for a dead one, DeadlineError for
-        one that hangs, which a child process finds out: this one would hang, too, and could not be
-        ended."""
+        """Connects to the mount on `folder`. Raises UsageError if there is no mount, NotFoundError
+        if the mount is dead, DeadlineError if it hangs. A child process finds that out: this
+        process would hang, too, and could not be ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(
@@ -47,10 +50,11 @@ class MountSamples:
 
     @property
     def is_cheap(self) -> bool:
+        """Whether a sample comes over the socket, and so starts no child process."""
         return self._control is not None
 
     def take(self) -> Stats:
-        """Raises NotFoundError if the mount has ended, DieselError."""
+        """The mount's statistics. Raises NotFoundError if the mount has ended, DieselError."""
         try:
             if self._control is not None:
                 try:
@@ -63,6 +67,7 @@ class MountSamples:
             raise
 
     def take_after(self, before: Stats) -> Stats:
+        """A sample with a later clock than that of `before`, for which this may wait."""
         while True:
             found = self.take()
             if clock_s(found) > clock_s(before):
@@ -70,7 +75,8 @@ class MountSamples:
             time.sleep(RETRY_S)
 
     def _check_there(self, wait_s: float = 0.0) -> None:
-        """Raises NotFoundError if the mount has ended, or ends within `wait_s`."""
+        """Checks that the mount is there. Raises NotFoundError if it has ended, or ends within
+        `wait_s`."""
         path, until_s = self._found.path, time.monotonic() + wait_s
         while True:
             now = mounted_at(path)
@@ -93,8 +99,9 @@ def clock_s(stats: Stats) -> float:
 
 
 def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
-    """The object for `--json`, with times in seconds. `own_pid` is this program's process group,
-    which counts as no reader. The samples have different times."""
+    """The figures between two samples, which `dlcmd top --json` prints, with times in seconds.
+    `own_pid` is this program's process group, whose reads are left out. The clock of `after` must
+    be later than that of `before`."""
     passed_s = number_at(after, "waits.clock_s") - number_at(before, "waits.clock_s")
 
     def rate(path: str) -> float:
@@ -134,7 +141,7 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
 
 
 def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str, object]]:
-    """Idle readers are left out."""
+    """The figures of each reader; readers without a request are left out."""
     earlier = {_key(each): each for each in list_at(before, "waits.readers")}
     for each in list_at(after, "waits.readers"):
         old = earlier.get(_key(each), {})
@@ -151,12 +158,13 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
-    """A reader's rank, else its process."""
+    """The key of a reader in both samples: its rank, or its process if it has no rank."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 
 
 def _streams(before: Stats, after: Stats) -> Iterator[dict[str, object]]:
+    """The figures of each stream, the order that a reader has announced."""
     earlier = {each["name"]: each for each in list_at(before, "residency.streams")}
     for each in list_at(after, "residency.streams"):
         old = earlier.get(each["name"], {})
@@ -176,12 +184,13 @@ def _causes_s(before: Stats, after: Stats, path: str) -> dict[str, float]:
 
 
 def _difference(before: Stats, after: Stats, path: str) -> float:
-    """0 for a counter that began again (as the prefetch worker's)."""
+    """How much a counter has grown; 0 if it began again, as when the prefetch worker was
+    restarted."""
     return max(number_at(after, path) - number_at(before, path), 0.0)
 
 
 def at(stats: Stats, path: str) -> object:
-    """`path` has dots between names; None if there is nothing."""
+    """The value at a path, names with dots between them; None if there is no value."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -189,6 +198,7 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
+    """The number at a path; 0 if there is none."""
     found = at(stats, path)
     if isinstance(found, int | float) and abs(found) < NUMBER_END:
         return float(found)

@@ -34,7 +34,7 @@ def print_line(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Goes to stderr; -q prints nothing."""
+    """Prints a note on stderr; with -q nothing."""
     if not global_flags().quiet:
         _write_stderr(f"dlcmd: {text}\n")
 
@@ -51,7 +51,7 @@ def print_json(value: object) -> None:
 
 
 def print_result(described: Mapping[str, object], text: str) -> None:
-    """An object with --json, otherwise a line of text (none with -q)."""
+    """Prints an object with --json, otherwise a line of text (none with -q)."""
     if global_flags().json:
         print_json(described)
     else:
@@ -59,7 +59,7 @@ def print_result(described: Mapping[str, object], text: str) -> None:
 
 
 def is_terminal() -> bool:
-    """A closed stdout is none."""
+    """Whether stdout is a terminal; a closed stdout is none."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
@@ -84,7 +84,8 @@ def print_table(
 
 
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """Makes large writes. Raises OSError, and DieselError if stdout is closed."""
+    """Writes the pieces to stdout, with few system calls. Raises OSError, and DieselError if stdout
+    is closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -113,12 +114,13 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """A terminal gets control characters escaped, a pipe or file exact bytes."""
+    """A line with a name. On a terminal, control characters are escaped; a pipe or file gets the
+    exact bytes."""
     return (shown(name).encode() if is_terminal() else name) + b"\n"
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
-    """See the module."""
+    """A name under `key`, and its bytes in base64 if it is not UTF-8."""
     try:
         return {key: name.decode()}
     except UnicodeDecodeError:
@@ -126,8 +128,8 @@ def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
 
 
 def print_error(error: DieselError, flags: Flags, *, code: int | None = None) -> None:
-    """One line on stderr, and with --json an object in a second line. `code` is the exit code, if
-    it is not the error's own. Never raises."""
+    """Prints an error: one line on stderr, and with --json an object in a second line. `code` is
+    the exit code, if it is not the error's own. Never raises."""
     lines = [f"dlcmd: {error}"]
     if flags.json:
         described = {
@@ -142,7 +144,7 @@ def print_error(error: DieselError, flags: Flags, *, code: int | None = None) ->
 
 def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
     """Print failed entries and reasons on stderr, and raise PartialError if there are any. `source`
-    stands for the empty path; `verb` is the message's participle."""
+    is printed for the empty path; `verb` is the participle in the message, such as `written`."""
     if not failed:
         return
     for path, reason in failed:

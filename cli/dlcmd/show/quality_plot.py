@@ -18,8 +18,9 @@ _TEXT_HEIGHT = 15
 
 
 def quality_svg(report: QualityReport, title: str) -> str:
-    """The worth of a batch, in percent of its files, over the group size. Below each size stands
-    the memory that its order needs; dashed lines are the two ends."""
+    """A plot over the group size: how many fully shuffled files a batch is worth, in percent of its
+    files. Below each size stands the memory that its order needs; dashed lines show no shuffle and
+    full shuffle."""
     sizes = list(report.by_group_size)
     shown = [*sizes, max(report.chunks, *sizes)]
     lowest, highest = math.log(shown[0]), math.log(max(shown[-1], shown[0] + 1))
@@ -69,7 +70,8 @@ def quality_svg(report: QualityReport, title: str) -> str:
 
 
 def worth_percent(quality: OrderQuality) -> float:
-    """100 if classes mean nothing."""
+    """How many fully shuffled files a batch is worth, in percent of its files
+    (`orders/quality.py`). 100 if all batches have the same classes."""
     return 100 / max(quality.design_effect or 1.0, 1e-9)
 
 

@@ -19,6 +19,7 @@ td:first-child, th:first-child { text-align: left }
 
 
 def report_page(command: str, code: int, summary: Summary) -> str:
+    """The page as HTML. `code` is the exit code of the command."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in summary.lines(again=True))
     loops = "".join(_loop(each) for each in summary.loops.values())
     return (

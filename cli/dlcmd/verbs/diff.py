@@ -18,7 +18,7 @@ _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
 
 
 def first_side(text: str) -> Address:
-    """A dataset, or a path in one. Raises UsageError."""
+    """Parses the first argument, a dataset or a path in one. Raises UsageError."""
     if text[:1] in ("/", ".", "~"):
         raise UsageError(
             f"{text} is a folder's path, and the first argument is a dataset",
@@ -28,7 +28,8 @@ def first_side(text: str) -> Address:
 
 
 def second_side(text: str) -> Address | Path:
-    """A folder if it has a slash or is `.` or `..`, else a dataset. Raises UsageError."""
+    """Parses the second argument: a folder if it has a slash or is `.` or `..`, else a dataset.
+    Raises UsageError."""
     return Path(text) if "/" in text or text in (".", "..") else versioned_address(text)
 
 

@@ -80,7 +80,7 @@ def doctor(
         archive.check()
     elif yes or dry_run or logs:
         raise UsageError(
-            "--yes, --dry-run and --log are about an archive", advice="say --bundle FILE.tar.gz"
+            "--yes, --dry-run and --log are about an archive", advice="give --bundle FILE.tar.gz"
         )
     findings = diagnose(target, quick=quick, writes=writes)
     if speed:

@@ -55,7 +55,8 @@ def du(targets: tuple[Address, ...]) -> None:
 
 
 def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
-    """None for a part or an old version of a dataset, and if the metadata store does not answer."""
+    """The bytes that a purge can free. None for a part or an old version of a dataset, and if the
+    metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
@@ -64,9 +65,11 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
+    """The number of files at or below an entry, their bytes, and the bytes that they take in the
+    chunks."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
-    # The column has 0 for a file of several extents
+    # The column `stored` has 0 for a file of several extents
     with_extents = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
     stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
     stored_bytes += sum(extent.stored for i in with_extents.tolist() for extent in view.extents(i))

@@ -34,11 +34,14 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """A machine of the job, as the options describe it. `cache_bytes` is the SSD of its cache."""
+
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
+        """The machine to simulate; its memory is divided as a mount divides it."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
         known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
@@ -68,6 +71,8 @@ def rate(text: str) -> int:
 
 
 class _Milliseconds(click.types.FloatParamType):
+    """An option in milliseconds, whose value is in seconds."""
+
     def convert(
         self,
         value: SupportsFloat | SupportsIndex,
@@ -228,9 +233,7 @@ def _policies(evict: Sequence[str], cache_size: int) -> list[str]:
     names = [*dict.fromkeys(evict)]
     if ORDER_LOG in names and not cache_size:
         if _is_given("evict"):
-            raise UsageError(
-                "--evict order needs an SSD", advice="say how much of it with --cache-size"
-            )
+            raise UsageError("--evict order needs an SSD", advice="give its size with --cache-size")
         names.remove(ORDER_LOG)
     return names
 
@@ -241,6 +244,7 @@ def _is_given(name: str) -> bool:
 
 
 def _assumed() -> list[str]:
+    """The options in `_ASSUMED` that the user has not given, with their values."""
     texts = []
     for each in click.get_current_context().command.params:
         if each.name in _ASSUMED and not _is_given(each.name):
@@ -258,7 +262,8 @@ _ASSUMED = {
 
 
 def _read_order(view: Snapshot, file: Path) -> Indices:
-    """Returns numbers of files. Raises NoSuchPath, UsageError."""
+    """The files that `file` names, as positions among the snapshot's files. Raises NoSuchPath,
+    UsageError."""
     try:
         paths = file.read_bytes().splitlines()
     except OSError as error:

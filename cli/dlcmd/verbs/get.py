@@ -67,7 +67,8 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
 
 def _destination(repository: Repository, dest: str, name: bytes) -> Path:
-    """Makes a folder `DEST/` for a file. Raises UsageError inside the repository."""
+    """The path of DEST. If DEST ends in a slash, makes the folder, so that a file goes into it.
+    Raises UsageError if DEST lies in the repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
     if repository.url.scheme == "file" and (real == store or store in real.parents):

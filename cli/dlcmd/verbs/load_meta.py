@@ -39,7 +39,8 @@ def load_meta(file: Path) -> None:
 
 
 def _state(view: Snapshot) -> str:
-    """Whether it has the repository's current version. An unreachable repository is no error."""
+    """Whether the snapshot has the current version of its dataset, in words. If the repository
+    cannot be reached, the text gives the reason."""
     try:
         with open_repository_from_flags() as repository:
             info = repository.dataset(view.dataset)

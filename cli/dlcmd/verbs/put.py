@@ -172,7 +172,7 @@ class _Progress:
 def _parse_arguments(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[str, Address]:
-    """The source's name, and its address. Raises UsageError."""
+    """The name of the source, and the address that it is put to. Raises UsageError."""
     wanted = "DATASET[/path]" if tar is not None else "SRC and DATASET[/path]"
     if len(arguments) != (2 if tar is None else 1):
         given = count_text(len(arguments), "argument")
@@ -188,7 +188,7 @@ def _parse_arguments(
 def _parse_unpack(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[Sequence[str], Address]:
-    """The archives' names, and their address. Raises UsageError."""
+    """The names of the archives, and the address that they are put to. Raises UsageError."""
     if len(arguments) < 2:
         raise UsageError("put --unpack takes SRC... and DATASET[/path]", advice="see --help")
     if tar is not None or files_from or nul:
@@ -316,7 +316,8 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """Folders come before their entries."""
+    """A line for each entry that --delete would delete; if not `everything`, only the first ones.
+    Folders come before their entries."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

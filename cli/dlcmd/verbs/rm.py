@@ -32,7 +32,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
         by_dataset: dict[str, list[Address]] = {}
         for target in targets:
             by_dataset.setdefault(target.dataset, []).append(target)
-        for name, chosen in by_dataset.items():  # all of them exist, or it raises
+        for name, chosen in by_dataset.items():  # raises, before any is deleted, if one is missing
             _paths(repository.view(name), chosen, recursive=recursive)
         deleted = 0
         for name, chosen in by_dataset.items():
@@ -43,7 +43,8 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
-    """The deepest come first. Raises NoSuchPath, and UsageError for a folder."""
+    """The paths of all entries to delete, the deepest first. Raises NoSuchPath, and UsageError for
+    a folder unless `recursive`."""
     chosen: dict[int, None] = {}
     for target in targets:
         index = view.index_of(target.path)

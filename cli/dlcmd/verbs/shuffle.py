@@ -34,6 +34,8 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 @dataclass(frozen=True, slots=True)
 class WantedOrder:
+    """The order that the options describe."""
+
     seed: int
     epoch: int
     group_size: int = GROUP_SIZE_DEFAULT
@@ -43,7 +45,8 @@ class WantedOrder:
     drop_last: bool = False
 
     def order(self, view: Snapshot, below: int) -> Indices:
-        """Raises UsageError for numbers out of range."""
+        """The indices of the files below the folder with the index `below`, in this order. Raises
+        UsageError for numbers out of range."""
         if self.full:
             return full_shuffle(
                 view, self.seed, self.epoch, rank=self.rank, world=self.world,
@@ -55,7 +58,8 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """Raises UsageError."""
+        """How well orders with several group sizes mix the classes of these files. Raises
+        UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -144,7 +148,7 @@ def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
-    """Raises UsageError, before anything is printed."""
+    """Raises UsageError if a path has a newline, before anything is printed."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in view.iter_paths(order):
@@ -199,6 +203,7 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
+    """How many fully shuffled files a batch is worth; None if all batches have the same classes."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 

@@ -33,7 +33,8 @@ def verify(name: str, headers_only: bool) -> None:
 
 
 def print_findings(findings: Findings, name: str, done: str) -> None:
-    """Raises CorruptError for damage, ObjectStoreError for chunks that could not be read."""
+    """Prints the result of `verify` or `recover`; `done` is the participle in its text. Raises
+    CorruptError for damage, ObjectStoreError for chunks that could not be read."""
     if global_flags().json:
         described = findings.to_message()
         del described["folded"]

@@ -56,7 +56,7 @@ def warmup(place: str) -> None:
 
 
 def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
-    """Raises PartialError if not all is loaded."""
+    """Prints the result. Raises PartialError if not all is loaded."""
     described = {
         "event": "done",
         "mountpoint": job.mountpoint,

@@ -29,7 +29,7 @@ BLOCKS_MAX = (1 << 32) - 1
 """Addresses have 32 bits; the last would mean a hole."""
 
 _ALIGNED_BLOCKS = 16
-"""Files of several extents begin at a multiple, like the extents within."""
+"""Files of several extents begin at a multiple of this many blocks, like the extents within."""
 
 _BATCH = 1 << 20
 _NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
@@ -49,7 +49,7 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """The columns of an image (FORMAT.md, section 8)."""
+    """An image's columns about the content file (FORMAT.md, section 8)."""
 
     first_block: layout.U4
     order: layout.U4
@@ -67,8 +67,11 @@ DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<
 @dataclass(frozen=True, slots=True)
 class Addresses:
     first_block: layout.U4
+    """The address of each entry's content; 0: it has none."""
     order: layout.U4
+    """The entries with content, by address."""
     end: int
+    """Blocks that the chain has given, with this snapshot's."""
     used: int
     """Blocks of the content file, from the first on, that this snapshot needs."""
 
@@ -108,6 +111,7 @@ def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int 
 
 
 def _checked(ends: Ints) -> int:
+    """The greatest of `ends`. Raises ImageTooLarge."""
     end = int(ends.max(initial=0))
     if end > BLOCKS_MAX:
         raise ImageTooLarge
@@ -115,7 +119,8 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """Raises ImageTooLarge for a content so large that sums of blocks could overflow."""
+    """How many blocks contents of these sizes take. Raises ImageTooLarge for a content so large
+    that sums of blocks could overflow."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -126,6 +131,7 @@ def _blocks_of(size: layout.U8) -> Ints:
 def origins_of(
     columns: layout.SnapshotColumns, entries: Ints | layout.U4
 ) -> tuple[layout.U4, layout.U4]:
+    """The chunk and the offset in it of each entry's content."""
     chunk, offset = columns.chunk[entries], columns.offset[entries]
     many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
     first = columns.extents[chunk[many]]
@@ -156,8 +162,11 @@ def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
 
 
 class _Kept:
+    """The contents of the earlier image."""
+
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """Chunk numbers are those of `chunk_id`, the snapshot's table."""
+        """`chunk_id` is the snapshot's table of chunks: the numbers of chunks here are indices in
+        that."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)
@@ -167,8 +176,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """Origins ascend; 0 stands for a content that the image lacks. The i-th content of
-        one origin gets the i-th address."""
+        """The earlier image's addresses of contents; 0 for a content that it lacks. Chunks and
+        offsets (the origins) ascend. The i-th content of one origin gets the i-th address."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

@@ -39,8 +39,8 @@ class Image:
     """An image in memory or mapped. Immutable."""
 
     def __init__(self, buffer: Bytes, *, verify: bool) -> None:
-        """Raises a leaf of FormatError. Trailer and lengths are always checked; `verify` compares
-        all checksums, too, at some 20 GB/s."""
+        """`buffer` has the whole file. Raises a leaf of FormatError. Trailer and lengths are always
+        checked; `verify` compares all checksums, too, at some 20 GB/s."""
         view = memoryview(buffer).cast("B")
         fields, parts = _parse_trailer(view)
         if verify:
@@ -56,7 +56,7 @@ class Image:
         self.sequence = fields.sequence
         """The image's number in its chain, from 1."""
         self.end_block = fields.end_block
-        """Blocks that this chain has given up to this image."""
+        """The blocks that this chain has given to contents, this image included."""
         self.entry_count = fields.entries
         self.shown = fields.shown
         self.tree_bytes = parts[0][1]
@@ -79,9 +79,9 @@ class Image:
 
 def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iterator[Bytes]:
     """A snapshot's image, in pieces to write. `earlier` is the last image of the chain (of the same
-    dataset, any version, any `Shown`), or a new chain's name, which none has ever had. A chain must
-    never continue in two ways from one image. Raises ImageTooLarge, and FormatError for a snapshot
-    that contradicts itself or that no tree can show."""
+    dataset, any version, any `Shown`), or a new UUID, which begins and names a new chain. A chain
+    must never continue in two ways from one image. Raises ImageTooLarge, and FormatError for a
+    snapshot that contradicts itself or that no tree can show."""
     check(snapshot)
     if isinstance(earlier, Image):
         if earlier.identity != snapshot.identity:
@@ -142,7 +142,7 @@ def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterabl
 
 
 def _taken(order: U4, of: Callable[[U4], U4 | U8]) -> Iterator[Bytes]:
-    """Values by address, in batches; `of` returns those of entries."""
+    """A column by address, in batches; `of` returns its values for entries."""
     for start in range(0, len(order), _BATCH):
         yield of(order[start : start + _BATCH]).view(np.uint8).data
 

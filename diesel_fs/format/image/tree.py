@@ -88,7 +88,7 @@ class Shown:
     uid: int
     gid: int
     umask: int = 0
-    """Taken from files and folders."""
+    """The permission bits that files and folders lose."""
     private_to: int = -1
     """If not negative, the root folder's owner, who alone may enter it."""
 
@@ -147,6 +147,7 @@ def _packed(
 
 
 def _ragged(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers in all ranges (start, length), one range after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -181,6 +182,7 @@ class _Items:
         self._special_name = np.repeat([0, 1, 2], [len(folders), len(folders), 1])[order]
 
     def of(self, items: Ints) -> "_Listed":
+        """The entries and names of items."""
         before = np.searchsorted(self._special, items)
         entry = items - before + 1
         special = np.flatnonzero(self._special[np.minimum(before, len(self._special) - 1)] == items)
@@ -193,8 +195,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """Bytes in a listing. `.diesel` counts with the item before it, so both are always in one
-        block."""
+        """The bytes that each item takes in a listing. `.diesel` counts with the item before it, so
+        both are always in one block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -216,7 +218,8 @@ class _Items:
 
 
 class _Listed(NamedTuple):
-    """Names of special items lie elsewhere."""
+    """Items with their entries, and the places of their names in the snapshot's column. The names
+    of the items at the positions `special` lie in `_SPECIAL_NAMES` instead."""
 
     entry: Ints
     name_start: Ints
@@ -249,7 +252,7 @@ class ImageTree:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """For each entry; `.diesel` is the last, here and in the other columns."""
+        """The kind of each entry; `.diesel` is the last, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
@@ -274,7 +277,8 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """In the order of FORMAT.md, section 8."""
+        """Number the inodes in the order of FORMAT.md, section 8. `tails`: the bytes behind each
+        folder's inode."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -303,7 +307,7 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """In the order of FORMAT.md, section 8."""
+        """Place the blocks in the order of FORMAT.md, section 8."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -323,6 +327,7 @@ class ImageTree:
         )
 
     def pieces(self) -> Iterator[Bytes]:
+        """The file system, without the root folder's device."""
         yield self._head()
         yield from self._mixed_inodes()
         yield from self._small_inodes()
@@ -332,6 +337,7 @@ class ImageTree:
             yield self.snapshot.link(entry).ljust(BLOCK_BYTES, b"\0")
 
     def root(self) -> Iterator[Bytes]:
+        """The content of the root folder's device."""
         return self._blocks_of_runs(np.arange(self.root_blocks))
 
     def hidden_block(self) -> tuple[int, Bytes]:
@@ -365,7 +371,8 @@ class ImageTree:
     def _inodes(
         self, entries: Ints, layouts: Ints, size: Ints, block: Ints
     ) -> npt.NDArray[np.void]:
-        """`layouts`: how each entry's content lies."""
+        """The inodes of entries. `layouts` has the way in which each one's content lies (`_PLAIN`,
+        ...)."""
         columns, shown = self.snapshot.columns, self.shown
         is_control = entries == len(self.snapshot)
         source = np.where(is_control, ROOT_INDEX, entries)  # `.diesel` is as old as the root folder
@@ -426,13 +433,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """`out` begins at byte `base` of all inodes."""
+        """Copy inodes to their places in `out`, which begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Batches of the files of more than one block, or of all others."""
+        """Batches of the files of more than one block (`large`), or of all other files."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -483,13 +490,13 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """`at` has each run's first byte in `out`."""
+        """List the items of runs. `at` has each run's first byte in `out`."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 
     def _list(self, items: Ints, count: Ints, at: Ints, out: layout.Bytes) -> None:
-        """`count` items for each run, from byte `at` of `out` on: first each item's record, then
-        the names."""
+        """List `count` items for each run, from byte `at` of `out` on: first each item's record,
+        then the names."""
         listed = self._items.of(items)
         run = np.repeat(np.arange(len(count)), count)
         first = np.cumsum(count) - count

@@ -3,7 +3,8 @@ Any thread.
 
 A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
 or replaced, or a tombstone. `_MergePlan` decides which entry is visible at each path, `_EntryOrder`
-gives each entry its position, and `_Assembly` makes the columns of the result.
+gives each entry its position, and `_Assembly` makes the columns of the result. `layout.py` defines
+implicit folders and shadowed entries.
 
 A merge gives the same bytes as a full build. Surviving entries keep their relative order, since
 that is by depth, folder and name. So the next snapshot is the previous one without some entries,
@@ -77,7 +78,7 @@ def build_snapshot(
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
-    """Only an implicit root folder."""
+    """A snapshot with only an implicit root folder."""
     one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
     lengths = dict.fromkeys((*one_each, "target_start"), 1)
     lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
@@ -158,7 +159,7 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """Visible at each previous entry now."""
+        """The data that is visible at each previous entry now."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
@@ -167,7 +168,7 @@ class _MergePlan:
         self.new_shadow: dict[int, int] = {}
         """Data that each new folder shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """Changes of each folder's number of entries."""
+        """By how much each folder's number of entries changes."""
         self.new_data: dict[int, int] = {}
         """Data of each new folder."""
         self.new_rows: Indices
@@ -209,10 +210,10 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """The rows of changed folders."""
+        """The row of each changed folder that has one, by the folder's number."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
-        has_prefix = np.zeros(1 << 16, np.bool_)  # passed by one row in thousands
+        has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
         has_prefix[wanted >> np.uint64(48)] = True
         likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
         at = np.searchsorted(wanted, self.hash[likely])
@@ -228,7 +229,7 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Rows not in `own_row` change nothing below their paths."""
+        """Plan the rows that are not in `own_row`: they change nothing below their paths."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
@@ -269,7 +270,8 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """The deepest first: an implicit folder goes with its last entry."""
+        """Plan the changed folders, the deepest first, since an implicit folder goes with its last
+        entry."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -297,8 +299,8 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """Data and kind of the entry stored at a previous entry's path, visible or shadowed; -1 if
-        the folder there is only implied."""
+        """The data and kind of the entry that is stored at a previous entry's path, visible or
+        shadowed; -1 if there is none, or the folder there is only implied."""
         if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
@@ -311,8 +313,8 @@ class _MergePlan:
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrder:
-    """The positions of entries in the result; `new_*` are of new ones, in directory order. Those
-    come from **items**: first the new folders, then all rows."""
+    """The positions of entries in the result. `new_*` describe the new entries, in directory order;
+    these come from **items**: first the new folders, then all rows."""
 
     made: list[int]
     """The new folders, as numbers of `_ChangedFolders`."""
@@ -325,11 +327,11 @@ class _EntryOrder:
     old_index: Indices
     """Positions in the result; meaningless for removed entries."""
     folder_index: Indices
-    """Of `_ChangedFolders` in the result; meaningless for removed ones."""
+    """Positions of the `_ChangedFolders` in the result; meaningless for removed ones."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """Raises UsageError for two rows of one path."""
+    """Give all entries their positions. Raises UsageError for two rows of one path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -372,7 +374,8 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 def _sorted_by_name(
     plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
-    """Only folders with unsorted rows, which are few, are sorted by name."""
+    """The order of items by folder and name. Only folders with unsorted rows, which are few, are
+    sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
     """The next item's name comes after this one's."""
@@ -393,6 +396,7 @@ def _sorted_by_name(
 
 
 def _runs(values: layout.U4) -> tuple[Indices, Indices]:
+    """The start and length of each run of equal values."""
     change = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=change[1:])
     starts = np.flatnonzero(change)
@@ -608,7 +612,8 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """`links` are all rows of links, `many` those of files of several extents."""
+        """The data of rows. `links` are all rows of links, `many` those of files of several
+        extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -635,7 +640,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
-        """Raises UsageError if missing."""
+        """A row's tail. Raises UsageError if it is missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -730,7 +735,7 @@ class _Assembly:
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """Starts (and the end), and bytes."""
+    """The items in one block: their starts (and the end), and the bytes."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)

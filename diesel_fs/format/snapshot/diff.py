@@ -35,7 +35,7 @@ class SnapshotDiff:
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """A flag for each entry of `old`."""
+        """For each entry of `old`, whether it was removed or changed."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
@@ -72,8 +72,8 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
-    """Candidates have equal fingerprints, by path. Their names are compared, and then, level by
-    level, their folders."""
+    """The entry of `old` with each `new` entry's path and kind. Candidates have equal fingerprints.
+    Their names are compared, and then, level by level, their folders."""
     candidates, is_ambiguous = _candidates(old, new)
     has_candidate = np.flatnonzero(candidates >= 0)
     same = _same_names(old, candidates[has_candidate], new, has_candidate)

@@ -6,8 +6,8 @@ one's attributes, without paths. A writer computes it from the header when it co
 a snapshot has fewer of a chunk's contents, the others have been replaced since, and the chunk is
 not compared.
 
-In between, the data passes through the metadata store, the merge of snapshots and the memory of
-this process, none of which has checksums of single entries.
+Between header and snapshot, the data passes through the metadata store, the merge of snapshots and
+the memory of this process, none of which has checksums of single entries.
 """
 
 from bisect import bisect_left
@@ -43,7 +43,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """`rows` are one chunk's (`ChunkHeader.rows`)."""
+    """The digest of one chunk's rows (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -92,7 +92,8 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 
 class _Sums:
-    """`group` maps chunk numbers to positions in the sums; -1: not compared."""
+    """The entry digests of the chunks that are compared. `group` maps chunk numbers to positions in
+    the sums; -1: not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -103,13 +104,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add those of these entries that are files of one extent."""
+        """Add the files of one extent among these entries."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """`chunk` names only chunks that are compared."""
+        """Add contents by their hashes. `chunk` names only chunks that are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

@@ -3,6 +3,9 @@ thread.
 
 Each column of entries, and each table beside them, is a **section** of the file. `parse` returns
 the columns as numpy views of the given buffer, after checking them; `write` does the reverse.
+
+A folder that exists only because something is in it is **implicit**. A file or link at the path of
+such a folder is **shadowed**: it is kept, but nobody sees it.
 """
 
 import struct
@@ -42,9 +45,10 @@ NAME_PADDING = bytes(8)
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""The folder has no entry of its own: something is in it."""
+"""The folder has no entry of its own, and exists because something is in it."""
 MANY_EXTENTS = 1 << 25
-"""`chunk` is the index of the file's first extent in `extents`, `offset` their number."""
+"""The file has several extents: `chunk` is the index of the first one in `extents`, `offset` the
+number of extents."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
@@ -69,7 +73,7 @@ STORED_EXTENT = np.dtype(
 )
 SHADOWED = np.dtype(
     [
-        ("entry", "<u4"),  # the folder at its path
+        ("entry", "<u4"),  # the folder with the same path, which hides this file or link
         ("flags", "<u4"),  # this and the others: as in `SnapshotColumns`
         ("size", "<u8"),
         ("mtime_ns", "<i8"),
@@ -121,7 +125,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """`entries` counts the root and implicit folders, too."""
+    """A snapshot's header. `entries` counts the root and implicit folders, too."""
 
     identity: UUID
     dataset: str
@@ -161,7 +165,7 @@ def codecs(flags: U4) -> U4:
 
 
 def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
-    """Buffers to be written one after the other."""
+    """The snapshot as buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
@@ -181,9 +185,9 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
-    """The columns are views of `buffer`. Raises a leaf of FormatError. Compares all checksums.
-    `verify` also checks columns against each other; a private copy was verified when it was
-    written."""
+    """The header and the columns of a snapshot; the columns are views of `buffer`. Raises a leaf of
+    FormatError. Compares all checksums. `verify` also checks columns against each other; a private
+    copy was verified when it was written."""
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
@@ -206,13 +210,13 @@ _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
 def check_magic(start: bytes) -> None:
-    """Raise ForeignError unless a snapshot begins so."""
+    """Raise ForeignError unless a snapshot can begin with the bytes `start`."""
     if start != MAGIC[: len(start)]:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """Checked, but for the sections. Raises a leaf of FormatError."""
+    """The header, checked except for its table of sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -266,7 +270,8 @@ def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """A mark of all but the version: the header's counts, and the sections' checksums."""
+    """The header's counts and the sections' checksums: a mark that is equal for snapshots that
+    differ only in their version."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
@@ -287,7 +292,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """Also returns each section's start, end, end of padding, and checksum."""
+    """The columns, and each section's start, end, end of padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -350,7 +355,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Names that cannot be in a path. `starts` has one item more."""
+    """Flag names that cannot be in a path. `starts` has one item more, the end of the last name."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -364,8 +369,8 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """`child_end(i)` is the end of the children of entries 0..i. Returns a number above
-    PATH_BYTES_MAX, early, if folders are nested too deeply."""
+    """The length of the longest path. `child_end(i)` is the end of the children of entries 0..i.
+    Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply."""
     length = np.diff(name_start).astype(np.int32)
     longest, depth, start, end = 0, 0, 1, child_end(0)
     while start < end:
@@ -402,7 +407,7 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
 
 
 def _check_names(columns: SnapshotColumns) -> None:
-    """They tile `names` and are possible in a path."""
+    """Check that names tile the section `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
         _corrupt("the root has a name")
@@ -423,7 +428,7 @@ def _batches(count: int) -> Iterator["slice[int, int, None]"]:
 
 
 def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
-    """Folders, their children and parents agree, and no path is too long."""
+    """Check that folders, their children and parents agree, and that no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
         _corrupt("an entry of unknown kind or with unknown flags")
@@ -453,8 +458,8 @@ def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
 
 
 def _check_order(columns: SnapshotColumns) -> None:
-    """The names in each folder ascend strictly. Compares 8 bytes of all neighbours at a time, and
-    continues with those that are equal so far."""
+    """Check that the names in each folder ascend strictly. Compares 8 bytes of all neighbours at a
+    time, and continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -476,7 +481,7 @@ def _check_order(columns: SnapshotColumns) -> None:
 
 
 def _check_index(columns: SnapshotColumns) -> None:
-    """The lookup index holds each entry except the root once, in order."""
+    """Check that the lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -488,7 +493,8 @@ def _check_index(columns: SnapshotColumns) -> None:
 
 
 def _check_shadowed(columns: SnapshotColumns) -> None:
-    """Shadowed entries are sorted files and links of implicit folders."""
+    """Check that shadowed entries are sorted, and files and links at the paths of implicit
+    folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
@@ -523,7 +529,7 @@ def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
 
 
 def _check_data(columns: SnapshotColumns) -> None:
-    """The places of files and the targets of links, visible and shadowed."""
+    """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
         _corrupt("a chunk of an impossible length")
@@ -557,7 +563,7 @@ def _check_data(columns: SnapshotColumns) -> None:
 
 
 def _check_places(one: _Data, object_bytes: U8) -> None:
-    """Files of one extent lie within their chunks."""
+    """Check that files of one extent lie within their chunks."""
     if (one.chunk >= len(object_bytes)).any():
         _corrupt("a file in a chunk that is not in its table")
     places = (codecs(one.flags), one.stored, one.size, one.offset)
@@ -566,7 +572,7 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
 
 
 def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
-    """`before` links come before these. Returns their number."""
+    """Check links, which `before` others precede. Returns their number."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (

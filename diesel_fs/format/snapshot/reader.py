@@ -46,7 +46,8 @@ _KINDS = tuple(Kind)
 
 
 class Extent(NamedTuple):
-    """The place of one part of a file; sizes and offsets in bytes."""
+    """The place of one part of a file: `chunk` is an index in `Snapshot.chunk_ids`; sizes and
+    offsets are in bytes."""
 
     chunk: int
     offset: int  # from the start of the chunk object
@@ -67,7 +68,7 @@ _HASHED_BYTES = 1 << 20
 
 def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -> bool:
     """Whether a file has the content of these extents, by their checksums. `read(size, start)`
-    reads from it."""
+    reads from the file."""
     for extent in extents:
         digest, position, end = xxh3_64(), extent.start, extent.start + extent.size
         while position < end:
@@ -113,7 +114,7 @@ class Stats:
 
 
 class ChunkIds(Sequence[ChunkId]):
-    """The chunk IDs by number; they ascend."""
+    """A snapshot's chunk IDs by number; they ascend."""
 
     __slots__ = ("_ids",)
 
@@ -140,8 +141,9 @@ class Snapshot:
     """All metadata of one dataset at one version."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
-        """Raises a leaf of FormatError. `verify=False` is for a private copy, which was verified
-        when it was written: then only checksums are compared, at 30 GB/s."""
+        """`buffer` has the whole file. Raises a leaf of FormatError. `verify=False` is for a
+        private copy, which was verified when it was written: then only checksums are compared, at
+        30 GB/s."""
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
         self.columns = columns
@@ -180,7 +182,7 @@ class Snapshot:
     # One entry
 
     def lookup(self, path: bytes) -> int:
-        """An entry's index, or -1."""
+        """The index of the entry with this path, or -1."""
         cut = path.rfind(b"/") + 1
         folder, name = path[:cut], path[cut:]
         if not name:
@@ -189,8 +191,8 @@ class Snapshot:
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
 
     def index_of(self, path: bytes) -> int:
-        """Raises NoSuchPath, NotAFolder for a path below a file or link, and UsageError for a path
-        that no dataset can have."""
+        """The index of the entry with this path. Raises NoSuchPath, NotAFolder for a path below a
+        file or link, and UsageError for a path that no dataset can have."""
         index = self.lookup(check_path(path))
         if index < 0:
             raise self._missing(path)
@@ -215,7 +217,7 @@ class Snapshot:
         return self._find(folder, xxh3_64_intdigest(name, self.hash(folder)), name) if name else -1
 
     def children(self, i: int) -> range:
-        """Their indices, sorted by name; empty if `i` is no folder."""
+        """The indices of the entries in a folder, sorted by name; empty if `i` is no folder."""
         if self._kind(i) != Kind.FOLDER:
             return range(0)
         start, end = self._chunk[i], self._chunk[i] + self._offset[i]
@@ -224,12 +226,12 @@ class Snapshot:
         return range(start, end)
 
     def name(self, i: int) -> bytes:
-        """Empty for the root."""
+        """The entry's name, empty for the root."""
         self._check(i)
         return self._names[self._name_start[i] : self._name_start[i + 1]].tobytes()
 
     def parent(self, i: int) -> int:
-        """The root is its own folder."""
+        """The index of the entry's folder. The root is its own folder."""
         self._check(i)
         return self._parent[i]
 
@@ -251,7 +253,7 @@ class Snapshot:
         return self._size[i]
 
     def link(self, i: int) -> bytes:
-        """Raises ValueError for entries that are no link."""
+        """A link's target. Raises ValueError for entries that are no link."""
         if self._kind(i) != Kind.LINK:
             raise ValueError(f"entry {i} is no link")
         number = self._chunk[i]
@@ -279,7 +281,8 @@ class Snapshot:
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
 
     def plain_extent(self, i: int) -> PlainExtent | None:
-        """None unless the entry is a file of one uncompressed extent, and not empty."""
+        """The place of a file that is one uncompressed extent and not empty; None for other
+        entries."""
         if not 0 <= i < self.entry_count or self._flags[i] & _EXTENT_BITS != _PLAIN_FILE:
             return None
         size = self._stored[i]
@@ -302,7 +305,7 @@ class Snapshot:
     # Many entries
 
     def lookup_many(self, paths: Sequence[bytes]) -> Indices:
-        """-1 for a path without an entry."""
+        """The indices of the entries with these paths; -1 for a path without an entry."""
         if len(paths) > _BATCH:
             batches = range(0, len(paths), _BATCH)
             return np.concatenate([self.lookup_many(paths[at : at + _BATCH]) for at in batches])
@@ -367,8 +370,8 @@ class Snapshot:
 
     @cached_property
     def _bucket_start(self) -> layout.U4:
-        """The position of the first fingerprint with each value of the upper bits; there is about
-        one for each."""
+        """The position of the first fingerprint of each bucket: a bucket is the fingerprints with
+        the same upper bits, on average about one."""
         lowest = np.arange(0, 1 << 32, 1 << int(self._bucket_shift)).astype(np.uint32)
         start = np.searchsorted(self.columns.fingerprint, lowest)
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
@@ -419,7 +422,7 @@ class Snapshot:
         )
 
     def names(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """Fastest for a range of step 1."""
+        """The names of entries. Fastest for a range of step 1."""
         checked = self._checked(entries)
         if isinstance(checked, slice):
             starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
@@ -431,7 +434,7 @@ class Snapshot:
         return [bytes(self._names[start:end]) for start, end in each]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The path of each folder is made once."""
+        """The paths of entries. The path of each folder is made once."""
         wanted = np.arange(self.entry_count)[self._checked(entries)]
         folders: dict[int, bytes] = {ROOT_INDEX: b""}
         paths = []
@@ -475,7 +478,7 @@ class Snapshot:
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # their reader notices the damage
+        is_there = chunk < self.chunk_count  # other files are noticed as damaged when they are read
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
@@ -511,7 +514,8 @@ class Snapshot:
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
-        """An array, or a slice for a range of step 1. Raises IndexError."""
+        """The checked indices as an array, or as a slice for a range of step 1. Raises
+        IndexError."""
         if isinstance(entries, range) and entries.step == 1 and len(entries):
             self._check(entries.start)
             self._check(entries.stop - 1)
@@ -550,7 +554,8 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """-1 if there is none."""
+        """The index of the entry `name` in a folder, where `hash_` is its hash; -1 if there is
+        none."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
@@ -562,6 +567,6 @@ class Snapshot:
                 return i
         if folder < 0 or first + _EQUAL_TRIED_MAX >= len(slot):
             return -1
-        inside = self.children(folder)  # chosen to have equal fingerprints
+        inside = self.children(folder)  # somebody chose names with equal fingerprints
         at = bisect_left(inside, name, key=self.name)
         return inside[at] if at < len(inside) and self.name(inside[at]) == name else -1

@@ -20,26 +20,28 @@ PIECE_BYTES = 8 << 20
 _PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
 _WHOLE_BYTES_MAX = 64 << 20  # a smaller fetched archive stays in memory, to be read again
 _HASH_BYTES = 1 << 20
-_STREAM_BYTES = 64 << 10  # the part that a reader of the beginning can see
+_STREAM_BYTES = 64 << 10  # of one read, and so of a `peek` at the beginning
 
 ReadAt = Callable[[int, int], bytes]
 """`read(start, size)` returns `size` bytes. Any thread."""
 
 
 class ArchiveFile(io.RawIOBase, ABC):
-    """One thread at a time."""
+    """An opened archive: a binary file that hashes the bytes that are read in order. One thread at
+    a time."""
 
     def __init__(self, size: int | None) -> None:
         """`size` is None if it is not known before the end."""
         self.size = sys.maxsize if size is None else size
         self._is_size_known = size is not None
         self._at = 0
-        self._hashed = 0  # up to here
+        self._hashed = 0  # the bytes before this position are in the hash
         self._hash = hashlib.sha256()
 
     @abstractmethod
     def read_at(self, start: int, room: memoryview) -> int:
-        """Returns the number of bytes, 0 only at the end. Raises OSError."""
+        """Read bytes from the position `start` on into `room`. Returns their number, 0 only at the
+        end. Raises OSError."""
 
     def readable(self) -> bool:
         return True
@@ -71,14 +73,14 @@ class ArchiveFile(io.RawIOBase, ABC):
         return count
 
     def rewind(self) -> None:
-        """Hashes again."""
+        """Go back to the beginning, and hash the bytes anew."""
         self.seek(0)
         self._hashed = 0
         self._hash = hashlib.sha256()
 
     def sha256(self, check_running: Callable[[], None] = lambda: None) -> bytes:
-        """Bytes that were not read in order are read now. Calls `check_running` now and then; its
-        errors end this."""
+        """The hash of the whole archive: bytes that were not read in order are read now. Calls
+        `check_running` now and then; its errors end this."""
         self.seek(self._hashed)
         room = bytearray(_HASH_BYTES)
         while self._hashed < self.size:
@@ -88,6 +90,8 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
+    """A local archive; reading raises OSError if it changes."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._before = os.fstat(self._file)
@@ -96,6 +100,7 @@ class LocalArchiveFile(ArchiveFile):
 
     @property
     def state(self) -> tuple[int, int]:
+        """The size and the mtime_ns that the file had when it was opened."""
         return self._before.st_size, self._before.st_mtime_ns
 
     def read_at(self, start: int, room: memoryview) -> int:
@@ -113,11 +118,11 @@ class LocalArchiveFile(ArchiveFile):
 
 
 class FetchedArchiveFile(ArchiveFile):
-    """`ahead` pieces are fetched at once."""
+    """An archive that is fetched in pieces, up to `ahead` of them at once."""
 
     def __init__(self, size: int, read: ReadAt, ahead: int, *, is_pinned: bool = False) -> None:
-        """`is_pinned`: a piece that is fetched again must have the same bytes: a server could send
-        other members than those with the checked SHA-256."""
+        """If `is_pinned`, a piece that is fetched again must have the same bytes: a server could
+        send other members than those with the checked SHA-256."""
         super().__init__(size)
         self._read = read
         self._ahead = ahead
@@ -167,7 +172,7 @@ class FetchedArchiveFile(ArchiveFile):
 
 
 class StreamedArchiveFile(ArchiveFile):
-    """A server sends only whole files."""
+    """An archive of a server that sends only whole files, so it can be read once, in order."""
 
     def __init__(
         self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]

@@ -48,8 +48,8 @@ _SIZE = re.compile("[0-9]{1,18}")
 _REDIRECTS_MAX = 5
 _CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing in time gets another request
 _TAG_MAX = 1024  # of characters
-_AHEAD = 8  # pieces at once
-_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_AHEAD = 8  # pieces that are fetched at once
+_BUSY = (408, 425, 429, 500, 502, 503, 504)  # after these, the request is sent again
 _POLICY = RetryPolicy()
 _SECOND_NS = 1_000_000_000
 _TIME_S_END = (1 << 63) // _SECOND_NS
@@ -61,16 +61,18 @@ def split_sha256(address: str) -> tuple[str, bytes]:
     plain, has_fragment, fragment = address.partition("#")
     if not has_fragment:
         return address, b""
-    said = _SHA256.fullmatch(fragment)
-    if said is None:
+    given = _SHA256.fullmatch(fragment)
+    if given is None:
         shown_address = plain.partition("?")[0]  # a query may hold a secret
         raise UsageError(
             f"bad fragment in {shown_address}#...", advice="it is #sha256= and 64 hex digits"
         )
-    return plain, bytes.fromhex(said[1])
+    return plain, bytes.fromhex(given[1])
 
 
 class LocalArchive:
+    """A local file as an `Archive`."""
+
     is_local = True
     sha256 = b""
 
@@ -83,7 +85,8 @@ class LocalArchive:
         pass
 
     def look(self) -> ArchiveState:
-        """Raises NotFoundError, PermissionDenied."""
+        """The file's state, with its mtime as the tag. Raises NotFoundError, PermissionDenied,
+        UsageError."""
         try:
             found = os.stat(self.name)
         except FileNotFoundError as error:
@@ -95,7 +98,8 @@ class LocalArchive:
         return ArchiveState(f"mtime {found.st_mtime_ns}", found.st_size, found.st_mtime_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Raises PermissionDenied, and OSError if the file has changed."""
+        """Open the file. Raises PermissionDenied, and OSError if the file has changed since
+        `state`."""
         try:
             file = LocalArchiveFile(self.name)
         except OSError as error:
@@ -107,6 +111,8 @@ class LocalArchive:
 
 
 class HttpArchive:
+    """An http or https address as an `Archive`."""
+
     is_local = False
 
     def __init__(self, address: str) -> None:
@@ -133,10 +139,11 @@ class HttpArchive:
         self._seen = _Seen()
 
     def look(self) -> ArchiveState:
-        """Requests the first byte."""
+        """Request the first byte: the answer has the archive's state."""
         return self._retrying(0).call(self._look)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
+        """Open the archive after `look`. Raises OSError if it has changed since then."""
         if self._sends_parts:
             return FetchedArchiveFile(state.size, self._read, _AHEAD, is_pinned=bool(self.sha256))
         answer = self._retrying(0).call(lambda: self._get(self.address, {}))
@@ -166,7 +173,7 @@ class HttpArchive:
             answer.close()
         if not _SIZE.fullmatch(size):
             if self._sends_parts:
-                raise ObjectStoreRefused(f"{self.name}: the server does not say how long it is")
+                raise ObjectStoreRefused(f"{self.name}: the server does not report its size")
             size = "0"  # not known
         tag = (self._etag or (f"modified {changed}" if changed else ""))[:_TAG_MAX]
         return ArchiveState(tag if int(size) else "", int(size), _time_ns(changed))
@@ -180,11 +187,13 @@ class HttpArchive:
             headers["If-Match"] = self._etag
         answer = self._get(self._place, headers)
         try:
-            said, _, total = answer.headers.get("Content-Range", "").rpartition("/")
+            sent, _, total = answer.headers.get("Content-Range", "").rpartition("/")
             if answer.status != 206 or not self._seen.allows(answer, total):
                 raise ConflictError(f"{self.name} changed while it was being read")
-            if said.partition(" ")[2] != f"{start}-{start + size - 1}":
-                raise AttemptFailed(f"{self.name}: the server sent {said!r}, which was not asked")
+            if sent.partition(" ")[2] != f"{start}-{start + size - 1}":
+                raise AttemptFailed(
+                    f"{self.name}: the server sent {sent!r}, which was not requested"
+                )
             data = answer.read(size)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise AttemptFailed(f"{self.name}: {_reason(error)}") from error
@@ -195,7 +204,8 @@ class HttpArchive:
         return data
 
     def _get(self, address: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Follows redirections. Raises DieselError for an error of the server."""
+        """The answer to a request, with the status 200, 206 or 416. Follows redirections. Raises
+        DieselError for an error of the server."""
         is_remembered = address != self.address
         for _ in range(_REDIRECTS_MAX + 1):
             try:
@@ -215,24 +225,25 @@ class HttpArchive:
         if answer.status in (200, 206, 416):
             return answer
         answer.close()
-        said = f"{self.name}: the server answers {answer.status} {answer.reason or ''}".rstrip()
+        reason = f"{self.name}: the server answers {answer.status} {answer.reason or ''}".rstrip()
         match answer.status:
             case 404 | 410:
-                raise NotFoundError(said)
+                raise NotFoundError(reason)
             case 401 | 403:
                 self._place = self.address
                 if is_remembered:  # an address from a redirection may have expired
-                    raise AttemptFailed(said)
-                raise PermissionDenied(said)
+                    raise AttemptFailed(reason)
+                raise PermissionDenied(reason)
             case 412:
                 raise ConflictError(f"{self.name} changed while it was being read")
             case status if status in _BUSY:
                 pause_s = retry_after_s(answer.headers.get("Retry-After", ""))
-                raise AttemptFailed(said, pause_s_min=pause_s)
-        raise ObjectStoreRefused(said)
+                raise AttemptFailed(reason, pause_s_min=pause_s)
+        raise ObjectStoreRefused(reason)
 
     def _target(self, address: str, location: str) -> str:
-        """Raises ObjectStoreRefused."""
+        """The address to which a redirection leads. Raises ObjectStoreRefused if it is not http or
+        https, or leads from https to http."""
         try:
             target = urljoin(address, location)
             scheme = urllib3.util.parse_url(target).scheme
@@ -255,19 +266,21 @@ class HttpArchive:
 
 
 class _Seen(NamedTuple):
-    """What the server reported about an archive's bytes."""
+    """The server's first report about an archive's bytes."""
 
     etag: str = ""
     modified: str = ""
     size: str = ""
 
     def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
+        """Whether a later answer, in which the archive has this size, reports the same."""
         headers = answer.headers
         return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 
 
 def _time_ns(text: str) -> int:
-    """0 for a time that cannot be stored."""
+    """The time in a header of HTTP, in nanoseconds since 1970; 0 for a time that cannot be
+    stored."""
     parsed = email.utils.parsedate_tz(text)
     try:
         seconds = email.utils.mktime_tz(parsed) if parsed else 0
@@ -277,7 +290,7 @@ def _time_ns(text: str) -> int:
 
 
 def _pool(scheme: str, host: str) -> urllib3.PoolManager:
-    """Uses the environment's proxy, if any."""
+    """Connections to a host, through the environment's proxy if there is one."""
     timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is None or urllib.request.proxy_bypass(host):
@@ -296,6 +309,6 @@ def _read_stream(answer: urllib3.BaseHTTPResponse, size: int) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """Leaves out the address, which may hold a secret."""
+    """The reason of an error, without the address, which may hold a secret."""
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or type(cause).__name__)

@@ -16,8 +16,8 @@ has an archive of the same SHA-256, its entries are copied from there.
 **Order.** If files or links of several archives have one path, that of the last named archive
 counts, whichever is packed first: that archive is read again for such paths. A skipped archive is
 read again, too, if an earlier one has replaced an entry of it. An archive's record names the later
-ones that have replaced entries of it (`yields_to`): without these, the dataset does not have all of
-it.
+archives that have replaced entries of the archive (`yields_to`); the archive is skipped only if
+this put names those behind it, too.
 """
 
 import contextlib
@@ -70,19 +70,23 @@ _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
 _LOOKS = 16  # requests at once
 _COUNTED_BYTES = 64 << 20  # a longer compressed file is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
-_YIELDS_MAX = 4096  # a record is not changed to yield to more: it is read again
+_YIELDS_MAX = 4096  # a record that would name more stays as it is: its archive is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
+    """The state of an archive when it was looked at."""
+
     tag: str
     """The place's name for exactly these bytes, or ""."""
     size: int
+    """0 if it is not known."""
     modified_ns: int
+    """The time of the last change; 0 if it is not known."""
 
 
 class Archive(Protocol):
-    """One thread at a time."""
+    """An archive at its place. One thread at a time."""
 
     @property
     def name(self) -> str:
@@ -99,7 +103,7 @@ class Archive(Protocol):
 
     @property
     def sha256(self) -> bytes:
-        """That it must have; empty if none is given."""
+        """The SHA-256 that the archive must have; empty if none is given."""
         ...
 
     @property
@@ -108,11 +112,11 @@ class Archive(Protocol):
         ...
 
     def look(self) -> ArchiveState:
-        """Raises NotFoundError, PermissionDenied, ObjectStoreError."""
+        """The state of the archive. Raises NotFoundError, PermissionDenied, ObjectStoreError."""
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Raises as `look`; reading raises OSError."""
+        """Open the archive in this state. Raises as `look`, and OSError; reading raises OSError."""
         ...
 
     def stop(self) -> None:
@@ -121,11 +125,13 @@ class Archive(Protocol):
 
 
 class _Log(MemberLog):
+    """The members of one archive that were taken, and that the dataset had already."""
+
     def __init__(self, target: bytes) -> None:
         self._target = target
         self.paths = array("Q")  # hashes of the paths of files and links
-        self.others: list[bytes] = []
-        self.unchanged: list[int] = []
+        self.others: list[bytes] = []  # paths of links and folders in the dataset
+        self.unchanged: list[int] = []  # indices of entries in the dataset before the put
         self.entries = 0
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
@@ -143,7 +149,7 @@ class _Log(MemberLog):
 
 
 class _OnlyThese(Filter):
-    """The paths of another filter with these hashes."""
+    """Takes those paths that another filter takes, and that have one of `hashes`."""
 
     def __init__(self, taken: Filter, hashes: Set[int]) -> None:
         self._taken = taken
@@ -157,12 +163,17 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
+    """Another dataset that has an archive of the same bytes, and the record of that archive."""
+
     view: Snapshot
     record: ArchiveRecord
 
 
 @dataclass(slots=True)
 class _Job:
+    """One archive to put. `record` is its record of an earlier put or of this one; `original` is a
+    copy of the archive in another dataset."""
+
     archive: Archive
     state: ArchiveState
     log: _Log
@@ -170,21 +181,23 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """Its path comes from the archive's address."""
+    """Whether it is one compressed file, whose path comes from the archive's address."""
 
 
 @dataclass(slots=True)
 class _ArchiveGroup:
-    """Packed into common chunks: one archive, or several that are smaller than a chunk."""
+    """Archives that are packed into common chunks: one, or several that together are smaller than a
+    chunk."""
 
     jobs: list[_Job] = field(default_factory=list)
     bytes: int = 0
     chunks: dict[ChunkId, int] = field(default_factory=dict)
-    """Each chunk's number of files (extents)."""
+    """The number of files (extents) in each committed chunk."""
 
 
 class ArchivesSource(Source):
-    """The report names an archive that cannot be read, and the others continue."""
+    """Several archives. The report names an archive that cannot be read, and the put continues with
+    the others."""
 
     shadowed_reason = "it is a folder of an archive, too"
 
@@ -196,7 +209,7 @@ class ArchivesSource(Source):
         self._error: BaseException | None = None
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Raises the first error if no archive can be read."""
+        """Look at all archives. Raises the first error if no archive can be read."""
 
         def look(archive: Archive) -> ArchiveState | DieselError:
             try:
@@ -276,8 +289,8 @@ class ArchivesSource(Source):
     # Finding the archives that need not be read
 
     def _skip_recorded(self) -> None:
-        """Skip the archives whose entries the dataset still has, and find others in other
-        datasets."""
+        """Skip the archives whose entries the dataset still has, and find copies of the others in
+        other datasets."""
         options, repository = self._work.options, self._work.repository
         if options.checksum or options.delete:
             return
@@ -299,14 +312,15 @@ class ArchivesSource(Source):
         self._find_originals([job for job in self._jobs if not job.is_skipped])
 
     def _source_id(self, job: _Job) -> bytes:
-        """Includes the selection of members."""
+        """Identifies an archive's address, and the filters that select its members."""
         options = self._work.options
         filters = "".join(f"\n+{each}" for each in options.include)
         filters += "".join(f"\n-{each}" for each in options.exclude)
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """Needs a known SHA-256."""
+        """The record of an archive with the same SHA-256, or None. A local archive is hashed for
+        that; of another, the SHA-256 must be given."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -322,7 +336,8 @@ class ArchivesSource(Source):
         return next((each for each in same_size if each.sha256 == sha256), None)
 
     def _find_originals(self, jobs: Sequence[_Job]) -> None:
-        """Archives of the same SHA-256 in other datasets. Skips unreadable datasets."""
+        """Find archives of the same SHA-256 in other datasets. Datasets that cannot be read are
+        left out."""
         wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
         repository = self._work.repository
         for info in repository.datasets() if wanted else ():
@@ -347,7 +362,8 @@ class ArchivesSource(Source):
     # Reading, packing
 
     def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
-        """Raises DieselError."""
+        """Put all groups in several threads, and report the progress. Raises the first error of a
+        thread."""
         waiting = iter(batches)
         count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
         ended = threading.Semaphore(0)
@@ -394,6 +410,7 @@ class ArchivesSource(Source):
             self._work.progress(self._work.report)
 
     def _put(self, batch: _ArchiveGroup) -> None:
+        """Put one group, and record its archives that are complete. In one of the threads."""
         work = self._work
         report = PutReport()
 
@@ -427,7 +444,8 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """All packers share the session under the lock, under which `committed` is called, too."""
+        """A packer for one thread. All packers share the session under the lock, under which
+        `committed` is called, too."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
@@ -444,13 +462,13 @@ class ArchivesSource(Source):
         )
 
     def _check_running(self) -> None:
-        """Raise another thread's error."""
+        """Raise the error of another thread, if one has failed."""
         if self._error is not None:
             raise self._error
 
     def _take_one(self, job: _Job, work: PutWork, packer: Packer | None) -> tuple[bool, bytes]:
-        """Returns whether the archive was complete, and its SHA-256. The report names its faults.
-        Raises DieselError if the put cannot go on."""
+        """Take the members of one archive. Returns whether the archive was complete, and its
+        SHA-256. The report names its faults. Raises DieselError if the put cannot go on."""
         name = job.archive.name
         failed = len(work.report.failed)
         taker = MemberTaker(work, self._comparer, packer, job.log)
@@ -469,8 +487,9 @@ class ArchivesSource(Source):
         return not reason and len(work.report.failed) == failed, sha256
 
     def _fetch_members(self, job: _Job, taker: MemberTaker) -> tuple[str, bytes]:
-        """Returns why the archive broke off, and its SHA-256. A given SHA-256 is verified before
-        any member is taken. Raises UsageError, OSError."""
+        """Fetch an archive and take its members. Returns why the archive broke off (or ""), and its
+        SHA-256. A given SHA-256 is verified before any member is taken. Raises UsageError,
+        OSError."""
         expected = job.archive.sha256
         if expected:
             with contextlib.closing(_opened(job)) as file:
@@ -503,7 +522,7 @@ class ArchivesSource(Source):
                 work.report.failed[at] = path, f"{reason} (in {name})"
 
     def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
-        """Takes any kind of archive; returns why it broke off."""
+        """Take the members of any kind of archive. Returns why it broke off, or ""."""
         buffered = io.BufferedReader(file, READ_BYTES)
         try:
             if buffered.peek(4)[:4] in ZIP_MAGICS:
@@ -523,8 +542,8 @@ class ArchivesSource(Source):
             buffered.detach()
 
     def _take_single(self, job: _Job, content: Decompressor, taker: MemberTaker) -> str:
-        """The size must be known before packing, so a file longer than `_COUNTED_BYTES` is
-        decompressed twice."""
+        """Take one compressed file. Its size must be known before packing, so a file longer than
+        `_COUNTED_BYTES` is decompressed twice. Returns why it broke off, or ""."""
         member = tarfile.TarInfo()
         member.mode = 0o644
         job.is_single = True
@@ -554,6 +573,7 @@ class ArchivesSource(Source):
         return reason
 
     def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
+        """Record an archive that is complete in the dataset, so that a later put can skip it."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
         view, chunks = self._work.view, dict(batch.chunks)
@@ -583,7 +603,8 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self) -> None:
-        """The last of several members at one path counts. Raises DieselError."""
+        """If several archives have a member at one path, read the last of these archives again,
+        since its member counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
         view = self._newest_view() if contested else None
@@ -610,8 +631,8 @@ class ArchivesSource(Source):
         return self._work.repository.view(self._session.name)
 
     def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
-        """Takes the paths with these hashes, and compares contents with the dataset. Raises
-        DieselError."""
+        """Take the members whose paths have these hashes again, unless `view`, the dataset now, has
+        equal contents. Raises DieselError."""
         comparer = Comparer(
             view, self._work.target, self._work.options,
             _OnlyThese(self._work.path_filter, hashes), lambda _: True,
@@ -655,19 +676,22 @@ def _opened(job: _Job) -> ArchiveFile:
 
 
 def _difference(expected: bytes, sha256: bytes) -> str:
+    """Why a SHA-256 is not the expected one; empty if it is, or if none is expected."""
     if expected in (b"", sha256):
         return ""
     return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
+    """Whether the place reports the same bytes as in the record."""
     if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
         return False
     return job.archive.sha256 in (b"", record.sha256)
 
 
 def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
-    """Small archives are joined into batches of about a chunk."""
+    """The archives in groups, in their order. Small archives are joined into groups of about a
+    chunk."""
     batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
@@ -679,9 +703,11 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
 
 class _Contested(NamedTuple):
     last: list[tuple[_Job, Set[int]]]
-    """The last archives with some path, in their order, with the hashes of these paths."""
+    """The archives that are the last of several with some path, in their order, with the hashes of
+    these paths."""
     yields: dict[int, list[_Job]]
-    """The last archives, by the `id` of each other job."""
+    """For each archive that is not the last with some path (the `id` of its job), those that
+    are."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
@@ -714,7 +740,8 @@ def _paths(jobs: Sequence[_Job]) -> set[int]:
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:
-    """Returns why that broke off."""
+    """Take the members of an archive from its copy in another dataset. Returns why that broke off,
+    or ""."""
     view, record = original
     reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
     try:
@@ -747,7 +774,8 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """The files chunk by chunk, and the end of each chunk's files."""
+    """The files of a recorded archive, chunk by chunk, and the end of each chunk's files in that
+    list."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

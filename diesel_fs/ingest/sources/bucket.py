@@ -25,16 +25,16 @@ from ..paths import check_file_target, refusal_reason, target_path
 from ..put import Source
 
 FETCHES = 32
-"""An object store answers after tens of milliseconds."""
+"""Pieces that are fetched at once: an object store answers after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
 """Larger objects are fetched in pieces."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""Fetched but not packed bytes; one piece more is possible."""
+"""The most bytes that are fetched, or being fetched, but not packed; one piece more is possible."""
 
 REFUSED_IN_A_ROW_MAX = 100
-"""The store refuses all objects if it refuses more in a row."""
+"""If the store refuses more objects in a row, it probably refuses all: the put ends."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
@@ -59,7 +59,7 @@ class Bucket(Protocol):
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """The object has its state of the listing. Raises NotFoundError if it is gone,
+        """Bytes of an object in its state of the listing. Raises NotFoundError if it is gone,
         ConflictError if it has changed or is archived, ObjectStoreError."""
         ...
 
@@ -69,8 +69,8 @@ class Bucket(Protocol):
 
 
 class BucketSource(Source):
-    """A single object goes to the target itself, as a file. If an empty source is allowed, a
-    missing one counts as empty. Raises NotFoundError."""
+    """The objects below a prefix. A single object goes to the target itself, as a file. If there is
+    no object, `open` raises NotFoundError, unless `allow_empty` is set."""
 
     shadowed_reason = "it is a folder of the bucket, too"
 
@@ -79,7 +79,8 @@ class BucketSource(Source):
         self._objects: Iterator[BucketObject] = iter(())
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Raises UsageError for one object without a name or with --delete."""
+        """Begin the listing. Raises UsageError for a single object if the target has no name for
+        it, or with --delete."""
         listed = self._bucket.objects()
         try:
             first = next(listed, None)
@@ -92,7 +93,9 @@ class BucketSource(Source):
         if not first.key:
             check_file_target(target)
             if options.delete:
-                raise UsageError("one object says nothing about others: --delete cannot go with it")
+                raise UsageError(
+                    "one object does not show which others are gone: --delete cannot go with it"
+                )
         self._objects = chain([first], listed)
 
     def count(self) -> bool:
@@ -155,7 +158,8 @@ class BucketSource(Source):
         report.walked = True
 
     def _has_same_content(self, index: int, each: BucketObject) -> bool:
-        """True without `--checksum`."""
+        """Whether an object has the contents of the entry `index`; without `--checksum` always
+        True."""
         if not self._work.options.checksum:
             return True
         try:
@@ -168,20 +172,24 @@ class BucketSource(Source):
 
 
 class _Piece(NamedTuple):
+    """A part of the object with the number `owner`, which is fetched, or being fetched."""
+
     owner: int
     size: int
     content: "Future[bytes]"
 
 
 class _ObjectFetcher:
+    """Iterates over objects and fetches them ahead. `read` reads the current one."""
+
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
         self._threads = ThreadPoolExecutor(FETCHES, "fetch")
         self._objects: deque[tuple[int, BucketObject]] = deque()  # being fetched
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
-        self._current = -1  # of the object that the iterator returned last
-        self._piece = memoryview(b"")  # the unread rest
+        self._current = -1  # the number of the object that the iterator returned last
+        self._piece = memoryview(b"")  # the unread rest of the current piece
         self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
@@ -215,7 +223,8 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Returns whether there is an object to pack."""
+        """Begin to fetch pieces, as many as there is room for. Returns whether there is an object
+        to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX
@@ -225,7 +234,7 @@ class _ObjectFetcher:
         return bool(self._objects)
 
     def _fetch_steps(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
-        """An empty object counts as a piece."""
+        """Each step begins to fetch one piece; an empty object is a step, too."""
         for number, found in enumerate(wanted):
             self._objects.append((number, found))
             if not found.size:

@@ -28,7 +28,7 @@ BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
     IsalError,  # type: ignore[assignment]  # its stub takes this class for an instance
 )
-"""A damaged stream raises these."""
+"""The errors of reading a damaged stream."""
 
 MAGIC_BYTES = 6
 _BLOCK_BYTES = 1 << 20
@@ -38,11 +38,11 @@ _READ_BYTES = 1 << 20
 
 
 class TrailingBytes(OSError):
-    """All before these bytes has been read."""
+    """Bytes of another kind stand behind the compressed ones, all of which have been read."""
 
 
 class _Stream(Protocol):
-    """A gzip member, a Zstandard frame."""
+    """The decompressor of one stream of a format, such as a gzip member or a Zstandard frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -87,7 +87,8 @@ def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
 
 
 class _Streams:
-    """Zeros may stand between and behind the streams."""
+    """Decompresses a file that may have several streams of one format, one after the other. Zeros
+    may stand between and behind them."""
 
     def __init__(self, file: "BufferedStream", kind: _Format) -> None:
         self._file = file
@@ -96,8 +97,8 @@ class _Streams:
         self._next = b""  # read but not yet decompressed
 
     def readinto(self, room: memoryview) -> int:
-        """Returns the number of bytes, 0 only at the end. Raises TrailingBytes, and the errors of
-        the library."""
+        """Decompress into `room`. Returns the number of bytes, 0 only at the end. Raises
+        TrailingBytes, and the errors of the library."""
         while not self._stream.eof or self._begin_next():
             data = b""
             if self._stream.needs_input:
@@ -111,7 +112,7 @@ class _Streams:
         return 0
 
     def _begin_next(self) -> bool:
-        """False at the end."""
+        """Begin the next stream; False at the end of the file. Raises TrailingBytes."""
         rest = self._stream.unused_data.lstrip(b"\0")
         while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
             rest = (rest + more).lstrip(b"\0")
@@ -119,7 +120,8 @@ class _Streams:
             return False
         if not rest.startswith(self._kind.magics):
             raise TrailingBytes(
-                f"what follows the end of the {self._kind.name} stream is none: it is left out"
+                f"the bytes behind the end of the {self._kind.name} stream are of another kind:"
+                " they are left out"
             )
         self._stream, self._next = self._kind.begin(), rest
         return True
@@ -135,8 +137,8 @@ class BufferedStream(io.BufferedReader):
 
 
 class Decompressor(io.BufferedIOBase):
-    """Runs at most `_BLOCKS_AHEAD` MiB ahead of its reader. Bytes decompressed before an error are
-    read first; then the error is raised."""
+    """A file whose content a thread decompresses, at most `_BLOCKS_AHEAD` MiB ahead of its reader.
+    Bytes decompressed before an error are read first; then the error is raised."""
 
     def __init__(self, readinto: Callable[[memoryview], int]) -> None:
         self._readinto = readinto
@@ -152,8 +154,8 @@ class Decompressor(io.BufferedIOBase):
         return True
 
     def peek(self, size: int) -> bytes:
-        """Returns at least one byte unless the content has ended. A later `read` returns
-        it again."""
+        """The next bytes, which a later `read` returns again: at least one, unless the content has
+        ended."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
@@ -168,7 +170,7 @@ class Decompressor(io.BufferedIOBase):
         return count
 
     def read(self, size: int | None = -1) -> bytes:
-        """Returns fewer bytes at the end."""
+        """The next `size` bytes, fewer at the end. Raises the errors of decompression."""
         assert size is not None
         assert size >= 0
         parts = []
@@ -192,6 +194,8 @@ class Decompressor(io.BufferedIOBase):
         super().close()
 
     def _next(self) -> bool:
+        """Wait for the next block; False if the content has ended. Raises the errors of
+        decompression."""
         if not self._has_ended:
             block = self._blocks.get()
             if isinstance(block, memoryview):

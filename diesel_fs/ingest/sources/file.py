@@ -18,8 +18,9 @@ from .walk import failure_reason
 
 
 class FileSource(Source):
-    """The file at `path`, or behind a link there, goes to the target itself. Raises ConflictError
-    if a folder with entries is there or a file above, and UsageError for a path that is no file."""
+    """The file at `path`, or behind a link there, goes to the target itself. `start` raises
+    ConflictError if the dataset has a folder at the target, or a file above it; `open` raises
+    UsageError for a path that is no file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,7 +29,9 @@ class FileSource(Source):
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
         check_file_target(target)
         if options.delete:
-            raise UsageError("one file says nothing about others: --delete cannot go with it")
+            raise UsageError(
+                "one file does not show which others are gone: --delete cannot go with it"
+            )
         try:
             real = Path(os.path.realpath(self._path, strict=True))
             self._folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -33,17 +33,17 @@ from .walk import walk, walk_paths
 
 _BATCH_ENTRIES = 256  # sending takes some 100 us, packing 4 ms
 _OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
-_BACKLOG_BATCHES = 1024  # some 5 MB of names
+_BACKLOG_BATCHES = 1024  # that wait for a process: some 5 MB of names
 COMMIT_EVERY_S = 0.1  # a commit takes some milliseconds, and more on a remote store
-_STALE_TRIES = 2  # after a chunk missed the put window
+_STALE_TRIES = 2  # to pack files, if their chunk was committed too late (`StaleChunk`)
 
 
 class FolderSource(Source):
-    """A folder, or its `paths` (files, links or single folders in it).
+    """A folder, or only `paths` (files, links or single folders in it).
 
     If the object store does not work in forked children, `program` packs: a command that takes a
-    descriptor and calls `worker.run_worker_program`. Chunks of `commit_every_s` are committed
-    together, with at most `commit_entries_max` entries.
+    descriptor and calls `worker.run_worker_program`. The chunks that are stored within
+    `commit_every_s` are committed together, earlier if they have `commit_entries_max` entries.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FolderSource(Source):
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
         if options.delete and self._paths is not None:
             raise UsageError(
-                "a list of files says nothing about others: --delete cannot go with it"
+                "a list of files does not show which others are gone: --delete cannot go with it"
             )
         repository.check_no_overlap(self._folder)
         self._root = open_source(self._folder)
@@ -122,7 +122,7 @@ class FolderSource(Source):
 
 
 def open_source(source: Path) -> int:
-    """Raises NotFoundError, PermissionDenied."""
+    """A descriptor of the source. Raises NotFoundError, PermissionDenied."""
     try:
         return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -133,6 +133,8 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
+    """A batch for a packing process, of `count` entries."""
+
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
     count: int = 0
@@ -140,6 +142,8 @@ class _PackMessage:
 
 @dataclass(eq=False)
 class _FolderPut:
+    """Feeds the processes with batches, and commits the chunks that they store."""
+
     session: WriteSession
     target: bytes
     batches: Iterator[_PackMessage]
@@ -148,7 +152,7 @@ class _FolderPut:
     commit_entries_max: int
 
     def __post_init__(self) -> None:
-        self.stale: list[bytes] = []  # their chunk came too late
+        self.stale: list[bytes] = []  # paths whose chunk came too late
         self._backlog: deque[_PackMessage] = deque()
         # Durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
@@ -156,7 +160,7 @@ class _FolderPut:
         self._committed_s = float("-inf")
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
-        """Ends the processes after the last batch is packed, stored and committed."""
+        """Feed the processes, and end them after the last batch is packed, stored and committed."""
         try:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
@@ -198,7 +202,8 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """Returns whether there may be more."""
+        """Add the next batch to the backlog. Returns whether there may be more, and room for
+        them."""
         if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self.batches, None)
@@ -210,6 +215,7 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
+        """Receive one message of a process, and act on it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -230,6 +236,7 @@ class _FolderPut:
                 raise error_by_class_name(*values)
 
     def _validate(self, preamble: bytes, header: bytes, entries: int) -> None:
+        """Keep a stored chunk for the next commit, or its paths if it came too late."""
         try:
             chunk = self.session.validate_chunk(preamble, header)
         except StaleChunk as stale:

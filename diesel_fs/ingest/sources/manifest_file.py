@@ -1,4 +1,4 @@
-"""Fetches the manifest of a put from any place of archives, compressed or not, and reads it."""
+"""Fetches the manifest of a put from any place that archives have, compressed or not."""
 
 import contextlib
 from typing import BinaryIO, cast
@@ -13,8 +13,9 @@ _READ_BYTES = 1 << 20
 
 
 def fetch_manifest(file: Archive) -> FetchedManifest:
-    """Raises UsageError for a file that is no manifest, CorruptError for one that is damaged or has
-    another SHA-256 than its address, NotFoundError, PermissionDenied, ObjectStoreError."""
+    """Fetch and parse a manifest. Raises UsageError for a file that is no manifest, CorruptError if
+    it is damaged or has another SHA-256 than its address gives, NotFoundError, PermissionDenied,
+    ObjectStoreError."""
     state = file.look()
     try:
         with contextlib.closing(file.open(state)) as opened:
@@ -35,7 +36,7 @@ def fetch_manifest(file: Archive) -> FetchedManifest:
 
 
 def _read(stream: BinaryIO, name: str) -> bytes:
-    """Raises UsageError if it is too long, and the errors of decompression."""
+    """The whole content. Raises UsageError if it is too long, and the errors of decompression."""
     content = bytearray()
     while part := stream.read(_READ_BYTES):
         content += part

@@ -31,16 +31,18 @@ _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
 _LINK_MEMORY_BYTES = 256 << 20
 
 OpenContent = Callable[[], BinaryIO]
+"""Opens the content of a member, before the next member is taken."""
 
 
 class MemberLog:
-    """Filled as an archive's members are taken. Each method may be overridden."""
+    """Its methods are called as an archive's members are taken. Here they do nothing; each may be
+    overridden."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
-        """A path below the archive's root is `prefix` and a name."""
+        """Files were taken. The path of each, below the archive's root, is `prefix` and a name."""
 
     def add_other(self, path: bytes, *, is_link: bool) -> None:
-        """A link or a folder, below the archive's root."""
+        """A link or a folder was taken; `path` is below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
         """The dataset has the last added member already, at this index of its view."""
@@ -48,7 +50,8 @@ class MemberLog:
 
 @dataclass(slots=True)
 class FolderFiles:
-    """`prefix` is the folder's name in the archive, with the slash."""
+    """Files of one folder of an archive, with their contents. `prefix` is the folder's name in the
+    archive, with a slash at its end."""
 
     prefix: bytes
     names: list[bytes]
@@ -58,7 +61,8 @@ class FolderFiles:
 
 
 class MemberTaker:
-    """Only counts members if it has no packer (in a dry run)."""
+    """Compares the members of an archive with the dataset, and packs them; without a packer (in a
+    dry run), it only counts them."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class MemberTaker:
         return bool(self._hard_links)
 
     def take_files(self, files: FolderFiles) -> None:
-        """All at once if the folder is empty in the dataset."""
+        """Put the files of one folder, all at once if the folder is empty in the dataset."""
         folder = self._empty_target_folder(files)
         if folder is not None and max(map(len, files.contents)) <= self._extent_bytes:
             self.work.report.entries_found += len(files.names)
@@ -181,8 +185,8 @@ class MemberTaker:
         return self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
 
     def _empty_target_folder(self, files: FolderFiles) -> bytes | None:
-        """The dataset's folder; None if it is not empty, if a name is not allowed, or if each file
-        must be checked by itself."""
+        """The path of the files' folder in the dataset; None if it is not empty, if a name is not
+        allowed, or if each file must be checked by itself."""
         if self._hard_links or not self.work.path_filter.includes_all:
             return None
         prefix = files.prefix
@@ -205,7 +209,8 @@ class MemberTaker:
         entry: Stat,
         content_of: OpenContent,
     ) -> None:
-        """Skips an equal entry at `index`. `entry` has only the mode bits that a dataset keeps."""
+        """Put a member, unless the dataset has an equal entry at `index`. `entry` has only the mode
+        bits that a dataset keeps."""
         link = encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
@@ -246,7 +251,7 @@ class MemberTaker:
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
-        """Its content is copied after the archive has been read."""
+        """Note a hard link; `copy_hard_links` puts it after the archive has been read."""
         origin = member_path(encoded(member.linkname))
         if not origin or path_fault(origin):
             self.work.report.fail(path, f"refused: a hard link to {shown(origin)}")
@@ -256,12 +261,12 @@ class MemberTaker:
 
 
 def encoded(text: str) -> bytes:
-    """The name or target was decoded as UTF-8."""
+    """The bytes of a member's name or target, which was decoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def member_path(name: bytes) -> bytes:
-    """ "" for the root."""
+    """A member's path, without `./` before it or a slash at its end; empty for the root."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
@@ -281,12 +286,13 @@ def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def _name(prefix: bytes) -> bytes:
-    """Keeps the slash, for comparison with paths below the root."""
+    """A folder's path with a slash at its end, to be put before names; empty for the root."""
     path = member_path(prefix)
     return path + b"/" if path else b""
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
+    """Why a member cannot be put, or an empty string."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
     if reason := refusal_reason(target):

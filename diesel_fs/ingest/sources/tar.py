@@ -39,7 +39,7 @@ from .tar_headers import (
 
 _READ_BYTES = 1 << 20
 _WINDOW_BYTES = 4 << 20  # to look for plain files in
-_REFILL_BYTES = 1 << 20  # if less of it is left, more is read
+_REFILL_BYTES = 1 << 20  # if less of the window is left, more is read
 _PROGRESS_ENTRIES = 256
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all headers before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
@@ -50,7 +50,8 @@ _BROKEN: tuple[type[Exception], ...] = (tarfile.TarError, FileSkipped, *BROKEN_S
 
 
 class _Tar(tarfile.TarFile):
-    """It remembers how it ended: `tarfile` itself takes a damaged header for the end."""
+    """A tar that remembers the error with which it ended: `tarfile` itself takes a damaged header
+    for the end."""
 
     members: list[tarfile.TarInfo]
     end_error: tarfile.HeaderError | None = None
@@ -158,7 +159,8 @@ def _check_records(body: bytes) -> None:
 
 
 class _Window:
-    """The tar's next part is `data[at:end]`. `tarfile` reads it as a file."""
+    """A buffer over the stream: `data[at:end]` is the tar's next part. `tarfile` reads it as a
+    file."""
 
     def __init__(self, stream: BufferedStream | Decompressor) -> None:
         self.data = bytearray(_WINDOW_BYTES)
@@ -179,7 +181,7 @@ class _Window:
             pass
 
     def read(self, size: int) -> bytes:
-        """Returns fewer bytes at the end. Raises the errors of the stream."""
+        """The next `size` bytes, fewer at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -197,6 +199,7 @@ class _Window:
         return b"".join(parts)
 
     def skip_to(self, position: int) -> bool:
+        """Go forward to a position in the tar; False if it is not in the window."""
         if not 0 <= position - self.tell() <= self.end - self.at:
             return False
         self.at = position - self._start
@@ -219,7 +222,8 @@ class _Window:
                 return False
 
     def fill(self) -> bool:
-        """False if there is enough, or nothing is left. The window must stand at a header."""
+        """Read more into the window; False if it has enough, or the stream has ended. The window
+        must stand at a header."""
         left = self.end - self.at
         if left >= _REFILL_BYTES:
             return False
@@ -238,11 +242,11 @@ class _Window:
 
 
 START_BYTES = 512 << 10
-"""What `is_tar` needs. A tar without entries is shorter."""
+"""The bytes that `is_tar` needs to see. A tar without entries is shorter."""
 
 
 def is_tar(start: bytes) -> bool:
-    """`start` has START_BYTES, or the whole stream."""
+    """Whether a stream is a tar. `start` has its first START_BYTES, or the whole stream."""
     if len(start) < BLOCK_BYTES:
         return False
     try:
@@ -255,7 +259,8 @@ def is_tar(start: bytes) -> bool:
 
 
 class TarEntries:
-    """Taken once, in their order. Raises UsageError for a stream that is no tar."""
+    """The entries of a stream of tars, which can be taken once, in their order. The constructor
+    raises UsageError for a stream that is no tar."""
 
     def __init__(self, plain: BufferedStream | Decompressor) -> None:
         try:
@@ -275,7 +280,7 @@ class TarEntries:
         self._last = b""
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Returns why the tar broke off, or "". Raises DieselError."""
+        """Take all entries. Returns why the tar broke off, or "". Raises DieselError."""
         tar, ends = self._tar, 0
         try:
             while True:
@@ -283,7 +288,7 @@ class TarEntries:
                 self._take_one_tar(taker)
                 if type(tar.end_error).__name__ != "EOFHeaderError":
                     if ends and begun == tar.offset:
-                        return f"what follows the tar's end, from byte {begun} on, is no tar"
+                        return f"the bytes behind the tar's end, from byte {begun} on, are no tar"
                     raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
                 self._last, ends = b"", ends + 1
                 if not tar.window.skip_zeros():
@@ -296,7 +301,8 @@ class TarEntries:
             return f"the tar is damaged or cut off{last}: {error}"
 
     def _take_one_tar(self, taker: MemberTaker) -> None:
-        """Ends at the tar's end, or at damage. Raises the errors of the stream, and DieselError."""
+        """Take entries up to the tar's end, or to damage. Raises the errors of the stream, and
+        DieselError."""
         tar, work, entries = self._tar, taker.work, 0
         while (member := tar.next()) is not None:
             tar.members.clear()  # otherwise tarfile keeps a kilobyte for each
@@ -310,6 +316,7 @@ class TarEntries:
                 work.progress(work.report)
 
     def _take_plain(self, taker: MemberTaker) -> None:
+        """Take the plain files that come next, many at once (`tar_headers.py`)."""
         tar = self._tar
         while tar.is_at_header:
             window = tar.window
@@ -326,8 +333,9 @@ class TarEntries:
 
 
 class TarSource(Source):
-    """If the tar breaks off, the entries read so far are put, the report has the reason with an
-    empty path, and nothing is deleted. Raises UsageError for a stream that is no tar."""
+    """A tar in a stream. If the tar breaks off, the entries read so far are put, the report has the
+    reason with an empty path, and nothing is deleted. `open` raises UsageError for a stream that is
+    no tar."""
 
     shadowed_reason = "it is a folder of the tar, too"
 
@@ -376,6 +384,7 @@ class TarSource(Source):
 
 
 def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
+    """The files in runs: each run has files of one folder."""
     names, start = files.names, 0
     while start < len(names):
         prefix_bytes = names[start].rfind(b"/") + 1
@@ -397,6 +406,7 @@ def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
+    """The time in nanoseconds since 1970; None if it cannot be stored."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS

@@ -22,7 +22,8 @@ _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
-"""They do not change the place of contents."""
+"""Keys of pax headers that a dataset does not need, and that do not change the place of
+contents."""
 
 PREFIX = slice(345, 500)
 """The first part of a long name in a ustar header."""
@@ -32,25 +33,28 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def has_prefix(header: bytes | bytearray) -> bool:
-    """The ustar format. Others have other data at PREFIX, or none."""
+    """Whether a header is of the ustar format. Headers of other formats have other data at PREFIX,
+    or none."""
     return header[_MAGIC] == _USTAR
 
 
 @dataclass(slots=True)
 class PlainFiles:
+    """The columns of plain files. `starts` are the positions of their contents in the data."""
+
     names: list[bytes] = field(default_factory=list)
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """The next header, which is not plain or not complete."""
+    """The position of the next header, which is not plain or not complete."""
 
 
 class _Extended(NamedTuple):
-    """It stands before a file's own header."""
+    """An extended header, with a long name or pax records; it stands before a file's own header."""
 
-    header: int  # of the file
+    header: int  # the position of the file's own header
     body_bytes: int
     name: bytes | None
     mtime_ns: int | None
@@ -62,8 +66,8 @@ def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
     A header stands at `start`, a multiple of BLOCK_BYTES. In a header, byte 156 is the kind, and
     bytes 124 to 135 are the size.
     """
-    starts: list[int] = []  # with extended headers
-    headers: list[int] = []  # without
+    starts: list[int] = []  # of the files' first headers, extended or own
+    headers: list[int] = []  # the files' own
     sizes: list[int] = []
     extended: dict[int, _Extended] = {}  # by the position in these lists
     at = start
@@ -100,8 +104,8 @@ def _columns(
     sizes: list[int],
     extended: dict[int, _Extended],
 ) -> PlainFiles:
-    """The first headers' columns, up to one whose fields are not plain. `good` marks plain headers;
-    the numbers are the places of ustar's fields."""
+    """The columns of the first headers, up to one whose fields are not plain. `good` marks plain
+    headers; the numbers are the places of ustar's fields."""
     files = PlainFiles(end=starts[0])
     if not headers:
         return files
@@ -146,7 +150,8 @@ def _columns(
 
 
 def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
-    """Blanks take the place of the checksum. Adds four bytes at a time."""
+    """The checksum that each header should have: the sum of its bytes, with blanks in place of the
+    checksum. Adds four bytes at a time."""
     words = head.view(np.uint64)
     every_other = np.uint64(0x00FF00FF00FF00FF)
     lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
@@ -157,7 +162,8 @@ def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
 
 
 def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Octal digits, then blanks or NULs. Sets `good` to False for other values."""
+    """The numbers in a field: octal digits, then blanks or NULs. Sets `good` to False for other
+    values."""
     if len(column) > 1 and (column == column[0]).all():  # usual for owners and modes
         is_good = np.ones(1, np.bool_)
         value = np.repeat(_octal(column[:1], is_good), len(column))
@@ -174,7 +180,8 @@ def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]
 
 
 def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
-    """A text ends at the first NUL. Sets `good` to False if other bytes follow."""
+    """The texts in a field; each ends at the first NUL. Sets `good` to False if other bytes
+    follow."""
     if not column.any():
         return [b""] * len(column)
     texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()
@@ -184,8 +191,8 @@ def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
-    """None if the extended header is not plain. Its own fields are checked later, with those of all
-    headers."""
+    """Parse the extended header at `at`; None if it is not plain. Its own fields are checked later,
+    with those of all headers."""
     size_text = data[at + 124 : at + 135]
     ended = data[at + 135] in (0, ord(" "))
     try:
@@ -205,7 +212,8 @@ def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
 
 
 def _pax(body: bytes, header: int) -> _Extended | None:
-    """None if a record is not plain."""
+    """Parse the records of a pax header, which the file's own header at `header` follows; None if a
+    record is not plain."""
     name = mtime_ns = None
     at = 0
     while at < len(body):

@@ -52,7 +52,8 @@ def open_folder(root: int, path: bytes) -> int:
 
 
 def open_file(folder: int, name: bytes) -> int:
-    """Never blocks on a pipe, never follows a link. Raises OSError."""
+    """A descriptor of a file in the folder with the descriptor `folder`. Never blocks on a pipe,
+    never follows a link. Raises OSError."""
     return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
@@ -83,6 +84,7 @@ def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[Fold
 
 
 def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: ReportFailure) -> None:
+    """Fill a listing with the names in its folder."""
     found = os.fstat(folder)
     listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
     prefix = listing.path + b"/" if listing.path else b""
@@ -153,6 +155,7 @@ def walk_paths(
 
 
 def failure_reason(error: OSError) -> str:
+    """The reason in the report for an error with an entry."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:

@@ -54,14 +54,16 @@ _ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
 
 @dataclass(slots=True)
 class _TableEntry:
-    """The data of an entry with which `zipfile` is not trusted."""
+    """An entry of the table: its name, which `zipfile` may decode wrongly, and why it cannot be
+    read (or "")."""
 
     name: bytes
     fault: str = ""
 
 
 class ZipEntries:
-    """The file is seekable. Raises UsageError if it is no zip."""
+    """The entries of a zip in a seekable file. The constructor raises UsageError for a file that is
+    no zip."""
 
     def __init__(self, file: BinaryIO) -> None:
         plain = _PlainTableFile(file)
@@ -76,7 +78,8 @@ class ZipEntries:
         self._zip.close()
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Never breaks off, and returns "". Raises DieselError."""
+        """Take all entries. A zip never breaks off, so this always returns "" (see `TarEntries`).
+        Raises DieselError."""
         work = taker.work
         for number, (info, entry) in enumerate(self._entries):
             name = entry.name
@@ -121,7 +124,7 @@ class ZipEntries:
 
 
 class _PlainTableFile:
-    """Shows `zipfile`, which reads the table at once, a repaired one."""
+    """The file for `zipfile`, which reads the table in one call and then gets a repaired one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -136,7 +139,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """From now on the file is read unchanged."""
+        """The entries of the table. From now on the file is read unchanged."""
         self._is_taken = True
         return self._entries
 
@@ -144,7 +147,7 @@ class _PlainTableFile:
 
 
 def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
-    """The table for `zipfile`, with its entries up to the first damaged one."""
+    """The table as `zipfile` accepts it, and its entries up to the first damaged one."""
     plain, entries, at = bytearray(table), list[_TableEntry](), 0
     while at + _TABLE_HEADER.size <= len(table):
         magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
@@ -200,8 +203,8 @@ def _is_utf8(name: bytes) -> bool:
     return True
 
 
-def _name(raw: bytes, says_utf8: bool) -> bytes:
-    if says_utf8 or _is_utf8(raw):
+def _name(raw: bytes, declares_utf8: bool) -> bytes:
+    if declares_utf8 or _is_utf8(raw):
         return raw
     return raw.decode("cp437").encode("utf-8")
 

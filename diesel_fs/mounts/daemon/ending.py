@@ -1,11 +1,12 @@
 """Ends a mount: after a signal, when the supervisor was killed, or when serving has failed.
 
-`UNMOUNT_SIGNAL` unmounts (lazily if the mount is in use), lets reads under way finish for the grace
-period, and ends the session; a second one ends it at once. `ORPHANED_SIGNAL` aborts the connection.
+At `UNMOUNT_SIGNAL` the server unmounts (lazily if the mount is in use), lets reads under way finish
+for the grace period, and ends the session; at a second `UNMOUNT_SIGNAL` it ends the session at
+once. At `ORPHANED_SIGNAL` it aborts the connection.
 
 Concurrency: trio, in the server's thread. Unmounting may wait until requests are answered, so a
-thread does it while the session goes on answering. `unmount_now` is for when nothing answers any
-more: it ends the connection of a native mount first.
+thread does it while the session goes on answering. `unmount_now` is for a mount whose session no
+longer answers: it ends the connection of a native mount first.
 """
 
 import logging
@@ -33,8 +34,9 @@ NEXT_READ_S = 0.02
 """In a native mount, the longest time between a READ and the next one of the same read."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
-"""The supervisor sends it once to unmount, and twice to end at once. SIGTERM from other processes
-unmounts as well, but does not count: they may have signalled the supervisor too."""
+"""The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
+unmounts as well, but does not count as one of the two: that process may have signalled the
+supervisor, too."""
 
 ORPHANED_SIGNAL = signal.SIGUSR2
 """The kernel sends it when the supervisor was killed. The server then aborts the connection, since
@@ -42,21 +44,21 @@ the worker may wait for a page lock. Before there is a mount this signal ends th
 
 
 class MountEnd:
-    """Made as soon as the mount is made."""
+    """Ends one mount. The server makes a `MountEnd` as soon as it has mounted."""
 
     def __init__(self, mountpoint: str, session: Session, vfs: Vfs, grace_s: float) -> None:
-        """Reads under way at the end get `grace_s`."""
+        """Reads under way at the end get `grace_s` seconds to finish."""
         found = mounted_at(mountpoint)
         self.device = found.device if found else ""
         """The device number of the connection; empty if the mount has ended already."""
         self.is_ready = False
-        """Whether the program that started the mount knows that it is ready."""
+        """Whether the mount was reported as ready; the server sets it."""
         self._mountpoint = mountpoint
         self._session = session
         self._vfs = vfs
         self._grace_s = grace_s
-        self._mount_id = found.tree.mount_id if found else 0  # unless the mount switches trees
-        self._abort_file = syscalls.open_abort(self.device)
+        self._mount_id = found.tree.mount_id if found else 0  # a native session has its own
+        self._abort_file = syscalls.open_abort(self.device)  # -1: this user may not abort
 
     async def handle_signals(
         self,
@@ -132,7 +134,7 @@ class MountEnd:
 
     async def _drain(self) -> None:
         """Waits until no read is under way. For one read of a native mount the kernel sends READs
-        one after the other, so it has ended when no other comes."""
+        one after the other, so the read has ended when no further READ comes for `NEXT_READ_S`."""
         await self._vfs.drain()
         answered = -1
         while isinstance(self._session, NativeSession) and self._vfs.requests["read"] != answered:

@@ -1,11 +1,11 @@
-"""Feeds the order logs of a mount: makes them if they pay, and reports what readers read.
+"""Feeds the order logs of a mount: makes logs if they pay, and reports readers' progress to them.
 
 Order logs (`cache/order_logs/`) have the files of an order one behind the other on a disk. While an
 epoch is read, its files are copied to the log of the next one. The prefetch worker reads from
-`OrderLogFeed.batches`, so most files are copied when it pushes them; a READ brings others past it,
-and the idle worker reads those again (`read_late`).
+`OrderLogFeed.batches`, so most files are copied when it pushes them. READs bring the others without
+the worker (*late* files); when it is idle, it reads these again (`read_late`).
 
-Used by the worker's one thread. Its calls wait for the store or the disk.
+Used by the worker's one thread. The calls may wait for the store or the disk.
 """
 
 import logging
@@ -29,11 +29,11 @@ from ..source import LOGS_DIVISOR, MemorySplit, MountSource
 log = logging.getLogger("diesel.mount")
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
-"""How many lists of files that the logs lack are remembered until the worker has time for them, and
-the length of a list."""
+"""How many lists of late files are remembered until the worker has time for them, and the greatest
+length of a list."""
 
 LOOK_S = 0.05
-"""How often readers' positions are reported to the logs."""
+"""The least time between two reports of readers' positions to the logs."""
 
 
 class OrderLogFeed:
@@ -48,13 +48,14 @@ class OrderLogFeed:
         self._snapshot = snapshot
         self._push_bytes = push_bytes
         self.batches: BatchSource = source.batch_source(request, snapshot)
-        """The contents of files: from the logs first, if there are any."""
+        """The source of the contents of files. If there are logs, it reads them before the
+        store."""
         self.is_possible = bool(request.log_folder)
         """Whether there are logs, or may be some later."""
         self._logs: OrderLogs | None = None
         self._looked_s = 0.0
         self._plans: dict[str, LogPlan] = {}  # by stream
-        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # brought by READs
+        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # lists of late files
 
     @property
     def has_logs(self) -> bool:
@@ -80,7 +81,7 @@ class OrderLogFeed:
             for each in reading
             if each.current is not None
         }
-        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
+        if plans:  # a stream with nothing left to push keeps its last plan until it has more
             streams = {each.name for each in reading}
             kept = {name: plan for name, plan in self._plans.items() if name in streams}
             before, self._plans = self._plans, kept | plans
@@ -117,15 +118,15 @@ class OrderLogFeed:
         return True
 
     def note_late(self, entries: Entries) -> None:
-        """Remember files that the logs lack, in lists of up to `LATE_ENTRIES`: a reader that
-        outruns the pushes is noted file by file."""
+        """Remember late files, which the logs lack. Calls are joined into lists of up to
+        `LATE_ENTRIES`, since a reader that outruns the pushes causes one call for each file."""
         if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
             entries = np.concatenate((self._late.pop(), entries))
         self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
 
     def read_late(self) -> bool:
-        """Read some files again that READs have brought, so that the logs get them. Returns whether
-        there were any."""
+        """Read a list of late files again, so that the logs get them. Returns whether there was
+        one."""
         if self._logs is None:
             return False
         if not self._late:

@@ -7,18 +7,19 @@ to the planner (`prefetch/planner.py`), asks it for a decision and carries the d
 (`prefetch/pages/page_cache.py`). Every byte is checked before it is pushed.
 
 The worker is a process of its own because each of its steps may wait: for the store, for the
-server, or for the lock of a page that a READ in progress holds. If it is killed or fails, the mount
-goes on without pushing.
+server, or for the lock of a page that a READ in progress holds. If the worker is killed or fails,
+the mount goes on without pushing.
 
 Rules of concurrency:
 
 - One thread runs the loop. It alone uses the planner, the page cache and the link. It handles a
-  message as a whole, and carries a decision out and reports it before it asks for the next one.
-- In one turn it reads all messages and opens, then does one piece of work. After a switch it first
-  tells the kernel, piece by piece, which names and contents have changed
-  (`versions/invalidation.py`), and nothing is pushed meanwhile. Then it takes over pages of the
-  version before, with one decision between two pieces if readers follow a plan. Otherwise the piece
-  is one decision.
+  message as a whole, and carries a decision out and reports the result before it asks for the next
+  decision.
+- In one turn the loop reads all messages and opens, then does one piece of work, usually one
+  decision. After a switch the pieces are others: first the kernel is notified, piece by piece, of
+  the names and contents that have changed (`versions/invalidation.py`), and nothing is pushed
+  meanwhile. Then pages of the version before are taken over, with one decision between two pieces
+  if readers follow a plan.
 - A push from a slow store waits for its contents in the thread "contents". The loop's thread
   answers requests of the control socket meanwhile. So changes of plans, and opens, may come between
   a decision and its report. Everything else waits for the end of the push (`_later`): a switch
@@ -78,19 +79,21 @@ from .taken_over_pages import TakenOverPages
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
+"""The least time between two reports of statistics to the server."""
 
 IDLE_S_MAX = 5.0
-"""How long the loop waits if nothing is due."""
+"""How long the loop waits for messages and events if nothing is due."""
 
 UNITS_AHEAD = 16
-"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
+"""How many pushes are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Misses of one message that are used; if there are more, an even sample. Each is looked up in
-every stream of the planner, and a flood of them must not delay planned pushes."""
+"""How many misses of one message are used; of more, an even sample. Each is looked up in every
+stream of the planner, and a flood of misses must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""The number of next pushes of each stream for which the server holds READs."""
+"""How many of the next units (files that are pushed at once) of each stream are marked for the
+server: it holds READs of their files, as they will be pushed soon."""
 
 ANSWER_S = 0.2
 """Time between two looks for requests while a push waits for its contents."""
@@ -99,12 +102,12 @@ REPORTS = frozenset(("missed", "forgotten"))
 """Messages of the server that requests of the control socket may overtake."""
 
 BEGIN_DEADLINE_S = 10.0
-"""How long to wait for the message that follows the descriptors at once."""
+"""How long to wait for the first message, which the server sends right after the descriptors."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs until the mount, or the server at the other end of `link`, has ended. Returns the exit
-    code."""
+    """Runs the worker until the mount, or the server at the other end of `link`, has ended. Returns
+    the exit code of the process."""
     server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -140,6 +143,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
+    """Maps the push status, which the server shares, and the image of a native mount's tree."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -153,6 +157,8 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
+    """The loop (see the module). `switch_version` sets the attributes that are declared here."""
+
     _snapshot: Snapshot
     _feed: OrderLogFeed
     _page_cache: PageCache
@@ -178,17 +184,17 @@ class PrefetchWorker:
         self._device = device
         self._push_bytes = push_bytes
         self._content = content
-        self._failed = 0  # pushes
+        self._failed = 0  # how many pushes have failed
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
-        self._taken_over: TakenOverPages | None = None  # of the version before
-        self._stats_changed = True  # since they were last sent
+        self._taken_over: TakenOverPages | None = None  # until all pages are taken over
+        self._stats_changed = True  # since the statistics were last sent
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # to the task's master
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         self._mounts_changed = False
         self._waiting = ThreadPoolExecutor(1, "contents")
         self._later: list[Message] = []  # came during a push, and wait for its end
-        self._has_pushed = False  # and so knows whether the store is slow
+        self._has_pushed = False  # whether a push has shown if the store is slow
 
     def switch_version(
         self,
@@ -197,8 +203,9 @@ class PrefetchWorker:
         push_status: PushStatusMap,
         image: Image | None,
     ) -> None:
-        """Makes this the version to push from now on. `nodes` are those of its entries; None: index
-        + 1. `image` is None unless the mount is native. Raises DieselError."""
+        """Makes `snapshot` the version to push from now on. `nodes` has the node of each entry;
+        None: an entry's node is its index + 1. `image` is None unless the mount is native. Raises
+        DieselError."""
         self._snapshot = snapshot
         self._feed = OrderLogFeed(self._request, self._source, snapshot, self._push_bytes)
         at, budget_bytes = self._request.mountpoint, self._push_bytes
@@ -225,8 +232,8 @@ class PrefetchWorker:
         self._server.watch(self._page_cache.opens.descriptor)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
-        """Works until the mount with this device number is unmounted, or the server has ended.
-        `early` are messages that have arrived already. Raises EOFError at the server's end."""
+        """Works until the mount with this device number is unmounted, or the server sends "end".
+        `early` are messages that have arrived already. Raises EOFError if the server has ended."""
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
@@ -268,7 +275,7 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Releases the mount."""
+        """Closes everything, so that the worker no longer keeps the mount busy."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._feed.close()
@@ -283,7 +290,7 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            # Some may be of the version before.
+            # Some may be entries of the version before.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._feed.is_possible:
                 self._feed.note_late(np.unique(missed).astype(np.uint32))
@@ -305,12 +312,12 @@ class PrefetchWorker:
             self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
-        if do == "forget" and isinstance(node, int):  # a list: its next open must be seen
-            with suppress(FileNotFoundError):  # the kernel keeps nothing of it
+        if do == "forget" and isinstance(node, int):  # of a list, whose next READ must be seen
+            with suppress(FileNotFoundError):  # the kernel does not know the list
                 os.write(self._device, invalidate_node(node))
             answer: Message = {}
         else:
-            self._read_opens(now_s)  # the answer may say where readers are
+            self._read_opens(now_s)  # the answer may contain readers' positions
             answer = self._plan_commands.answer(message, now_s)
         if "id" in message:
             self._server.send({**answer, "id": message["id"]})
@@ -365,7 +372,8 @@ class PrefetchWorker:
             taken_over.close()
 
     def _invalidate_some(self) -> float:
-        """Send the next piece to the kernel. Returns how long to wait after it, in seconds."""
+        """Send the next piece of the invalidations to the kernel. Returns how long to wait after
+        it, in seconds."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -405,6 +413,8 @@ class PrefetchWorker:
         return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
+        """Whether each of these files has all its pages in the page cache. If READs of some have
+        failed, the file's pages are dropped, and it does not count as whole."""
         found = []
         cache, reads_failed = self._page_cache, self._push_status.reads_failed
         for entry in entries:
@@ -422,12 +432,13 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        if not push.is_urgent:  # reads under way go on during an urgent one
+        if not push.is_urgent:  # during an urgent push, reads ahead go on as they are
             self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
         if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:
-            # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
-            # slow store each would be read twice then, for the READ and for the push.
+            # Files of many chunks, each pushed by a write of its own, come faster by READs, so the
+            # server does not hold those. If the store is slow or there are order logs, it does:
+            # otherwise each file would be read twice, for the READ and for the push.
             soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
         self._push_status.mark_soon(np.concatenate(soon))
         self._page_cache.opens.watch(push.markers.tolist())
@@ -456,8 +467,8 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[ExtentBatch]:
-        """The contents of files. If they may take long, answers requests meanwhile. Raises
-        DieselError."""
+        """The contents of files, in batches. If they may take long to come, this answers requests
+        meanwhile. Raises DieselError."""
         batches = self._feed.batches.batches(entries)
         if self._has_pushed and not (self._feed.batches.is_slow or self._request.task_options):
             yield from batches
@@ -482,7 +493,8 @@ class PrefetchWorker:
         self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
-        """The batch without the files that READs will bring: the server holds these READs."""
+        """The batch without the files of READs that the server holds now: these READs will bring
+        them."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 

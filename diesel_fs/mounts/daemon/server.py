@@ -86,11 +86,14 @@ RELEASE_S = 0.3
 store."""
 
 READY = b"ready"
+"""The line to the supervisor that reports the mount as ready."""
 
 CONNECTED = b"connected "
-"""Before the device of a connection that has no mount yet."""
+"""The beginning of a line to the supervisor with the device number of a connection that has no
+mount yet."""
 
 Report = Callable[[Mapping[str, object]], None]
+"""Reports an object of JSON (a step, a warning, an error) to the program that started the mount."""
 
 
 def serve_mount(
@@ -106,10 +109,11 @@ def serve_mount(
 ) -> int:
     """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
 
-    `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
-    supervisor: perhaps `CONNECTED` and a device; the mount's device; `READY`; and then an empty
-    line every `BEAT_S`. `link` is the socket to the prefetch worker. `metrics` requests the
-    metrics, with `--metrics`. Reads under way at the end get `grace_s`.
+    `report` reaches the program that started the mount. `supervisor_pipe` is a descriptor that gets
+    lines for the supervisor: perhaps `CONNECTED` and a device number; the mount's device number;
+    `READY`; and an empty line every `BEAT_S`. `link` is the socket to the prefetch worker.
+    `metrics` answers the supervisor's requests for metrics (`--metrics`). Reads under way at the
+    end get `grace_s` seconds to finish.
     """
     try:
         server = _Server(
@@ -138,7 +142,7 @@ class _ReportHandler(logging.Handler):
 
 @contextmanager
 def _task_warnings_reported(report: Report) -> Iterator[None]:
-    """Warnings of the task's cache are reported as warnings of the mount meanwhile."""
+    """While the block runs, reports warnings of the task's cache as warnings of the mount."""
     handler, task = _ReportHandler(report), logging.getLogger("diesel.task")
     task.addHandler(handler)
     try:
@@ -172,7 +176,7 @@ class _Server:
         self._grace_s = grace_s
         self._session_notes: Sequence[str] = ()
         self._started = trio.Event()
-        self._worker_begun = trio.Event()  # or there will be none
+        self._worker_begun = trio.Event()  # the worker has begun, or there will be none
         os.set_blocking(supervisor_pipe, False)
         report({"step": f"opening the dataset {request.dataset}"})
         opened = source.open(request)
@@ -243,7 +247,7 @@ class _Server:
             self._close()
 
     def _choose_session(self) -> ServedMount:
-        # No local name for it, which would keep the first version in memory after a switch.
+        # The choice gets no local name: that would keep the first version in memory after a switch.
         return SessionChoice(
             self._request,
             self._snapshot,
@@ -256,8 +260,9 @@ class _Server:
         ).mount()
 
     def _report_connection(self, device: str) -> None:
-        """A native session uses its connection itself while it mounts. If the server is killed
-        then, it can end only when the supervisor aborts the connection."""
+        """Reports the device number of a connection to the supervisor. A native session uses its
+        connection itself while it mounts; if the server is killed then, it can end only when the
+        supervisor aborts the connection."""
         os.write(self._supervisor_pipe, CONNECTED + device.encode() + b"\n")
 
     async def _become_ready(self) -> None:
@@ -267,7 +272,7 @@ class _Server:
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        if not isinstance(session, NativeSession):  # which has done so itself
+        if not isinstance(session, NativeSession):  # a native session has done so itself
             syscalls.tune(self._end.device)  # the kernel's first request would have reset this
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
@@ -283,7 +288,7 @@ class _Server:
         if isinstance(session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._end.is_ready = True
-        with suppress(BrokenPipeError):  # the supervisor was killed; a signal says so
+        with suppress(BrokenPipeError):  # the supervisor was killed: ORPHANED_SIGNAL comes
             os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
             os.dup2(2, 1)  # closes the report: the starter waits for its end
@@ -299,7 +304,8 @@ class _Server:
         session.set_open_callback(self._on_open)
 
     def _start_worker(self, session: KernelSession) -> bool:
-        """Sends the worker the connection, snapshot and shared memory. False if it cannot."""
+        """Sends the worker the connection, the snapshot and the shared memory. Returns whether that
+        was possible."""
         begin: Message = {
             "do": "begin",
             "device": self._end.device,
@@ -362,13 +368,15 @@ class _Server:
         )  # fmt: skip
 
     def _on_switch(self, snapshot: Snapshot) -> None:
-        """Switches lists and control socket when names have begun to lead to another version."""
+        """Switches lists and control socket to another version. The watcher calls this when names
+        have begun to lead to that version."""
         self._snapshot = snapshot
         self._lists.switch_version(snapshot.version)
         if self._control is not None:
             self._control.set_hello(self._hello())
 
     async def _lease_and_follow(self) -> None:
+        """Takes the lease of the first version; then, if the mount follows, runs the watcher."""
         await trio.to_thread.run_sync(
             self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
         )
@@ -422,7 +430,8 @@ class _Server:
     # the control socket ---------------------------------------------------------------------------
 
     def _control_socket(self) -> ControlSocket | None:
-        """None if the socket cannot be made; the mount goes on without plans."""
+        """The control socket, which listens already; None if it cannot be made, and then the mount
+        goes on without plans."""
         try:
             made = ControlSocket(
                 runtime_folder(),

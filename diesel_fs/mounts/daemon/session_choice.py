@@ -35,10 +35,11 @@ from ..versions.watcher import VersionWatcher
 log = logging.getLogger("diesel.mount")
 
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
-"""The best first: `--session auto` takes the first of them that works here."""
+"""The names of the sessions, the best first: `--session auto` takes the first that works here."""
 
 RETIRED_DIVISOR = 4
-"""In a mount that follows, this part of the server's memory is for all retired versions."""
+"""In a mount that follows its dataset, this part (a quarter) of the server's memory is for all
+retired versions together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class ServedMount:
     session: Session
     vfs: Vfs
     reader: ContentReader
-    """Of the first version."""
+    """The reader of contents of the first version."""
     image_file: int
     """A descriptor of the tree's image; -1 unless the mount is native."""
     watcher: VersionWatcher | None
     """None unless the mount follows its dataset."""
     notes: Sequence[str]
-    """Why there is not a better session; empty if there is none."""
+    """Why better sessions cannot be used, and the note of a native session; may be empty."""
 
     def switching(self, request: MountRequest, link: WorkerLink) -> Switching:
         """How this mount, which follows its dataset, switches to another version."""
@@ -76,9 +77,11 @@ class SessionChoice:
         report_step: Callable[[str], None],
         on_connection: Callable[[str], None],
     ) -> None:
-        """`hooks` makes the hooks of a file system for the session of a name, `watch` a watcher
-        with memory in bytes for the current and for the retired versions. `on_connection` gets the
-        device of a connection that is used before there is a mount."""
+        """The functions are called while mounting. `hooks` gets the name of a session and returns
+        the hooks of its file system. `watch` gets the bytes of memory for the current version and
+        for all retired versions, and returns a watcher of the dataset. `report_step` gets a line
+        about each step. `on_connection` gets the device number of a connection that is used before
+        there is a mount."""
         self._request = request
         self._snapshot = snapshot
         self._source = source
@@ -89,7 +92,8 @@ class SessionChoice:
         self._on_connection = on_connection
 
     def mount(self) -> ServedMount:
-        """Raises DieselError."""
+        """Mounts by the session that the request names, or by the best that works (`auto`). Raises
+        DieselError."""
         wanted = self._request.session
         if wanted != "auto" and wanted not in SESSIONS:
             raise UsageError(
@@ -110,7 +114,8 @@ class SessionChoice:
         raise PermissionDenied("; ".join(reasons), advice=advice)
 
     def _mount_by(self, name: str, reasons: Sequence[str]) -> ServedMount:
-        """Raises SessionUnsupported, DieselError; nothing is mounted then."""
+        """Mounts by the session `name`. `reasons` tell why better sessions cannot be used. Raises
+        SessionUnsupported, DieselError; nothing is mounted then."""
         if name == NativeSession.name:
             must_switch = self._request.follow and self._request.session == "auto"
             NativeSession.check_usable(must_switch=must_switch)
@@ -156,7 +161,7 @@ class SessionChoice:
         return vfs, reader, watcher
 
     def _make_native(self, vfs: Vfs) -> tuple[NativeSession, int]:
-        """The session, and the file of its image. Raises SessionUnsupported, DieselError."""
+        """The session, and a descriptor of its image. Raises SessionUnsupported, DieselError."""
         self._report_step("making the tree of the native session")
         try:
             image, file = open_image(self._snapshot, _shown(self._request))

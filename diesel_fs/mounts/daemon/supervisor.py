@@ -2,29 +2,31 @@
 
 `launcher.py` starts it. It prevents readers from hanging when the server (`server.py`) or the
 prefetch worker (`prefetch_worker.py`) dies or stops. It has no descriptor of the connection and
-never touches the mount, so nothing that happens there can stop it.
+never touches the mount, so nothing that happens in the mount can stop it.
 
-It aborts the connection, so that readers get an error, if the server ends, if the server gives no
-heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
-page lock. If this user may not abort connections, it kills the server, and fails the requests that
-the worker waits for (`processes.free_killed`). If only the worker ends, the mount goes on without
-pushing. A worker that still holds a mount that was unmounted is killed; otherwise the mount could
-not end.
+The supervisor aborts the connection, so that readers get an error, if the server ends, if the
+server gives no heartbeat for `WATCHDOG_S`, or if the server or the worker was killed but cannot end
+because it waits for a page lock. If this user may not abort connections, the supervisor kills the
+server, and fails the requests that the worker waits for (`processes.free_killed`). If only the
+worker ends, the mount goes on without pushing. A worker that still holds a mount that was unmounted
+is killed; otherwise the mount could not end.
 
-Signals: SIGTERM and SIGINT make the server unmount; a second one ends it at once. They are passed
-on as SIGUSR1, because a terminal or a service manager sends the first two to the children as well.
+Signals: SIGTERM and SIGINT make the server unmount; a second signal ends it at once. They are
+passed on as SIGUSR1, because a terminal or a service manager sends SIGINT and SIGTERM to the
+children as well.
 SIGHUP does the same in the foreground, and is ignored in the background. If the supervisor is
 killed, the kernel kills the worker and signals the server, which then aborts the connection itself.
 
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
-them (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the loop.
+the metrics (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the
+loop.
 
 - The loop wakes for a signal, a line of the server, the end of a child, a change of the mount
   table, and every `CHECK_INTERVAL_S`. It handles each event completely before the next poll, so the
   methods never interleave.
-- Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two are
-  safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the open
-  abort file belongs to this connection even if its device number is used again.
+- Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two facts
+  are safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the
+  open abort file belongs to this connection even if its device number is used again.
 - Nothing in the loop waits for a process that may live on. After the server's end, `_end` kills the
   worker, and then waits for it.
 - The mount's device arrives before READY. Until then there is nothing to abort, and the checks of
@@ -61,25 +63,28 @@ from .server import CONNECTED, READY, Report, serve_mount
 log = logging.getLogger("diesel.mount")
 
 WATCHDOG_S = 20.0
-"""How long the server may give no heartbeat. A turn of its loop takes milliseconds; a server that
-takes this long is stopped or broken, or the machine has no memory left."""
+"""How long the server may go without a heartbeat. A turn of its loop takes milliseconds; a server
+that takes this long is stopped or broken, or the machine has no memory left."""
 
 LARGE_BYTES = 4 << 20
-"""Columns of datasets with a million entries are larger than this. By default glibc keeps the
-memory of freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
+"""Pieces of memory of at least this size return to the kernel when they are freed
+(`map_large_allocations`). Columns of datasets with a million entries are larger. By default glibc
+keeps freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
 
 CHECK_INTERVAL_S = 0.5
+"""The longest time between two checks of the children."""
 
 STUCK_S = 0.45
-"""How long a killed process may take to end, since it may wait for a READ under way. A little less
-than the time between two checks."""
+"""How long a killed process may take to end before the connection is aborted: it may wait for a
+READ under way. A little less than the time between two checks."""
 
 WORKER_RELEASE_S = 0.5
 """How long the worker may hold a mount that was unmounted. It needs a millisecond, unless it waits
 for the store."""
 
 WORKER_FREED_S = 20.0
-"""How long the supervisor fails requests that keep the killed worker in the kernel."""
+"""How long the supervisor goes on, at most, to fail the requests that keep a killed worker from
+ending."""
 
 
 def main(
@@ -233,7 +238,7 @@ class _Supervisor:
 
     def _read_heartbeats(self) -> bool:
         """Reads the server's pipe: the mount's device (perhaps first as CONNECTED, before there is
-        a mount), READY, then heartbeats. Returns False at its end."""
+        a mount), READY, then heartbeats. Returns False at the end of the pipe."""
         with suppress(BlockingIOError):
             text = os.read(self._beats, 4096)
             if not text:
@@ -319,7 +324,7 @@ class _Supervisor:
             os.kill(self._server, signal.SIGKILL)  # `_end` does without an abort
 
     def _end(self) -> int:
-        """Ends everything else after the server. Returns the exit code."""
+        """Ends everything else after the server's end. Returns the exit code of the mount."""
         _, status = os.waitpid(self._server, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0 and not self._is_ending:
@@ -338,13 +343,15 @@ class _Supervisor:
         return 1 if code < 0 else code
 
     def _remove_created(self) -> None:
-        """Only once, since another mount may make them again later."""
+        """Removes the folders that were made for this mount. Only once, since another mount may
+        make them again later."""
         made, self._made_folders = self._made_folders, ()
         remove_created_folders(made)
 
 
 def _run_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """The prefetch worker: it writes no report, and only the server's end ends it."""
+    """Runs the prefetch worker, which writes no report, and which SIGTERM does not end: it ends
+    with the server."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(2, 1)
     return run_prefetch_worker(request, source, link)

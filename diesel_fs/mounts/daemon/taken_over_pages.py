@@ -1,8 +1,8 @@
 """Takes pages over from the page cache of the version before, after a mount has switched.
 
-A native mount has a file system for each version, so unchanged files must be copied into the new
-one; nothing is read from the store again. Readers of a plan do not wait: the worker calls `some`
-between its decisions. Used by the worker's one thread.
+A native mount has a file system for each version, so the pages of unchanged files must be copied
+into that of the new version; nothing is read from the store again. The worker calls `some` between
+its decisions, so readers of a plan do not wait for all of this. Used by the worker's one thread.
 """
 
 import time
@@ -27,7 +27,9 @@ class TakenOverPages:
         page_cache: PageCache,
         planner: PrefetchPlanner,
     ) -> None:
-        """`old` is this object's from now on. `was` gives the index that each entry had there."""
+        """`old` is the page cache of the version before, which this object closes. `entries` are
+        left to take over; `was` gives the index in the version before of each entry of the new
+        version."""
         self._old = old
         self._page_cache = page_cache
         self._planner = planner
@@ -38,7 +40,7 @@ class TakenOverPages:
         return next(self._pieces, False)
 
     def close(self) -> None:
-        """Let go of the version before."""
+        """Close the page cache of the version before."""
         self._pieces.close()
         self._old.close()
 

@@ -6,5 +6,6 @@ when a program reads a list of files (`.diesel/filelist`, `.diesel/shuffle/...`)
 
 Read first CONTROL.md and `control.py`, then `control_wire.py` (the fields of plans as bytes),
 `control_socket.py` (the socket in the mount's server), `list_plans.py` (plans from lists) and
-`commands.py` (all of them, in the prefetch worker). Orders themselves are in `diesel_fs/orders`.
+`commands.py` (how the prefetch worker carries out all plans). Orders themselves are in
+`diesel_fs/orders`.
 """

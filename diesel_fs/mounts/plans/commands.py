@@ -33,8 +33,8 @@ from .control_wire import (
 )
 
 LIST_STREAMS_MAX = 16
-"""Streams of lists. If there would be more, the list that was read longest ago loses its stream; so
-most of the 64 streams are left for the control socket."""
+"""The most streams of lists. For a further list, the list that was read longest ago loses its
+stream. So most of the 64 streams are left for the control socket."""
 
 JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
 """The greatest length of a job's name, and its greatest benefit."""
@@ -44,17 +44,20 @@ FINISHED_S = 60.0
 in this time."""
 
 PREDICT_INTERVAL_S = 1.0
+"""The least time between two looks at the streams of lists."""
 
 PREDICT_ENTRIES_MIN = 4096
 """The next epoch is announced ahead only if an epoch has at least this many files. Shorter ones
 begin fast without that, and an opened file could belong to either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""The next epoch is announced after one part in this many of the current one."""
+"""The next epoch is announced once this part (a half) of the current one has been read."""
 
 
 @dataclass(slots=True)
 class _ListStream:
+    """The stream of a list, for all epochs of the list."""
+
     name: ListName  # the list of the last epoch that was announced
     is_predicted: bool  # no program has read the list of that epoch yet
     finished_s: float = math.inf  # when all epochs were first seen to be read
@@ -70,8 +73,8 @@ class PlanCommands:
         predicts_early: bool = False,
     ) -> None:
         """`are_whole` returns which entries are whole in the page cache; without it, all pushed
-        entries count. With `predicts_early`, the next epoch of a list is announced as soon as its
-        reader has read a file."""
+        entries count as whole. With `predicts_early`, the next epoch of a list is announced as soon
+        as its reader has read a file."""
         self._predicts_early = predicts_early
         self._snapshot = snapshot
         self._planner = planner
@@ -97,7 +100,8 @@ class PlanCommands:
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
-        """Returns the result, or the fields `error`, `message` and `advice`."""
+        """Carries out a message. Returns the result, or the fields `error`, `message` and
+        `advice`."""
         try:
             fields = Fields(message, "a message")
             do = fields.text("do")
@@ -113,12 +117,14 @@ class PlanCommands:
     # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The switch waits for these streams."""
+        """The names of the streams that are being read: a switch to another version waits for
+        them."""
         fields.end()
         return {"running": [*self._planner.views.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """If no stream is being read, plans are refused until `_unfreeze`."""
+        """If no stream is being read, plans are refused until `_unfreeze`. Returns the streams that
+        are being read."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
@@ -269,8 +275,8 @@ class PlanCommands:
         return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """The epoch that a list's reader is in; the next one if it has read everything; -1 if
-        unknown."""
+        """The epoch that a list's reader is in; the next epoch if the reader has read all that were
+        announced; -1 if unknown."""
         stream = fields.text("stream")
         fields.end()
         known, stats = self._lists.get(stream), self._planner.views.stream_stats(stream)
@@ -282,8 +288,8 @@ class PlanCommands:
 
     def predict_next_epochs(self, now_s: float) -> None:
         """Announces the next epoch of lists if half of the last announced one has been read, and
-        withdraws streams that were read to their end long ago. Cheap: the worker calls it all the
-        time."""
+        withdraws streams that were read to their end `FINISHED_S` ago. Cheap: the worker calls this
+        in each turn of its loop."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s

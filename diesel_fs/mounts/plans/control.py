@@ -39,20 +39,20 @@ from .control_wire import (
 )
 
 DEADLINE_S = 30.0
-"""How long an answer may take. The mount gives its prefetch worker 15 s of this."""
+"""How long an answer may take. The mount waits up to 15 s of this for its prefetch worker."""
 
 ANSWER_ITEMS_MAX = 1 << 14
-"""Items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
+"""The most items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
 
 Epochs: TypeAlias = Sequence[Message]
-"""Made by `explicit` and `drawn`."""
+"""Epochs for `Control`, each made by `explicit` or `drawn`."""
 
 
 def explicit(
     *, epoch: int, entries: EntryOrder, exact: bool = True, bounds: Sequence[int] | None = None
 ) -> Message:
     """An epoch given by its entries, in the order of reading. `exact` is False for a prediction;
-    `bounds` are the positions behind each batch. Raises UsageError."""
+    `bounds` has for each batch the position behind its last entry. Raises UsageError."""
     fields: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
     if bounds is not None:
         fields["bounds"] = np.asarray(bounds, "<i8").tobytes()
@@ -71,8 +71,9 @@ def drawn(
     below: int = 0,
     exact: bool = True,
 ) -> Message:
-    """An epoch given by the parameters of its shuffle, which the mount draws itself. `kind` is
-    `chunk` (chunk-wise) or `full`; `below` is the index of the folder that is shuffled."""
+    """An epoch given by the parameters of its shuffle (`orders/computed.py`), which the mount draws
+    itself. `kind` is `chunk` (chunk-wise) or `full`; `below` is the index of the folder whose files
+    are shuffled; `exact` is False for a prediction."""
     fields: Message = {
         "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
         "drop_last": drop_last, "below": below,
@@ -91,11 +92,12 @@ class Control:
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        # One for each process, since a fork may inherit a lock that is held.
+        # A lock for each process, since a fork may inherit a lock that is held.
         self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
-        self._owner = -1
+        self._owner = -1  # the process that has opened the socket
         self.hello: Message = {}
+        """The mount's first answer: facts about the mount (CONTROL.md)."""
         self._identity = identity
         self._version = version
 
@@ -138,7 +140,8 @@ class Control:
         stream of the same name.
 
         With `tentative`, nothing is pushed until the reader has been seen to follow the order.
-        `lag_entries` is how far apart in the order the stream's workers may read; 0 if unknown.
+        `lag_entries` is how many positions of the order the stream's workers may be apart; 0 if
+        unknown.
         """
         first, rest = _split(epochs)
         self._request(
@@ -148,13 +151,13 @@ class Control:
         self._extend(stream, rest)
 
     def extend(self, stream: str, epochs: Epochs) -> None:
-        """Adds epochs. If the first one has the number of the last announced epoch, it is appended
-        to that."""
+        """Adds epochs to a stream. If the first of them has the number of the last announced epoch,
+        its entries are appended to that epoch."""
         first, rest = _split(epochs)
         self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Replaces an announced epoch, from a position on."""
+        """Replaces the entries of an announced epoch, from a position on."""
         first_part, rest = _split([epoch])
         [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
@@ -170,7 +173,7 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """The stream will not be read any more."""
+        """Removes a stream: it will not be read any more."""
         self._request({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
@@ -180,7 +183,8 @@ class Control:
 
     def value(self, entries: EntryOrder, importance: float) -> None:
         """Sets one value for all these entries: a finite number that is not negative. Of the
-        entries that no plan names, the page cache drops the least valuable first."""
+        entries that no stream has claimed (pushed ahead of its reader), the mount drops the least
+        valuable first."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -199,9 +203,9 @@ class Control:
         """Sets the values of entries, one for each: finite numbers that are not negative. Returns
         how many jobs have set any.
 
-        If several jobs use the mount, each gives its name, and how many times faster its batches
+        If several jobs use the mount, each gives its name, and how many times as fast its batches
         arrive with the cache (`benefit`); their values are merged. With `substitutes`, the job
-        accepts other resident entries instead of entries of low importance.
+        accepts resident entries of low importance in place of others.
         """
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
@@ -239,7 +243,7 @@ class Control:
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """As in `.diesel/stats`, but up to date."""
+        """The statistics of the mount, as in `.diesel/stats`, but up to date."""
         found = self._request({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")
@@ -269,7 +273,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _request(self, message: Message) -> Message:
-        """Raises the error in the answer."""
+        """Sends a request and returns the answer. Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -303,7 +307,7 @@ class Control:
                 )
             return unpack(self._receive(length), ANSWER_ITEMS_MAX)
         except BaseException as error:
-            self.close()  # its next answer could belong to this request
+            self.close()  # the next answer on this connection could belong to this request
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
                     f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
@@ -331,7 +335,7 @@ class Control:
 def _connect(mountpoint: str) -> socket.socket:
     path = os.path.join(mountpoint, ".diesel", "control")
     try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container the socket is there itself
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container this is the socket itself
             path = os.readlink(path)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error

@@ -2,9 +2,9 @@
 
 Over this socket, other programs announce which files they will read. It lies in a private folder of
 the user (CONTROL.md). Only root and the daemon's user get answers; if the mount is for other users
-too, all who can reach the socket. Requests go on to the prefetch worker, and `commands.py` carries
-them out there. A client that exceeds a limit or sends malformed frames is disconnected, with one
-line in the log; other clients do not notice.
+too, every user that can reach the socket does. Requests go on to the prefetch worker, and
+`commands.py` carries them out there. A client that exceeds a limit or sends malformed frames is
+disconnected, with one line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline except the wait for a client's next request.
@@ -37,7 +37,8 @@ from .socket_folder import PREFIX, open_private, remove_dead_sockets, short_path
 log = logging.getLogger("diesel.mount")
 
 CONNECTIONS_MAX = 64
-"""Enough for 16 ranks with a few processes each. Idle connections may stay."""
+"""The most clients at once: enough for 16 ranks with a few processes each. Idle connections may
+stay."""
 
 FRAME_DEADLINE_S = 10.0
 """How long a client may take to send the rest of a frame after its first byte, or to receive an
@@ -64,9 +65,10 @@ class ControlSocket:
         any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello` are the mount's facts for a client's first answer. `stats` returns the mount's
-        statistics; `link` leads to the prefetch worker. With `any_user`, clients may be other
-        users, for example in a container that the socket is shown to; the folder keeps others out.
+        """`hello` has the facts about the mount that each client gets in the mount's first answer.
+        `stats` returns the mount's statistics; `link` leads to the prefetch worker. With
+        `any_user`, clients may belong to any user, for example in a container to which the socket
+        is bound; the private folder keeps everybody else out.
         """
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
@@ -79,23 +81,25 @@ class ControlSocket:
         self._large_frames = trio.Lock()  # held while a large frame is received
         self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
-        """Nothing may be sent to the prefetch worker before it has begun."""
+        """Whether the prefetch worker has begun; nothing may be sent to it before. The mount's
+        server sets this. It stays true when the worker ends, which `link.alive` shows."""
 
     @property
     def _takes_plans(self) -> bool:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Later clients get this hello."""
+        """Changes the hello for clients that connect later."""
         self._hello = hello
 
     @property
     def path(self) -> bytes:
-        """Empty while there is no socket."""
+        """The path of the socket; empty while there is none."""
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Removes sockets of killed daemons, too. Raises DieselError."""
+        """Makes the socket and listens on it; removes the sockets of killed daemons. Raises
+        DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             remove_dead_sockets(self._folder)
@@ -121,6 +125,7 @@ class ControlSocket:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
+        """Serves clients until it is cancelled. Call it after `listen`."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)
@@ -183,7 +188,8 @@ class ControlSocket:
             await self._send(stream, {**answer, "version": self._hello.get("version")})
 
     async def _received(self, stream: trio.SocketStream, bytes_max: int) -> Message | None:
-        """None at the end. Raises CorruptError, trio.TooSlowError."""
+        """The client's next message; None if the client has ended the connection. Raises
+        CorruptError, trio.TooSlowError."""
         first = await stream.receive_some(1)
         if not first:
             return None
@@ -206,11 +212,11 @@ class ControlSocket:
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
-        """Raises DieselError."""
+        """The answer to a client's request. Raises DieselError."""
         do = message.get("do")
         if type(do) is not str or do not in REQUESTS:
             raise UsageError(f"no request {str(do)[:64]!r}")
-        if "id" in message:
+        if "id" in message:  # the link to the worker numbers its requests by this field
             raise UsageError("a message: unknown field 'id'")
         if not self._takes_plans:
             return self._answer_without_worker(do)
@@ -223,7 +229,7 @@ class ControlSocket:
             )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
-            # The worker's last report, and its present answer, which has fewer keys.
+            # The worker's last report has more keys than its answer now, which is newer.
             reported, current = stats.get("residency"), answer.get("residency")
             if isinstance(reported, dict) and isinstance(current, dict):
                 stats["residency"] = {**reported, **current}
@@ -231,7 +237,8 @@ class ControlSocket:
         return answer
 
     def _answer_without_worker(self, do: str) -> Message:
-        """Raises DieselError."""
+        """The answer of a mount without a worker: statistics. Raises DieselError for any other
+        request."""
         if do == "stats":
             return {"stats": self._stats()}
         if self.has_worker:
@@ -246,7 +253,8 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Raises CorruptError if the connection ends before `body` has `length` bytes."""
+    """Receives until `body` has `length` bytes. Raises CorruptError if the connection ends
+    before."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))
         if not received:

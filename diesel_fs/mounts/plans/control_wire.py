@@ -15,6 +15,7 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 
 PROTOCOL = 1
+"""The version of the control protocol."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
@@ -22,25 +23,27 @@ REQUESTS = frozenset(
 """The requests that a client may send after its hello."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""2 million entries; longer epochs are sent in parts (`extend`). While the mount's server receives
-a frame, it cannot answer the kernel: for 10 ms; for a frame of 32 MiB it would be 400 ms."""
+"""The longest frame: 2 million entries. Longer epochs are sent in parts (`extend`). While the
+mount's server receives such a frame, it cannot answer the kernel for 10 ms; for a frame of 32 MiB
+it would be 400 ms."""
 
 HELLO_BYTES_MAX = 4096
+"""The longest first frame of a client."""
 
 ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
 CHECK_ENTRIES_MAX = 4096
-"""Entries of one `check`: the prefetch worker opens each, and pushes nothing meanwhile, for about
-50 ms."""
+"""The most entries of one `check`: the prefetch worker opens each of them, which takes about 50 ms,
+and pushes nothing meanwhile."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""Half of the entries that fit a frame."""
+"""How many entries the client sends in one frame: half of those that fit."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
-"""If each entry has a value of 4 bytes."""
+"""The same if each entry is sent with a value of 4 bytes."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
-    """Raises UsageError."""
+    """The entries in the fields `entries` and `width` of a message. Raises UsageError."""
     width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
@@ -66,7 +69,8 @@ def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
 
 
 def pack_entries(entries: EntryOrder) -> Message:
-    """Raises UsageError."""
+    """The fields `entries` and `width` of a message, for `parse_entries`. Raises UsageError unless
+    the entries are one row of numbers from 0 to 2^31 - 1."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
         raise UsageError("entries are one row of whole numbers")
@@ -106,5 +110,5 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
-    """Raises UsageError."""
+    """The epochs in the field `epochs` of a message. Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]

@@ -1,7 +1,8 @@
 """The private folder that holds the control sockets of a user's mounts.
 
 A daemon that was killed leaves its socket there. The next mount removes it, and so does `umount` of
-the dead mount. This module imports little, because a user waits for `umount`. Any thread.
+the dead mount. This module imports little, because a user waits for `umount`. Any thread may call
+it.
 """
 
 import os
@@ -17,11 +18,13 @@ UNNAMED_SOCKET_S_MAX = 60.0
 
 
 PREFIX = "control-"
+"""The beginning of the name of each control socket."""
 
 
 @contextmanager
 def open_private(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder. Raises OSError unless it belongs to this user alone."""
+    """Opens a folder for a block, and gives its descriptor. Raises OSError unless the folder
+    belongs to this user, and no other user may enter it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -38,7 +41,8 @@ def short_path(folder: int, name: str) -> str:
 
 
 def control_sockets(folder: Path) -> list[str]:
-    """Includes those of killed daemons. Raises OSError."""
+    """The paths of the control sockets in a folder, those of killed daemons included. Raises
+    OSError."""
     return [str(folder / name) for name in sorted(os.listdir(folder)) if name.startswith(PREFIX)]
 
 
@@ -58,7 +62,7 @@ def remove_dead_sockets(path: Path) -> None:
 
 
 def _listens(path: str) -> bool:
-    """Whether a daemon may be listening on a socket: it does not refuse a connection."""
+    """Whether a daemon may be listening on a socket: a connection is not refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:

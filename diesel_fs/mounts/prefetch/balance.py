@@ -1,21 +1,25 @@
 """Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
-The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
-After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
-(`UnitCosts`, and the stream's lateness), and used twice:
+A *stream* is a reader with a known order of files; a *unit* is the group of its files that one push
+brings (`streams/units.py`). The ranks of a training job wait for each other in each iteration, so
+the slowest one sets the pace. After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted
+from the place of its contents (`UnitCosts`) and the lateness of its stream (`streams/lateness.py`).
+The cost is used twice:
 
-- `Balance.upcoming` names the units to be read ahead, those with the least *slack* first: the time
-  until the reader needs a unit, less the latency of its read, less the transfers of its stream's
-  units up to it (or the slack of a later unit of the stream, if that is less). So a stream with
-  slow contents has more reads under way than the others. Lobster gives each GPU a number of
-  threads, which it finds by a binary search (algorithm 1; line 18 is inverted in print); here the
-  reads under way follow from the order. If one resource (the bandwidth) serves jobs with deadlines,
-  the order of the deadlines makes the largest lateness least (Jackson's rule). A time that a job
-  takes after its service, such as the latency, is taken off its deadline.
-- Pushes are made one after the other, and each waits for its contents. So the next push is that of
-  the stream for which the later of two times is the earliest: when its reader needs the unit, and
-  when the contents arrive (`turns.py`). A stream with late contents lets others go first only until
-  they are as far ahead as it still has to wait, and only within their shares of the memory.
+- `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
+  is the time until the reader needs the unit, less the latency of its read, less the transfers of
+  all units of the stream up to and with it. If a later unit of the stream has less slack, the unit
+  has that slack, too. So a stream with slow contents has more reads under way than the others.
+  Lobster gives each GPU a number of threads, which it finds by a binary search (algorithm 1; line
+  18 is inverted in print); here the reads under way follow from the order. If one resource (the
+  bandwidth) serves jobs with deadlines, the order of the deadlines makes the largest lateness least
+  (Jackson's rule). A time that a job takes after its service, such as the latency, is taken off its
+  deadline.
+- Pushes are made one after the other, and each waits for its contents. So two times count for each
+  stream: when its reader needs the next unit, and when the contents of that unit arrive. The stream
+  whose later time is the earliest gets the next push (`turns.py`). A stream with late contents thus
+  lets another go first only while the other's push is due before these contents arrive, and only
+  within the other's share of the memory.
 
 With one stream there is nothing to balance, and no cost is predicted.
 """
@@ -34,23 +38,26 @@ from .streams.stream_views import StreamViews
 from .streams.units import Columns
 
 READ_AHEAD_S = 5.0
-"""A unit that is read ahead stays so for this time, or until it is pushed. Otherwise small changes
-of rates and costs would cancel reads under way."""
+"""A unit that `upcoming` has named stays among the units to be read ahead for this time, or until
+it is pushed. Otherwise small changes of rates and costs would cancel reads under way."""
 COSTS_FRESH_S = 0.25
-"""The cost of a unit is predicted again after this time: measured rates have changed, and contents
-lie elsewhere."""
+"""The cost of a unit is predicted again after this time: by then measured rates may have changed,
+and contents may lie elsewhere."""
 RATE_GUESSED = 1_000.0
 """The files per second that readers are assumed to read before any of them has given signs."""
 WAITED_S_MIN = 0.005
-"""A push that takes longer has probably waited for its contents: 4 MiB that are there take half of
-it."""
+"""A push that takes longer than this has probably waited for its contents: a push of 4 MiB that has
+its contents takes half of this time."""
 
 
 def slacks(
     need_s: npt.NDArray[np.float64], cost_s: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """The slack of each unit of one stream, in the order of its reader: a unit is as urgent as any
-    behind it, for which it must make way."""
+    """The slack of each unit of one stream, in seconds, in the order of its reader.
+
+    `need_s`: in how many seconds the reader needs each unit; `cost_s`: its latency and the
+    transfers up to it. A unit has at most the slack of any later unit, which must wait for it.
+    """
     return np.minimum.accumulate((need_s - cost_s)[::-1])[::-1]
 
 
@@ -76,7 +83,7 @@ def least_slack_first(
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """When `upcoming` first named a unit, and when its contents are expected."""
+    """When `upcoming` first named a unit, and when its contents should arrive."""
 
     begun_s: float
     due_s: float
@@ -84,16 +91,20 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPush:
-    """The stream of the decision that is not yet reported, and the predicted cost."""
+    """The push under way: its stream, and its predicted cost. `note_pushed` compares the cost with
+    the time that the push took."""
 
     tracker: StreamTracker
-    read_s: float  # latency and transfer, as the source has predicted them
+    read_s: float  # latency and transfer, as `UnitCosts` has predicted them
     bytes: int
-    begun_s: float  # when its contents were first asked for
+    begun_s: float  # when its contents were first requested
 
 
 @dataclass(slots=True)
 class Balance:
+    """The policy (see the module). `costs` is None if they are unknown: nothing is balanced
+    then."""
+
     costs: UnitCosts | None
     columns: Columns
     resident_set: ResidentSet
@@ -101,7 +112,7 @@ class Balance:
     clock: Clock
     planned_push: PlannedPush | None = None
     _read_ahead: dict[tuple[str, int], ReadAhead] = field(default_factory=dict)
-    """The units that `upcoming` named last, by stream and first position."""
+    """The units that `upcoming` named last, by the stream's name and the unit's first position."""
 
     @property
     def is_active(self) -> bool:
@@ -109,7 +120,8 @@ class Balance:
         return self.costs is not None and len(self.views.trackers) > 1
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The next units of all streams, those with the least slack first (see the module)."""
+        """The next `count` units of all streams, as their entries, in the order of their slack (see
+        the module)."""
         names: list[tuple[str, int]] = []  # of all units: the stream, and the first position
         units: list[Entries] = []
         slack_s, cost_s = [np.empty(0)], [np.empty(0)]
@@ -158,7 +170,7 @@ class Balance:
         return max(need_s, self.wait_s(tracker, frontier))
 
     def note_planned(self, tracker: StreamTracker, frontier: int) -> None:
-        """The unit at this frontier is about to be pushed."""
+        """Note that the unit at a stream's frontier is about to be pushed."""
         costs = self._costs(tracker, 1)[0]
         latency_s, transfer_s, size = costs.tolist()
         ahead = self._read_ahead.get((tracker.name, frontier))
@@ -170,7 +182,8 @@ class Balance:
             )
 
     def note_pushed(self, decided_s: float, now_s: float, *, failed: bool) -> None:
-        """Learn how long the read of a push took, which was decided at `decided_s`."""
+        """Learn from the planned push how late its contents came. The push was decided at
+        `decided_s`, and ended at `now_s`."""
         planned, self.planned_push = self.planned_push, None
         if planned is not None and not failed:
             waited_s, since_s = now_s - decided_s, now_s - planned.begun_s
@@ -186,8 +199,9 @@ class Balance:
         return ahead is not None and self.clock.now_s - ahead.begun_s < READ_AHEAD_S
 
     def _costs(self, tracker: StreamTracker, count: int) -> npt.NDArray[np.float64]:
-        """The costs of a stream's next `count` units, as far as they are cut: a row for each, with
-        latency, transfer (both in seconds, see `UnitCosts`) and bytes to read."""
+        """The costs of a stream's next `count` units, as far as the epoch's order has been cut into
+        units. There is a row for each unit: latency, transfer (both in seconds, see `UnitCosts`)
+        and bytes to read."""
         state = tracker.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty((0, 3))
@@ -201,7 +215,8 @@ class Balance:
         return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
-        """A row for each unit, with the cost of reading those entries that are not resident."""
+        """The cost of reading those entries of each unit that are not resident: a row for each
+        unit, as `_costs` returns them."""
         assert self.costs is not None
         missing = [self.resident_set.missing(unit) for unit in units]
         rows = np.zeros((len(units), 3))

@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias, TypedDict
 from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
+"""Which contents are pushed without a plan: the chunks of files that were missed, or all chunks,
+from the start."""
 
 UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
 """Predicts the cost of reading each list of entries, from the places of their contents: the latency
@@ -23,8 +25,8 @@ reads share), both in seconds. Latencies of concurrent reads overlap, and transf
 class Push:
     """Watch `markers`, then push the contents of `entries` into the page cache, in this order.
 
-    Either may be empty. `chunk` is the chunk of all entries, -1 if they are of several.
-    `PrefetchPlanner.upcoming` does not foresee urgent pushes.
+    Either may be empty. `chunk` is the chunk of all entries, -1 if they are of several. An urgent
+    push goes before its turn (`turns.py`); `PrefetchPlanner.upcoming` does not foresee it.
     """
 
     chunk: int
@@ -43,15 +45,16 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these entries are still resident. None is watched: the worker opens them, which
-    would look like a reader's open."""
+    """Look whether these entries are still resident. No entry of them is watched for opens, because
+    the worker opens it to look."""
 
     entries: Entries
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to do until something is reported to the planner, or until this time."""
+    """Nothing to do until something is reported to the planner, or until the time `until_s` (None:
+    only a report can change that)."""
 
     until_s: float | None
 
@@ -63,7 +66,8 @@ class PrefetchCounters(TypedDict):
     """Counters since the start of the mount, over all versions of the dataset.
 
     `absent_entries`: pushed files that the kernel did not know. `lost_entries`: pushed files that
-    the kernel has freed. `kept_entries`: files of orders that were resident when their turn came.
+    the kernel has freed. `kept_entries`: files of orders that were resident already when it was
+    their turn to be pushed.
     """
 
     pushes: int
@@ -79,8 +83,8 @@ class PrefetchCounters(TypedDict):
 class StreamStats(TypedDict):
     """The positions of one stream, which `streams/stream_tracker.py` explains.
 
-    They are counted in the current epoch; `high` and `frontier` exceed its `length` if they are in
-    the next epoch.
+    Positions are counted in the current epoch; `high` and `frontier` exceed its `length` if they
+    are in the next epoch.
     """
 
     name: str
@@ -96,8 +100,11 @@ class StreamStats(TypedDict):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamReading:
-    """The epoch of a stream's next push, the one after it, and a position in the first before which
-    all has been read."""
+    """How far a stream has been read and pushed.
+
+    `current` is the epoch of its next push, `following` the epoch after that; None if there is no
+    such epoch. All files of `current` before the position `read_up_to` have been read.
+    """
 
     name: str
     current: Epoch | None
@@ -110,9 +117,9 @@ class PrefetchStats(PrefetchCounters):
 
     `resident_bytes` of `dataset_bytes` are in the page cache, in whole pages, as far as is known.
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
-    policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
-    `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does not fit
-    beside the claimed files.
+    policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many of them had
+    their turn. `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does
+    not fit beside the claimed files.
     """
 
     resident_entries: int

@@ -1,11 +1,11 @@
 """Chooses which resident entries without claims are dropped first.
 
-Entries of the importance 0 come first: those that readers have passed, oldest first, then those
-that will be read last. If programs have reported importances, entries of low importance follow as
-long as they take more than `low_bytes_max`, and then the least of high importance
-(`memory_split.py`). Entries that this epoch still reads go last: they are surely read.
-
-`resident_set.py` reports which entries get and lose claims.
+A *claim* keeps an entry for a reader; `resident_set.py` reports which entries get and lose claims.
+Entries of the importance 0 are dropped first (all have it until programs report others): those that
+readers have passed, oldest first, then the others, beginning with those that will be read last.
+Entries of low importance follow as long as they take more than `low_bytes_max`, and then the least
+important of high importance (`memory_split.py`). Among both, entries that this epoch still reads
+are dropped last.
 """
 
 from collections import deque
@@ -21,25 +21,27 @@ from .streams.units import PAGE_BYTES, Columns
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 NextUse: TypeAlias = Callable[[Entries], npt.NDArray[np.float64]]
-"""Returns how far ahead of its reader each entry will be read next; infinite if no stream reads
-it."""
+"""Returns how many positions ahead of its reader each entry will be read next; infinite if no
+stream reads it."""
 
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
-"""The pieces of least important entries that are searched for some that no reader comes to. When an
-epoch has gone on for a while, it comes to all of these; then four times as many are searched, up to
-a limit that takes some 30 ms."""
+"""How many pieces a search for the least important entries begins with, and its limit, which takes
+some 30 ms. The search is for entries that no reader comes to any more. Later in an epoch, readers
+may still come to all entries in the first pieces; then four times as many pieces are searched."""
 
 LEAST_KEPT_FROM = 200_000
-"""From this many entries on, all that a search has found are dropped before the next search, which
-takes a millisecond."""
+"""If there are more entries than this, all that a search has found are dropped before the next
+search: a search takes a millisecond then."""
 
 
 class Eviction:
+    """Decides for one `ResidentSet` in which order entries are dropped (see the module)."""
+
     def __init__(self, columns: Columns, resident: Mask, claims: npt.NDArray[np.int32]) -> None:
-        """`resident` and `claims` are the columns of the `ResidentSet`; they are only read."""
+        """`resident` and `claims` are columns of the `ResidentSet`, which alone changes them."""
         self._columns = columns
         self._resident, self._claims = resident, claims
         self._count = count = len(resident)
@@ -47,19 +49,23 @@ class Eviction:
         self.heap: ImportanceHeap | None = None
         """Unclaimed resident entries that are not leaving; None: no importance is known."""
         self._jobs = JobImportances(count)
-        self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
-        self._passed_count = 0  # of entries in it
+        # Entries that readers have passed and that were unclaimed then, oldest first.
+        self._passed: deque[Entries] = deque()
+        self._passed_count = 0  # of entries in `_passed`
         self.low_bytes_max = 0
-        """For entries of low importance, before those of high importance must make room."""
-        # Entries of low importance, the first that were passed first. The heap finds those that
-        # fall out.
+        """If entries of low importance take no more bytes than this, entries of high importance are
+        dropped before them."""
+        # Entries with an importance that readers have passed, oldest first. If the queue is full,
+        # its oldest piece is removed; the heap still has those entries.
         self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
-        # The next entries of any importance, and of high importance, as far as they are known.
+        # The next entries to drop that a search has found: among all (False), and among those of
+        # high importance (True).
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
-        self._ranked = NO_ENTRIES  # the next ones when there are none in `_passed`
+        self._ranked = NO_ENTRIES  # the next entries to drop if `_passed` has none
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
-        """Take over what another version knows of importance: `entries` were `before` there."""
+        """Take over the importances of another version: `entries[i]` was entry `before[i]`
+        there."""
         if old.heap is not None:  # until jobs report importances for this version
             heap = self._make_heap()
             heap.set_importances(entries, old.heap.importance(before))
@@ -74,11 +80,12 @@ class Eviction:
         job: str = "",
         benefit: float = 1.0,
     ) -> int:
-        """Set the importance of entries, by which unclaimed ones are kept longer; 0 if never set.
-        Returns how many jobs have set any.
+        """Set the importance of entries: the more important an unclaimed entry is, the longer it is
+        kept. Entries without a value have 0. Returns how many jobs have set any.
 
-        `more`: others follow. `benefit`: how many times as fast the job's batches come with the
-        cache. Raises UsageError for NaN, infinite and negative numbers.
+        `more`: the job sets further entries by the next calls. `benefit`: how many times as fast
+        the job's batches come with the cache. Raises UsageError for NaN, infinite and negative
+        numbers.
         """
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
@@ -102,19 +109,20 @@ class Eviction:
     # Changes
 
     def add(self, entries: Entries) -> None:
-        """These resident entries have no claims (any more)."""
+        """Note that these resident entries have no claims (any more)."""
         if self.heap is not None:
             self.heap.insert(entries[~self._leaving[entries]])
 
     def remove(self, entries: Entries) -> None:
-        """These entries get claims, or are not resident any more."""
+        """Note that these entries get claims, or are not resident any more."""
         if self.heap is not None:
             self.heap.remove(entries)
 
     def note_passed(self, entries: Entries) -> None:
-        """Readers have passed these unclaimed entries: they are dropped first, in this order."""
+        """Note that readers have passed these unclaimed entries: they are dropped first, in this
+        order."""
         if self._passed_count > 2 * self._count:
-            # Nothing was dropped for long. `_rank` finds these entries, too.
+            # Nothing was dropped for long. `_rank` finds the entries that are cleared here, too.
             self._passed.clear()
             self._passed_count = 0
         for start in range(0, len(entries), PIECE_ENTRIES):
@@ -122,7 +130,7 @@ class Eviction:
         self._passed_count += len(entries)
 
     def note_dropped(self, entries: Entries) -> None:
-        """The entries that `take_next` has chosen are being removed."""
+        """Note that entries that `take_next` has chosen are being removed."""
         self._leaving[entries] = False
 
     # The order
@@ -176,7 +184,8 @@ class Eviction:
         return entries[np.argsort(-next_use(entries), kind="stable")]
 
     def _first_low_passed(self, heap: ImportanceHeap, next_use: NextUse) -> Entries | None:
-        """The entries of low importance that were passed first, and that no reader comes to."""
+        """Some entries of low importance that no reader comes to any more, those first that readers
+        passed first; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
@@ -188,8 +197,8 @@ class Eviction:
     def _least_important(
         self, heap: ImportanceHeap, next_use: NextUse, kinds: list[bool]
     ) -> Entries | None:
-        """The least important entries. `kinds`: in which order to look among those of high
-        importance (True) and among all (False)."""
+        """A piece of the least important entries; None if there are none. `kinds`: in which order
+        to search among those of high importance (True) and among all (False)."""
         needed = NO_ENTRIES
         for high in kinds:
             found = self._least[high]
@@ -210,8 +219,9 @@ class Eviction:
         return self._first_piece(needed, high=kinds[0], keeps_rest=len(heap) > LEAST_KEPT_FROM)
 
     def _first_piece(self, entries: Entries, *, high: bool, keeps_rest: bool) -> Entries:
-        """The first of these entries. With `keeps_rest` the next calls get the others; entries that
-        come meanwhile may be much less important, so a small cache is looked at anew."""
+        """The first piece of these entries. With `keeps_rest`, later calls of `_least_important`
+        get the others. Entries that come meanwhile may be much less important, so a small cache is
+        searched anew instead."""
         piece, left = np.split(entries, [PIECE_ENTRIES])
         self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece

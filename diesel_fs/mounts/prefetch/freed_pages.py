@@ -23,9 +23,10 @@ from .streams.watches import Watches
 
 LATE_READ_S = 1.0
 """A miss that comes later than this after the push of its file means that the kernel has freed the
-pages. An earlier one may be of a READ that began before the push."""
+pages. An earlier miss may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
-"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES`."""
+"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES` of a
+reader."""
 SAMPLE_AHEAD_ENTRIES = 8_192
 
 
@@ -40,10 +41,13 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
 
     def push_again(self, entries: Entries) -> None:
+        """Have `next` return these entries, unless they are resident by then, or there are streams
+        and none claims them."""
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The entries to push again, as far as there is room, in the order of their contents."""
+        """The entries to push again, as far as there is room, in the order of their contents; None
+        if there are none, or no room."""
         while self._push_again:
             wanted = self.resident_set.missing(self._push_again.popleft())
             if self.views.trackers:
@@ -66,8 +70,9 @@ class FreedPages:
         position: int,
         counters: PrefetchCounters,
     ) -> None:
-        """Note that an entry's pages are gone: those around are assumed to be gone as well, and all
-        are pushed again."""
+        """Note that the kernel has freed an entry's pages. Entries around it are assumed to be
+        freed as well, and all are pushed again. `tracker` and `position`: the stream whose reader
+        is nearest, and the entry's position there; None and -1 if no stream has the entry."""
         neighbours = np.array([entry], np.uint32)
         chunk = int(self.columns.chunk[entry])
         if self.chunk_entries.may_push(chunk, self.clock.now_s):
@@ -84,7 +89,8 @@ class FreedPages:
         self.resident_set.remove(neighbours)
 
     def sample(self, now_s: float) -> Sample | None:
-        """A few entries that the reader of a stream will read next; the streams take turns."""
+        """A few entries that the reader of a stream will read next; the streams take turns. None if
+        no stream is due."""
         for tracker in self.views.trackers.values():
             is_still = now_s - tracker.reader.last_sign_s >= STILL_S
             if is_still or now_s < tracker.sampled_s + SAMPLE_S:

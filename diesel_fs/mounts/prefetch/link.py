@@ -42,19 +42,19 @@ from ...net.messages import Message
 log = logging.getLogger("diesel.mount")
 
 MESSAGE_BYTES_MAX = 1 << 30
-"""Enough for a plan of a hundred million entries. Both ends are one program, so this only guards
-against bugs."""
+"""The longest message: enough for a plan of a hundred million entries. Both ends are one program,
+so the limit only guards against bugs."""
 
 ENTRIES_PENDING_MAX = 65_536
-"""Missed or forgotten entries that wait to be sent. Further ones are dropped: the worker notices
-them later by itself."""
+"""How many missed, or forgotten, entries may wait to be sent. Further entries are dropped: the
+worker notices later by itself that they are missing."""
 
 MESSAGES_PENDING_MAX = 256
-"""Messages that wait for a worker that does not read. Further ones are lost, and a request gets no
-answer."""
+"""How many messages may wait for a worker that does not read. Further messages are lost, and a lost
+request gets no answer."""
 
 DESCRIPTORS_MAX = 8
-"""Descriptors that may come along with one message."""
+"""How many descriptors may come along with one message."""
 
 
 class MessageDecoder:
@@ -64,7 +64,8 @@ class MessageDecoder:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MESSAGE_BYTES_MAX)
 
     def add(self, received: bytes) -> list[Message]:
-        """The messages that these bytes complete. Raises ValueError for other bytes."""
+        """The messages that these bytes complete. Raises ValueError for bytes that are no
+        message."""
         self._unpacker.feed(received)
         return list(self._unpacker)
 
@@ -82,13 +83,15 @@ class WorkerLink:
         self._answers: dict[int, Message] = {}  # by `id`, until the request takes them
         self._answered: dict[int, trio.Event] = {}  # by `id`, of the requests that wait
         self.worker_stats: Message = {}
-        """The statistics that the worker sent last."""
+        """The statistics that the worker sent last; empty before the first, and after its end."""
         self.alive = True
+        """Whether the worker can still answer: False once the connection is closed."""
 
     async def receive_hello(self, deadline_s: float) -> None:
         """Receive the worker's first message, its process number, before `start_worker`.
 
-        If the worker is dead or late, its statistics stay empty until it sends some.
+        Waits at most `deadline_s` seconds. If the worker is dead or late, `worker_stats` stays
+        empty until it sends some.
         """
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
@@ -101,7 +104,7 @@ class WorkerLink:
         self.send(message)
 
     def report_miss(self, entry: int) -> None:
-        """Report a READ of an entry, soon."""
+        """Report, soon, a miss: a READ of an entry that has reached the server."""
         if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
@@ -113,7 +116,8 @@ class WorkerLink:
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """Send a message without an answer. It is lost if the worker has ended or does not read."""
+        """Send, soon, a message that has no answer. It is lost if the worker has ended or does not
+        read."""
         if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
             self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
@@ -133,7 +137,8 @@ class WorkerLink:
         return await self._answer(number, math.inf)
 
     async def request(self, message: Message, deadline_s: float) -> Message | None:
-        """Send a request. Returns the worker's answer, or None if none comes in time."""
+        """Send a request. Returns the worker's answer; None if it does not come within `deadline_s`
+        seconds, or the worker has ended."""
         if not self.alive:
             return None
         number = next(self._ids)
@@ -191,7 +196,8 @@ class WorkerLink:
             event.set()
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        """Receive until the worker ends. The supervisor logs it if that is a failure."""
+        """Receive answers and statistics until the worker ends, then cancel `scope`. If the worker
+        has failed, the supervisor logs that."""
         decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
             for message in decoder.add(received):
@@ -224,8 +230,8 @@ class MountServerLink:
             return []
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that came with the last message. Raises ValueError unless there are
-        `count`."""
+        """The descriptors that have come with messages since the last call; the caller closes them.
+        Raises ValueError unless there are `count`."""
         found, self._received = self._received, []
         if len(found) != count:
             raise ValueError(f"{len(found)} descriptors came with a message instead of {count}")
@@ -238,7 +244,7 @@ class MountServerLink:
         return list(descriptors)
 
     def watch(self, descriptor: int, events: int = select.POLLIN) -> None:
-        """Let `messages` return for these events of a descriptor, too."""
+        """Make `messages` return at these events of a descriptor, too; `ready` names it then."""
         self._poll.register(descriptor, events)
 
     def watch_no_more(self, descriptor: int) -> None:
@@ -246,8 +252,8 @@ class MountServerLink:
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """The messages that have come, waiting for at most this time. Raises EOFError if the server
-        has ended."""
+        """The messages that have come; waits up to `timeout_s` for a message or another watched
+        event. Raises EOFError if the server has ended."""
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self.ready = frozenset(descriptor for descriptor, _ in ready)
         if self._socket.fileno() not in self.ready:

@@ -15,27 +15,29 @@ KNOWN_ENTRY_BYTES = 1_150
 KNOWN_DIVISOR = 8
 """The kernel must know a file's name before its content can be pushed. The kernel's memory for
 names counts for at most this part (an eighth) of the budget: names of small files take a quarter of
-the memory of their contents, whatever the budget is, and the kernel frees both alike."""
+the memory of their contents, whatever the budget is, and the kernel frees names and contents
+alike."""
 
 AHEAD_DIVISOR, AHEAD_BYTES_MIN = 16, 32 << 20
-"""Streams share one in 16 bytes of the part that is not for important entries, to claim entries
-ahead of their readers. If that part is small they share at least 32 MiB, but no more than half."""
+"""If the memory is split (`memory_split.py`), streams share a sixteenth of the part that is not for
+important entries, to claim entries ahead of their readers. Of a small part they share more: 32 MiB,
+but no more than half of it."""
 
 
 def ahead_bytes(part_bytes: int) -> int:
-    """The bytes that streams share of the part of the memory that is not for important entries."""
+    """The bytes that streams share, if `part_bytes` of the memory are not for important entries."""
     return max(part_bytes // AHEAD_DIVISOR, min(part_bytes // 2, AHEAD_BYTES_MIN))
 
 
 @dataclass(slots=True)
 class Memory:
-    """The memory of one planner."""
+    """The account of one planner's memory."""
 
     budget_bytes: int
     resident_set: ResidentSet
     trackers: dict[str, StreamTracker]  # of all streams, by name
     known_entries: int = 0  # names that the kernel knows
-    ahead_part: float = 1.0  # the part of the contents' memory that streams share
+    ahead_part: float = 1.0  # of the contents' memory: the part not for important entries; 1: all
     has_substitutes: bool = False  # see `Importances.set`
     _share_bytes: int = 0  # of each stream; 0: to be computed
 
@@ -50,6 +52,7 @@ class Memory:
         self._share_bytes = 0
 
     def shares_changed(self) -> None:
+        """Have the shares computed again at the next `share_bytes`."""
         self._share_bytes = 0
 
     def contents_bytes(self) -> int:
@@ -62,10 +65,12 @@ class Memory:
         return self.contents_bytes() - self.resident_set.bytes
 
     def active_count(self) -> int:
+        """How many streams have epochs left to read."""
         return sum(1 for tracker in self.trackers.values() if tracker.order.epochs)
 
     def share_bytes(self) -> int:
-        """Each stream's share of the budget. If it has changed, the streams get the new one."""
+        """Each stream's share of the budget. If shares have to be computed again, the streams get
+        the new one."""
         if not self._share_bytes:
             shared_bytes = int(self.contents_bytes() * self.ahead_part)
             if self.ahead_part < 1:

@@ -25,12 +25,12 @@ from .memory import Memory
 from .streams.units import Columns
 
 HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
-"""Before accesses are counted, nine in ten are assumed to be to important entries, as in iCache
-(section V-A). The assumption counts as this many thousand accesses. The counts are halved when they
-reach ACCESSES_MAX, so that older accesses count less."""
+"""Before any access is counted, nine in ten are assumed to be to important entries, as in iCache
+(section V-A): the counts begin with 9 * ACCESSES_MIN and ACCESSES_MIN. They are halved when their
+sum exceeds ACCESSES_MAX, so that older accesses count less."""
 AHEAD_PART_MIN, AHEAD_PART_STEP = 1 / 16, 1 / 64
-"""The least part of the memory that is not for entries of high importance. It changes by no less
-than a step, because units are cut anew then."""
+"""The part of the memory that is not for entries of high importance is at least AHEAD_PART_MIN. It
+changes only by more than a step, because each change may have units cut anew."""
 
 
 @dataclass(slots=True)
@@ -48,19 +48,20 @@ class AccessCounts:
             self.low /= 2
 
     def low_part(self) -> float:
+        """The part of the memory (0 to 1) that is not for entries of high importance."""
         return max(self.low / (self.high + self.low), AHEAD_PART_MIN)
 
 
 class Importances:
-    """The importance of entries, and the division that follows."""
+    """The importance of entries, and the division of the memory that follows from it."""
 
     def __init__(self, columns: Columns, memory: Memory, *, divides: bool) -> None:
-        """`divides`: the memory has two parts (`keeps_important`)."""
+        """`divides`: whether the memory has two parts (`keeps_important`, see the module)."""
         self._columns = columns
         self._memory = memory
         self._divides = divides
         self._counts = AccessCounts()
-        self._valued = 0  # changes of importance for which chunks have values
+        self._valued = 0  # `heap.changes` at the last `take_chunk_values`
 
     def set(
         self,
@@ -75,10 +76,10 @@ class Importances:
         """Set the importance of entries, one number for each: unclaimed entries of less importance
         are dropped first. Returns the number of jobs that have set any.
 
-        `more`: others follow. Several jobs are distinguished by `job`, and merged by their
-        `benefit` (`cache/policies/importance.py`). `substitutes`: the job accepts resident entries
-        of low importance in place of others. Raises UsageError for numbers outside the dataset, and
-        for NaN, infinite and negative values.
+        `more`: further calls set the rest. Several jobs are distinguished by `job`, and merged by
+        their `benefit` (`cache/policies/importance.py`). `substitutes`: the job accepts resident
+        entries of low importance in place of others. Raises UsageError for numbers outside the
+        dataset, and for NaN, infinite and negative values.
         """
         jobs = self._memory.resident_set.eviction.set_importances(
             self._columns.checked(entries), values, more=more, job=job, benefit=benefit
@@ -90,8 +91,9 @@ class Importances:
         return jobs
 
     def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
-        """How many entries of each chunk an epoch is likely to read, without those that this mount
-        keeps. None if no importance has changed since the last call."""
+        """By chunk: the sum of the importances of its entries, that is how many of them an epoch is
+        likely to read, without the important ones that this mount keeps. The task's master gets
+        these values. None if no importance has changed since the last call."""
         heap = self._memory.resident_set.eviction.heap
         if heap is None or heap.changes == self._valued:
             return None
@@ -106,7 +108,7 @@ class Importances:
         return np.bincount(chunk[is_here], values[is_here], count).astype(np.float32)
 
     def note_accesses(self, passed: Entries) -> None:
-        """Readers have read these entries: divide the memory anew."""
+        """Note that readers have read these entries, and divide the memory anew."""
         heap = self._memory.resident_set.eviction.heap
         if not self._divides or heap is None or not len(passed):
             return

@@ -16,12 +16,14 @@ from .resident_set import ResidentSet
 from .streams.units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
-"""If the kernel frees the pages of a chunk, it is pushed again after 1 s at the soonest, then after
-2, 4 and so on: a machine without memory for them would otherwise push in a loop."""
+"""If the kernel frees the pages of a chunk, the chunk is pushed again after 1 s at the soonest,
+then after 2 s, 4 s and so on, up to 64 s: a machine without memory for it would otherwise push in a
+loop."""
 
 
 class ChunkEntries:
-    """The entries with content of each chunk, sorted by their offsets; without these by index."""
+    """The entries with content of each chunk, in the order of their offsets in it (of their indices
+    if the offsets are not known)."""
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.uint32] | None) -> None:
         self._chunk, self._offset = columns.chunk, offset
@@ -33,7 +35,7 @@ class ChunkEntries:
         self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: the delay after a push
 
     def _place(self, entries: Entries) -> npt.NDArray[np.int64]:
-        """A number for each entry, in the order of their contents."""
+        """A number for each entry, by which to sort them: the chunk, then the offset in it."""
         offset = entries if self._offset is None else self._offset[entries]
         place = self._chunk[entries].astype(np.int64)
         place <<= 32
@@ -41,6 +43,7 @@ class ChunkEntries:
         return place
 
     def of(self, chunk: int) -> Entries:
+        """The entries with content of a chunk."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:
@@ -49,7 +52,7 @@ class ChunkEntries:
 
     def may_push(self, chunk: int, now_s: float) -> bool:
         """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel.
-        True counts as a push."""
+        After True, which counts as a push, this is False for the chunk's delay."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False
@@ -77,7 +80,8 @@ class MissFill:
         self._next_in_turn = 0 if everything else chunk_count  # the next chunk in turn
         self.in_turn_count = chunk_count if everything else 0
         """How many chunks `oneshot` pushes in turn; 0 for another policy."""
-        self._too_large_bytes: int | None = None  # of the last chunk for which there was no room
+        # The bytes of the last file or chunk, if there was no room for it.
+        self._too_large_bytes: int | None = None
 
     def missed(self, chunk: int, need_bytes: int, room_bytes: int, now_s: float) -> None:
         """Note a miss of a file of `chunk`; the file alone needs `need_bytes`."""
@@ -105,6 +109,7 @@ class MissFill:
 
     @property
     def done_count(self) -> int:
+        """How many of the `in_turn_count` chunks have had their turn."""
         return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:

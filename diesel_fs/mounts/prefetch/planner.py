@@ -10,14 +10,14 @@ the kernel has forgotten. It calls `next` for a decision, carries it out, and re
 
 Without a plan, a miss pushes the rest of its chunk if that fits the free part of the budget; the
 policy `oneshot` does that for all chunks from the start (`miss_fill.py`). Nothing is dropped for
-such pushes. So a dataset that fits becomes resident as a whole. Of a larger one, the files that
+such pushes. So a dataset that fits becomes resident as a whole. Of a larger dataset, the files that
 came first stay, and READs bring the rest file by file; random misses never make the planner push
-and drop in turns.
+and drop by turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
-is cut into units (`streams/units.py`). A stream *claims* the entries of a unit from the decision to
-push it until its reader has passed them, and claimed entries are not dropped. The package's page
-names the module of each policy.
+is cut into *units*, the files of one push each (`streams/units.py`). A stream *claims* the entries
+of a unit from the decision to push it until its reader has passed them, and claimed entries are not
+dropped. The package's `__init__.py` names the module of each policy.
 """
 
 import math
@@ -55,13 +55,15 @@ from .streams.watches import Watches
 from .turns import UrgentTurns, soonest_stream
 
 STILL_DIVISOR = 4
-"""A still stream gets room only while this part of the budget (a quarter) stays free."""
+"""A still stream (its reader gives no sign, see `streams/stream_views.py`) gets room only while
+this part of the budget (a quarter) stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
 """After a failed push, the first and the longest pause before the next one."""
 
 UNWATCH_MIN = 256
-"""The fewest unneeded watches that are removed together, unless the worker is idle."""
+"""The fewest watches without a use (`streams/watches.py`) that are removed together, unless the
+worker is idle."""
 
 PAGES_MAX = (1 << 32) - 1
 """A file of 16 TiB counts as this many pages: it never fits."""
@@ -86,8 +88,9 @@ class PrefetchPlanner:
     ) -> None:
         """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
         -1, its size in bytes, its offset in the chunk (if not given, entries lie in it by index),
-        and whether it is a file (if not given: whether it has a chunk). Without `costs`, all units
-        count as equally near. `keeps_important`: see `memory_split.py`.
+        and whether it is a file (if not given: whether it has a chunk). `costs` predicts how long
+        contents take to fetch; without it, that is taken as 0. `keeps_important`: see
+        `memory_split.py`.
         """
         pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
         pages[chunk < 0] = 0
@@ -121,7 +124,7 @@ class PrefetchPlanner:
         self._urgent = UrgentTurns()
         self._outstanding: Push | Drop | Sample | None = None  # the decision not yet reported
         self._decided_s = 0.0  # when the last decision was made
-        self._is_urgent = False  # the decision not yet reported
+        self._is_urgent = False  # whether the decision not yet reported is an urgent push
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
         self._waits_for_room = False  # see `PrefetchStats`
@@ -138,8 +141,8 @@ class PrefetchPlanner:
 
     @property
     def wants_misses(self) -> bool:
-        """Whether the worker should report every miss. Without a plan and free room a few are
-        enough: they only show that the kernel has freed pages."""
+        """Whether the server should report every miss to the worker. If there is neither a plan nor
+        free room, a few are enough: they only show that the kernel has freed pages."""
         return self.views.has_streams or self._miss_fill.has_room(self.memory.room_bytes())
 
     def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
@@ -150,8 +153,9 @@ class PrefetchPlanner:
         self._clock.inherit(old._clock)
 
     def take_over(self, entries: Entries, now_s: float) -> bool:
-        """Note that these entries are resident, which another version's planner knew. Returns False
-        if there is no room for them; then they are not noted. None may be named twice."""
+        """Note that these entries are resident: their contents come from the page cache of another
+        version. Returns False if there is no room for them; then they are not noted. None may be
+        named twice."""
         self._clock.tick(now_s)
         entries = self.resident_set.missing(entries)
         if self._columns.bytes_of(entries) > self.memory.room_bytes():
@@ -163,15 +167,17 @@ class PrefetchPlanner:
     # Reports
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
+        """Report whether the store is slow; urgent units are pushed only then."""
         self._urgent.store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
+        """Report that a watched file was opened."""
         self._clock.tick(now_s)
         signs.note_open(self.streams, self.watches, entry, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
-        """Report a miss. `is_sure`: a reader wanted the entry; otherwise the kernel may have read
-        ahead of another file."""
+        """Report a miss. `is_sure`: whether a reader surely wanted the entry; otherwise the kernel
+        may have read ahead of another file."""
         self._clock.tick(now_s)
         pages = self._columns.pages
         if not 0 <= entry < len(pages) or not pages[entry]:
@@ -225,6 +231,7 @@ class PrefetchPlanner:
             self._freed.push_again(push.entries[~np.isin(push.entries, reported)])
 
     def dropped(self, drop: Drop) -> None:
+        """Report that a drop has been carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self.resident_set.victims_dropped(drop.entries)
@@ -251,9 +258,9 @@ class PrefetchPlanner:
         return found
 
     def unconfirmed(self, entries: EntryOrder) -> Entries:
-        """The pushed ones of these entries that the worker may open to see whether the kernel still
-        has their pages. Watched ones are left out: the open would look like a reader's. Raises
-        UsageError."""
+        """Those of these entries that were pushed, and that the worker may open to see whether the
+        kernel still has their pages. Watched entries are left out: the open would look like a
+        reader's. Raises UsageError."""
         checked = np.unique(self._columns.checked(entries))
         checked = checked[self.resident_set.resident[checked]]
         is_free = [not self.watches.is_watched(entry) for entry in checked.tolist()]
@@ -277,7 +284,8 @@ class PrefetchPlanner:
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """The decision for now. The result of any but Idle is reported before the next call."""
+        """The next decision. The caller carries it out and reports the result (of all but Idle)
+        before it calls this again."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
         heap = self.resident_set.eviction.heap
@@ -293,7 +301,7 @@ class PrefetchPlanner:
         self._outstanding, self._decided_s = decision, now_s
         if decision is not None:
             return decision
-        # When the next decision may differ although nothing is reported.
+        # The times at which the next decision may differ although nothing is reported.
         times = [self._paused_until_s, *self.views.next_change_s(now_s)]
         change_s = min((each for each in times if each > now_s), default=None)
         return Idle(now_s if is_building else change_s)
@@ -323,12 +331,12 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        """The unit that a reader needs soonest, or a drop that makes room for it; None if no stream
-        has anything to push."""
+        """A push of the unit that a reader needs soonest, or a drop that makes room for it; None if
+        no stream has anything to push, or there is no room."""
         if not self.views.has_streams:
             return None
         without_room: set[str] = set()  # streams that get nothing in this decision
-        markers: list[int] = []  # of units with nothing to push
+        markers: list[int] = []  # of units that were skipped, as they had nothing to push
         last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         is_balanced = self._balance.is_active
         may_wait = is_balanced  # a stream lets others go first until its contents have arrived

@@ -1,9 +1,10 @@
 """Keeps account of which entries are resident (in the page cache), and which are claimed.
 
-The kernel does not report which pages it holds: this is the planner's belief. An entry is *claimed*
-by a stream (a reader with a known order) from the decision to push it until the reader has passed
-it; a claimed entry is not dropped. `streams/stream_tracker.py` decides which entries are claimed,
-`room.py` when something must be dropped, and `eviction.py` which entries.
+The kernel does not report which pages it holds, so a `ResidentSet` is the planner's belief, and may
+be wrong. An entry is *claimed* by a stream (a reader with a known order) from the decision to push
+it until the reader has passed it; a claimed entry is not dropped. `streams/stream_tracker.py`
+decides which entries are claimed, `room.py` when something must be dropped, and `eviction.py` which
+entries.
 """
 
 import math
@@ -22,13 +23,14 @@ LATELY_S = 1.0
 need not be pushed."""
 
 _ONE = np.int32(1)
-"""One claim, of their column's type: without conversions `ufunc.at` is twenty times as fast."""
+"""One claim, in the type of the column `claims`: without a conversion `ufunc.at` is twenty times as
+fast."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """The time of the last report. Times in a `ResidentSet` count from the first one, so that four
-    bytes are enough for each."""
+    """The time of the first and of the last report to the planner, in seconds. Times in a
+    `ResidentSet` count from the first, so that four bytes are enough for each."""
 
     start_s: float = math.nan
     now_s: float = 0.0
@@ -39,7 +41,7 @@ class Clock:
         self.now_s = now_s
 
     def since_start_s(self, now_s: float) -> float:
-        """A time as `ResidentSet` counts it."""
+        """A time as `ResidentSet` counts it: in seconds since the first report."""
         return now_s - self.start_s
 
     def inherit(self, old: "Clock") -> None:
@@ -49,25 +51,25 @@ class Clock:
 class ResidentSet:
     """The resident entries (see the module).
 
-    The columns that have a value for each entry begin with zeros, so the memory of those that are
-    not used is never taken.
+    The columns (arrays with a value for each entry) begin with zeros, so a column that is never
+    written takes no memory.
     """
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         count = len(columns.pages)
         self.resident: Mask = np.zeros(count, np.bool_)
-        self.claims = np.zeros(count, np.int32)  # how many there are of each entry
+        self.claims = np.zeros(count, np.int32)  # by entry: how many claims it has
         self.bytes = 0  # of resident entries, in whole pages
         self.unclaimed_bytes = 0  # of resident entries that no stream claims
-        self.pushed_s = np.zeros(count, np.float32)  # when each was pushed last
-        # When a READ last brought each, and `LATELY_S` on top: 0 is long ago.
+        self.pushed_s = np.zeros(count, np.float32)  # by entry: when it was pushed last
+        # By entry: until when the last READ that brought it counts as recent; 0: no READ did.
         self._read_s = np.zeros(count, np.float32)
         self.eviction = Eviction(columns, self.resident, self.claims)
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """Take over the belief of another version; `was` gives the index that each entry had there
-        (-1: none)."""
+        """Take over from the set of another version; `was` gives the index that each entry had
+        there (-1: none)."""
         entries = np.flatnonzero(was >= 0)
         before = was[entries]
         self.resident[entries] = old.resident[before]
@@ -101,8 +103,8 @@ class ResidentSet:
             self._read_s[entry] = at_s + LATELY_S
 
     def split_recent_reads(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
-        """Split these entries: those to push, and those that READs have brought lately, which are
-        noted as resident."""
+        """Split these entries: those to push, and those that READs have brought lately. The latter
+        are noted as resident."""
         lately = now_s < self._read_s[entries]
         if not lately.any():
             return entries, NO_ENTRIES
@@ -126,8 +128,8 @@ class ResidentSet:
         np.add.at(self.claims, entries.astype(np.intp), _ONE)
 
     def unclaim(self, entries: Entries, *, passed: bool) -> None:
-        """Remove a claim for each time that an entry is named. `passed`: those without another
-        claim are dropped first, in this order (readers have passed them)."""
+        """Remove a claim for each time that an entry is named. `passed`: readers have passed these
+        entries, so those without another claim are dropped first, in this order."""
         if not len(entries):
             return
         np.subtract.at(self.claims, entries.astype(np.intp), _ONE)
@@ -137,20 +139,20 @@ class ResidentSet:
             self.eviction.note_passed(free)
 
     def _free(self, entries: Entries) -> None:
-        """These resident entries have no claims (any more)."""
+        """Note that these resident entries have no claims (any more)."""
         self.unclaimed_bytes += self.bytes_of(entries)
         self.eviction.add(entries)
 
     def _take(self, entries: Entries) -> None:
-        """These entries without claims get some, or are not resident any more."""
+        """Note that these entries without claims get claims, or are not resident any more."""
         self.unclaimed_bytes -= self.bytes_of(entries)
         self.eviction.remove(entries)
 
     # Drops
 
     def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
-        """Unclaimed entries to drop, of at least `need_bytes` if there are as many. The caller then
-        reports `victims_dropped`."""
+        """Choose unclaimed entries to drop: at least `need_bytes`, or all if they take less. When
+        they are dropped, the caller calls `victims_dropped`."""
         victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
             piece = self.eviction.take_next(next_use)
@@ -161,5 +163,6 @@ class ResidentSet:
         return np.concatenate(victims)
 
     def victims_dropped(self, victims: Entries) -> None:
+        """Note that entries that `victims` has chosen are dropped."""
         self.eviction.note_dropped(victims)
         self.remove(victims)

@@ -1,13 +1,13 @@
 """Makes room for pushes: chooses what to drop, and which streams give claims up.
 
-Room is made in this order:
+Room is made by giving up these, in this order:
 
 1. entries that no stream claims (`eviction.py`);
 2. all claims of a stream that has stood still while others went on;
 3. the farther half of the claims of the stream that is farthest ahead of its reader, if that is
    more than twice as far as the stream that needs room.
 
-Files that were only read, and not pushed, do not count: the kernel frees their pages first.
+Files that READs have brought, and no push, do not count: the kernel frees their pages first.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Room:
     watches: Watches
 
     def shrink(self) -> Drop | None:
-        """Drop what exceeds a budget that has become smaller."""
+        """Drop what exceeds a budget that has become smaller; None if nothing does."""
         over = -self.memory.room_bytes()
         while over > 0:
             if (drop := self._drop(over)) is not None:
@@ -41,7 +41,8 @@ class Room:
         return None
 
     def unwatch(self, least: int) -> Drop | None:
-        """Stop watching the entries that no stream needs watched, if they are at least `least`."""
+        """Stop watching the entries that no stream needs watched; None if there are fewer than
+        `least`."""
         enough = len(self.watches.unneeded) >= least
         return Drop(NO_ENTRIES, self.watches.take_unneeded()) if enough else None
 
@@ -53,8 +54,12 @@ class Room:
         last_sign_s: float,
         now_s: float,
     ) -> Drop | None:
-        """Make room for a unit of the stream `needy`: drop unclaimed entries, or take claims from
-        other streams."""
+        """Make room of `need_bytes` for a unit of the stream `needy`: drop unclaimed entries, or
+        take claims from other streams. None if no room can be made.
+
+        `needy_ahead_s`: in how many seconds its reader comes to the unit; `last_sign_s`: when any
+        reader last gave a sign.
+        """
         if (drop := self._drop(need_bytes)) is not None:
             return drop
         others = [each for each in self.views.trackers.values() if each is not needy]
@@ -69,7 +74,7 @@ class Room:
         farthest = max(others, key=self.ahead_s, default=None)
         if farthest is None:
             return None
-        # Positions of readers are known to about a marker, so two more are allowed for.
+        # A reader's position is known only to about a marker, so two markers are allowed for.
         allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.reader.rate or 1)
         if self.ahead_s(farthest) > allowed_s and self._retreat(farthest):
             return self._drop(need_bytes)
@@ -85,7 +90,8 @@ class Room:
         return tracker.order.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
-        """End the farther half of the claims ahead of a reader, or all. Whether any ended."""
+        """End the farther half of the claims ahead of a reader; if there are none, all its claims.
+        Returns whether any ended."""
         high = tracker.reader.high
         middle = high + max(self._frontier(tracker) - high, 0) // 2
         take_back = self.streams.take_back

@@ -18,11 +18,11 @@ from .streams.units_ahead import NextUnit
 from .streams.watches import MARKERS_MAX
 
 URGENT_S = 1.0
-"""The files that a reader comes to within this time are pushed first from a slow store."""
+"""If the store is slow, the files that a reader comes to within this time are pushed first."""
 URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
-"""Urgent pushes together take at most `URGENT_START_S` and `URGENT_WEIGHT` times as long as others.
-So a store that gives single files far more slowly than chunks, such as a disk that has to seek,
-still gives chunks for a third of the time."""
+"""Urgent pushes together take at most `URGENT_START_S` plus `URGENT_WEIGHT` times as long as
+others. So a store that gives single files far more slowly than chunks, such as a disk that has to
+seek, still gives chunks for a third of the time."""
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class UrgentTurns:
     """Shares the time of a slow store between urgent pushes and others."""
 
     store_is_slow: bool = False
-    _urgent_s: float = 0.0  # how long pushes took since no reader was behind
-    _others_s: float = 0.0
+    _urgent_s: float = 0.0  # how long urgent pushes took, since no unit was urgent
+    _others_s: float = 0.0  # how long the other pushes took, since then
 
     def note_pushed(self, took_s: float, *, was_urgent: bool) -> None:
         if was_urgent:
@@ -40,6 +40,7 @@ class UrgentTurns:
             self._others_s += took_s
 
     def unit(self, tracker: StreamTracker) -> NextUnit | None:
+        """The urgent unit of a stream; None if it has none, or if other pushes must have a turn."""
         if not self.store_is_slow:
             return None
         unit = tracker.units.urgent(URGENT_S)
@@ -58,11 +59,11 @@ def soonest_stream(
     *,
     may_wait: bool,
 ) -> tuple[StreamTracker, float] | None:
-    """The stream that needs its next unit soonest, and in how many seconds; None if all are claimed
-    to their ends, or as far as watches allow.
+    """The stream that gets the next push, and in how many seconds its reader needs the unit. None
+    if all streams are claimed to their ends, or as far as the number of watches allows.
 
-    `without_room`: streams that get nothing. `may_wait`: a stream lets others go first until its
-    contents have arrived.
+    `without_room`: names of streams that get nothing. `may_wait`: whether the stream that needs its
+    unit soonest lets others go first until its contents have arrived.
     """
     share_bytes = memory.share_bytes()
     ahead_max = max(MARKERS_MAX // max(memory.active_count(), 1), 16) * MARKER_STRIDE

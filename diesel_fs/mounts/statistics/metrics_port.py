@@ -25,20 +25,22 @@ MAX_AGE_S = 1.0
 """The greatest age of the metrics that a client gets."""
 
 ANSWER_DEADLINE_S = 4.0
-"""How long the mount's server may take; a client gets its answer within 5 s."""
+"""How long the mount's server may take to answer the supervisor, so that a client of the port gets
+its answer within 5 s."""
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
 
 
 class MetricsSource:
-    """The server's end of the pair of sockets."""
+    """The server's end of the pair of sockets: it answers the supervisor's requests."""
 
     def __init__(self, url: str, end: socket.socket) -> None:
         self.url = url
         self._end = end
 
     async def serve(self, text: Callable[[], str]) -> None:
+        """Answers each request with the metrics that `text` returns, until the supervisor ends."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._end))
         try:
             while await stream.receive_some(1):
@@ -53,10 +55,12 @@ class MetricsSource:
 
 
 class MetricsPort:
-    """The port, and the supervisor's end of the pair. Made before the processes are forked."""
+    """The port, and the supervisor's end of the pair of sockets. Made before the processes are
+    forked."""
 
     def __init__(self, place: HostPort) -> None:
-        """Raises ConflictError if another program listens there, ConfigError."""
+        """Opens the port at `place`. Raises ConflictError if another program listens there, and
+        ConfigError."""
         self._sockets = listen(place)
         port = self._sockets[0].getsockname()[1]
         self._end, server_end = socket.socketpair()
@@ -69,16 +73,16 @@ class MetricsPort:
 
     @property
     def own_descriptors(self) -> Sequence[int]:
-        """The forked processes must close these."""
+        """The supervisor's descriptors, which the forked processes must close."""
         return [self._end.fileno(), *(each.fileno() for each in self._sockets)]
 
     @property
     def server_descriptor(self) -> int:
-        """Only the server keeps it."""
+        """The descriptor of the server's end; all processes but the server must close it."""
         return self._server_end.fileno()
 
     def start(self) -> None:
-        """Call it after the fork."""
+        """Starts to serve the port in a thread. Call it after both forks."""
         self._server_end.close()
         self._end.settimeout(ANSWER_DEADLINE_S)
         threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -96,13 +100,14 @@ class MetricsPort:
         if time.monotonic() >= self._made_s + MAX_AGE_S:
             try:
                 self._text = self._request_text() or None
-            except OSError:  # it has ended, or is late
+            except OSError:  # the server has ended, or is late
                 self._text = None
             self._made_s = time.monotonic()
         return self._text
 
     def _request_text(self) -> str:
-        """The metrics. If an earlier answer was late, it comes first. Raises OSError."""
+        """The metrics from the server. If its answer to an earlier request was late, this waits for
+        that answer and returns it. Raises OSError."""
         if not self._has_requested:
             self._end.sendall(_ASK)
             self._has_requested = True

@@ -1,7 +1,7 @@
 """Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus.
 
-METRICS.md lists them. Figures that a mount does not have (of a task; of the page cache with
-pyfuse3) give no line. Pure functions.
+METRICS.md lists the metrics. A figure that a mount does not have (of a task; of the page cache with
+pyfuse3) gives no line. Pure functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +12,7 @@ from ...metrics import Sample, metric_lines
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
+"""Where a range of a chunk was when it was read through the task's shared cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class MountMetric:
 
 
 def metrics_text(stats: Stats) -> str:
+    """The metrics of a mount in the text format of Prometheus."""
     lines: list[str] = []
     for metric in TABLE:
         samples = list(metric.samples(stats))
@@ -87,7 +89,7 @@ def _of_streams(path: str) -> Callable[[Stats], Iterator[Sample]]:
     def samples(stats: Stats) -> Iterator[Sample]:
         streams = _at(stats, "residency.streams")
         for stream in streams if isinstance(streams, list) else ():
-            if stream["epoch"] >= 0:  # else it has been read to its end
+            if stream["epoch"] >= 0:  # -1: the stream has been read to its end
                 for _, value in _number(path)(stream):
                     yield {"stream": str(stream["name"])}, value
 
@@ -95,7 +97,7 @@ def _of_streams(path: str) -> Callable[[Stats], Iterator[Sample]]:
 
 
 TABLE = (
-    MountMetric("diesel_mount_info", "gauge", "1; the labels say what is mounted, and how.", _info),
+    MountMetric("diesel_mount_info", "gauge", "1; labels: dataset, version, session.", _info),
     MountMetric("diesel_mount_uptime_seconds", "gauge", "Age of the mount.", _number("uptime_s")),
     MountMetric(
         "diesel_mount_requests_total",
@@ -106,7 +108,7 @@ TABLE = (
     MountMetric(
         "diesel_mount_waited_seconds_total",
         "counter",
-        "Time in which any request waited, divided among what requests waited for.",
+        "Time in which at least one request waited, divided among the causes.",
         _each("waits.causes_s", "cause"),
     ),
     MountMetric(
@@ -166,7 +168,7 @@ TABLE = (
     MountMetric(
         "diesel_mount_task_reads_total",
         "counter",
-        "Parts that the server has read in a task, by where they were.",
+        "Ranges of chunks read through the task's shared cache, by where they were.",
         _several(*(_number(f"task.client.{tier}_reads", tier=tier) for tier in TASK_TIERS)),
     ),
     MountMetric(

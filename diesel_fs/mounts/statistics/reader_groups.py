@@ -26,7 +26,8 @@ RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID"
 """The variables in which launchers pass the rank to a process; the first one that is set counts."""
 
 MOUNT_GENERATIONS = 3
-"""The supervisor of a mount has two children, its server and its worker, and these have helpers."""
+"""The generations of a mount's own processes: the supervisor, its two children (server and worker),
+and their helpers."""
 
 _RANK_DIGITS_MAX = 7
 _ANCESTORS_MAX = 64
@@ -37,14 +38,14 @@ class _Process(NamedTuple):
     pid: int
     parent: int
     session: int
-    started: int  # the time in clock ticks; an earlier process with this ID had another one
+    started: int  # in clock ticks; an earlier process with the same ID started at another time
     program: str  # the file that it runs; empty for a thread of the kernel
     command: str
 
 
 class ReaderProcesses:
     def __init__(self, mount_pid: int) -> None:
-        """`mount_pid` is the mount's supervisor."""
+        """`mount_pid` is the process ID of the mount's supervisor."""
         self._mount_pid = mount_pid
         self.on_found: Callable[[ReaderGroup, ReaderGroup], None] = lambda _, __: None
         """Called in another thread, with a group that `group_of` returned and the group that it
@@ -90,6 +91,7 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
+    """The group of a process; UNSEEN if the process is invisible. May wait (see the module)."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 
@@ -101,7 +103,7 @@ def _group_of(process: _Process) -> ReaderGroup:
         if (
             parent is None
             or (parent.program, parent.session) != (process.program, process.session)
-            or _rank_of(parent.pid) != rank  # as the launcher of the ranks
+            or _rank_of(parent.pid) != rank  # for example, the launcher of the ranks
         ):
             break
         process = parent
@@ -143,7 +145,7 @@ def _process_number(thread: int) -> int:
 
 
 def _rank_of(pid: int) -> int | None:
-    """May wait."""
+    """The rank of a process; None if it has none, or its environment is hidden. May wait."""
     with suppress(OSError):
         variables = dict(
             each.split(b"=", 1)

@@ -1,7 +1,7 @@
 """Counts how long the readers of a mount have waited, and for what (SEMANTICS.md, "Waiting").
 
-Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Each of
-the others is a `Wait`, from `begin` to `end`; meanwhile threads mark the cause of the wait
+Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Any other
+request is a `Wait`, from `Waits.begin` to `Waits.end`; meanwhile threads mark the cause of the wait
 (`cache/waiting.py`).
 
 If n requests wait at one moment, each of them accounts for 1/n of it. So a `WaitClock` has a
@@ -27,11 +27,11 @@ from ...cache.waiting import WaitCause
 log = logging.getLogger("diesel.mount")
 
 READERS_MAX = 64
-"""Groups of processes. The one that was seen longest ago makes room; ranks only if nothing else
-can."""
+"""The most groups of processes that are remembered. For a further group, the one that was seen
+longest ago is forgotten; a rank only if all others are ranks, too."""
 
 THREADS_MAX = 4096
-"""Threads that are remembered; then all are forgotten and looked up again."""
+"""How many threads are remembered; then all are forgotten, and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
 """How long a thread is remembered; the kernel may give its number to another process later."""
@@ -56,6 +56,7 @@ class ReaderGroup(NamedTuple):
 
 
 UNSEEN = ReaderGroup(None, 0, "")
+"""The group of all invisible processes, and of requests whose thread is unknown."""
 
 
 class WaitClock:
@@ -65,14 +66,15 @@ class WaitClock:
     __slots__ = ("at_s", "causes_s", "requests_s", "virtual_s", "waited_s", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0  # requests
-        self.at_s = 0.0  # while anything waits: all time before this is counted
-        self.virtual_s = 0.0
-        self.waited_s = 0.0
-        self.causes_s = [0.0] * len(_CAUSES)
-        self.requests_s = [0.0] * len(_CAUSES)
+        self.waiting = 0  # how many requests wait now
+        self.at_s = 0.0  # while a request waits: all time before this is counted
+        self.virtual_s = 0.0  # see the module
+        self.waited_s = 0.0  # the time in which at least one request waited
+        self.causes_s = [0.0] * len(_CAUSES)  # `waited_s` by cause
+        self.requests_s = [0.0] * len(_CAUSES)  # by cause: the sum over all requests
 
     def advance(self, now_s: float) -> None:
+        """Count the time up to now."""
         if self.waiting and now_s > self.at_s:
             passed_s = now_s - self.at_s
             self.waited_s += passed_s
@@ -82,7 +84,7 @@ class WaitClock:
             self.at_s = now_s
 
     def add(self, cause: WaitCause, begun_s: float, now_s: float) -> None:
-        """Counts a request that was answered at once, while no other one began or ended."""
+        """Counts a request that was answered at once, while no other request began or ended."""
         self.requests_s[cause] += now_s - begun_s
         if not self.waiting:
             self.waited_s += now_s - begun_s
@@ -107,6 +109,8 @@ class WaitClock:
 
 
 class _Reader:
+    """The figures of one group of processes."""
+
     __slots__ = ("alone_s", "clock", "clocks", "group", "requests", "seen_s")
 
     def __init__(self, group: ReaderGroup, mount: WaitClock | None) -> None:
@@ -131,6 +135,8 @@ class _Reader:
 
 
 class Wait:
+    """A request that is not answered at once. The greatest cause that is marked counts."""
+
     __slots__ = ("_base", "_before_s", "_cause", "_clocks", "_marks", "_owner", "_since_s")
 
     def __init__(
@@ -144,13 +150,14 @@ class Wait:
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """Does nothing after the end of the request."""
+        """Marks a cause; has no effect after the end of the request. Any thread."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
                 self._change(cause)
 
     def leave(self, cause: WaitCause) -> None:
+        """Removes a mark that `enter` has made. Any thread."""
         with self._owner.lock:
             self._marks[cause] -= 1
             if cause == self._cause and not self._marks[cause]:
@@ -200,8 +207,8 @@ class Waits:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`identify` returns the group of a thread, or None if its requests do not count. `now` is
-        a clock that never goes back."""
+        """`identify` returns the group of a thread, or None if the thread's requests do not count.
+        `now` is a clock in seconds that never goes back."""
         self.now = now
         self.lock = threading.Lock()
         self.inline = _DecodingInline(now)
@@ -209,9 +216,9 @@ class Waits:
         self._identify = identify
         self._clock = WaitClock()
         self._waiting: set[Wait] = set()
-        self._nobody = _Reader(UNSEEN, None)
+        self._nobody = _Reader(UNSEEN, None)  # for processes that do not count as readers
         self._readers: dict[tuple[int | None, int], _Reader] = {}
-        self._dropped_alone_s = [0.0] * len(_CAUSES)  # of readers that were forgotten
+        self._dropped_alone_s = [0.0] * len(_CAUSES)  # the `alone_s` of forgotten readers
         self._by_thread: dict[int, _Reader] = {}
         self._started_s = now()
         self._forget_at_s = self._started_s + THREADS_MAX_AGE_S
@@ -238,7 +245,7 @@ class Waits:
 
     def begin(self, thread: int, cause: WaitCause, begun_s: float) -> Wait:
         """Begins a request that arrived at `begun_s` and is not answered at once. `cause` counts
-        while no other cause is marked."""
+        while no greater cause is marked. The caller calls `end` with the result."""
         reader = self._by_thread.get(thread)
         if reader is None or begun_s > self._forget_at_s:
             reader = self._find_reader(thread, begun_s)
@@ -255,6 +262,7 @@ class Waits:
         return wait
 
     def end(self, wait: Wait) -> None:
+        """Ends a request: it has been answered."""
         with self.lock:
             wait.settle(self.now())
             self._waiting.discard(wait)
@@ -262,10 +270,11 @@ class Waits:
                 clock.waiting -= 1
 
     def is_waiting(self, wait: Wait) -> bool:
-        """The caller holds the lock."""
+        """Whether a request has not ended yet. The caller holds the lock."""
         return wait in self._waiting
 
     def figures(self) -> dict[str, object]:
+        """The figures of all readers and of each, as `waits` in `.diesel/stats`."""
         self._merge_regrouped()
         with self.lock:
             now_s = self.now()
@@ -292,9 +301,9 @@ class Waits:
             }
 
     def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
-        """Moves the counts of one group to another. Any thread."""
+        """Moves the counts of the group `before` to `group`, soon. Any thread."""
         self._regrouped.append((before, group))
-        self._forget_at_s = -math.inf  # so that the next request looks at it
+        self._forget_at_s = -math.inf  # so that the next request moves them
 
     def _find_reader(self, thread: int, now_s: float) -> _Reader:
         if now_s > self._forget_at_s or len(self._by_thread) >= THREADS_MAX:
@@ -323,7 +332,7 @@ class Waits:
             old = self._readers.get(before.key)
             if old is None:
                 continue
-            if old.clock.waiting:  # it goes on counting
+            if old.clock.waiting:  # its requests go on counting: later
                 self._regrouped.append((before, group))
                 continue
             del self._readers[before.key]

@@ -46,7 +46,7 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """A greater role allows all that a smaller one does."""
+    """What a user may do with a dataset. A greater role allows all that a smaller one does."""
 
     NONE = 0
     READ = 1
@@ -65,9 +65,9 @@ ROLES: Mapping[str, Role] = {role.text: role for role in Role}
 class Account:
     """A user: an Ed25519 public key (32 bytes), and roles by the names of datasets.
 
-    An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. A
-    server lowers `ceiling` while it cannot read the table of accounts, because the account may have
-    been changed meanwhile.
+    An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. No
+    role is greater than `ceiling`, which a server lowers while it cannot read the table of
+    accounts, because the account may have been changed meanwhile.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Account:
         """Check that the user has a role for a dataset.
 
         Raises NoSuchDataset if the user may not even read it, PermissionDenied if the role is too
-        small, MetadataError if only the ceiling is. A user cannot find out whether there is such a
-        dataset: only the name counts.
+        small, MetadataError if it is too small only because of `ceiling`. The result does not
+        depend on whether the dataset exists, so users cannot find that out.
         """
         if self._granted(dataset) is Role.NONE:
             raise NoSuchDataset(f"no dataset {dataset!r}")
@@ -122,7 +122,7 @@ Accounts = Mapping[str, Account]
 
 
 def check_user_name(name: str) -> str:
-    """Return the name, or raise UsageError."""
+    """Return the name. Raises UsageError if no user can have it."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
@@ -132,7 +132,7 @@ def check_user_name(name: str) -> str:
 
 
 def parse_role(text: str) -> Role:
-    """Raises UsageError."""
+    """The role of this name. Raises UsageError."""
     if text not in ROLES:
         raise UsageError(f"there is no role {text[:64]!r}", advice=f"use {', '.join(ROLES)}")
     return ROLES[text]
@@ -144,7 +144,8 @@ def check_public_key(public: bytes) -> bytes:
     if len(public) != PUBLIC_KEY_BYTES:
         raise UsageError(f"a public key has {PUBLIC_KEY_BYTES} bytes, not {len(public)}")
     y = (int.from_bytes(public, "little") & (1 << 255) - 1) % _P
-    square = (y * y - 1) * (_D * y * y + 1)  # times a square it is x * x
+    # On the curve this is x * x * (d * y * y + 1)**2, so it is a square if there is an x for y
+    square = (y * y - 1) * (_D * y * y + 1)
     if y in _SMALL_ORDER or pow(square, (_P - 1) // 2, _P) != 1:
         raise UsageError("these bytes are not a public key")
     return public
@@ -155,7 +156,7 @@ def public_key_text(public: bytes) -> str:
 
 
 def parse_public_key(text: str) -> bytes:
-    """Ignores space around the key. Raises UsageError."""
+    """The key in a text that `public_key_text` made. Ignores space around it. Raises UsageError."""
     stripped = text.strip()
     try:
         public = b64decode(stripped.removeprefix(PUBLIC_KEY_PREFIX), validate=True)
@@ -173,7 +174,7 @@ def parse_public_key(text: str) -> bytes:
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
-    """Raises ConflictError if the name is taken."""
+    """Add an account. Raises ConflictError if the name is taken."""
     if account.name in accounts:
         raise ConflictError(
             f"there is a user {account.name!r} already",
@@ -191,13 +192,13 @@ def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: boo
 
 
 def without_account(accounts: Accounts, name: str) -> Accounts:
-    """Raises NotFoundError."""
+    """Remove an account. Raises NotFoundError."""
     _existing(accounts, name)
     return {other: account for other, account in accounts.items() if other != name}
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """NONE removes the role. Raises NotFoundError."""
+    """Give a user this role for a dataset; NONE removes the role. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -247,7 +248,8 @@ def accounts_text(accounts: Accounts) -> str:
 
 
 def parse_accounts(content: bytes) -> Accounts:
-    """Raises CorruptError with the number of the line, NewerVersionError."""
+    """Parse the text that `accounts_text` makes. Raises CorruptError with the number of the line,
+    NewerVersionError."""
     if len(content) > TEXT_BYTES_MAX:
         raise CorruptError(
             f"a text of accounts has {len(content):,} bytes (at most {TEXT_BYTES_MAX:,})"
@@ -293,7 +295,7 @@ def account_line(account: Account) -> str:
 
 
 def parse_account(line: str | bytes, where: str) -> Account:
-    """Raises CorruptError with `where` in its message."""
+    """Parse the line that `account_line` makes. Raises CorruptError with `where` in its message."""
     fields = _fields(line, where)
     if set(fields) != {"user", "public_key", "admin", "grants"}:
         raise CorruptError(f"{where}: the keys are not user, public_key, admin and grants")

@@ -1,8 +1,8 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts; a script then writes the difference if the state's token is still the
-same, otherwise the change starts again. So changes are atomic and may be sent twice. Any thread,
-process or forked child.
+A change reads all accounts; a script then writes the difference if the token (`AccountState`) is
+still the same, otherwise the change starts again. So changes are atomic and may be sent twice. Any
+thread, process or forked child.
 """
 
 import functools
@@ -25,7 +25,8 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """`storage/metadata/redis/store.py` describes which writes survive a crash of Redis."""
+    """The table of accounts in a Redis. `storage/metadata/redis/store.py` describes which writes
+    survive a crash of Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link

@@ -22,7 +22,7 @@ from ..objects.folder import object_temporary_name
 from .account import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 
 FILE = "accounts"
-"""Beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
+"""The table's file, beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
 
 NO_TOKEN = b""
 
@@ -45,16 +45,16 @@ class AccountState:
 
 
 class AccountTable(ABC):
-    """All methods raise MetadataError if the table cannot be reached, PermissionDenied,
-    NoSpaceError, CorruptError."""
+    """The accounts of one repository. All methods raise MetadataError if the table cannot be
+    reached, PermissionDenied, NoSpaceError, CorruptError."""
 
     @abstractmethod
     def read(self) -> AccountState:
-        """A change is seen whole or not at all."""
+        """All accounts, before or after a change that is under way, never in between."""
 
     @abstractmethod
     def token(self) -> bytes:
-        """Cheaper than `read`."""
+        """The token of the current state. Cheaper than `read` if the table is in a Redis."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
@@ -67,7 +67,7 @@ class AccountTable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Repeatable."""
+        """Close all connections. Repeatable."""
 
 
 class AccountFile(AccountTable):
@@ -143,7 +143,7 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Raises BusyError after `lock_s`."""
+        """Hold the table's lock. Raises BusyError if another process keeps it for `lock_s`."""
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)

@@ -26,7 +26,7 @@ from ...format.entries import ChunkId
 from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
-"""Read while commits are locked: some round trips each."""
+"""Step 4 reads at most this many chunks while commits are locked: each takes some round trips."""
 
 # Passes of step 3; each is shorter than the one before, unless chunks come faster than they are
 # read
@@ -38,7 +38,7 @@ _PAUSE_S = 0.02
 @dataclass(frozen=True, slots=True)
 class LiveState:
     """The state that readers see, as far as it can be read. `revision` differs between any two
-    states, and is empty without such a dataset."""
+    states, and is empty if there is no such dataset."""
 
     revision: tuple[bytes, ...]
     chunks: frozenset[ChunkId]
@@ -56,7 +56,7 @@ class ShadowState(ABC):
 
     @abstractmethod
     def live_state(self) -> LiveState:
-        """Raises ConflictError as `begin`."""
+        """The dataset's live state at this moment. Raises ConflictError as `begin`."""
 
     @abstractmethod
     def add(self, batch: CommitBatch) -> None:
@@ -68,8 +68,8 @@ class ShadowState(ABC):
 
     @abstractmethod
     def become_live(self, expected: LiveState) -> int | None:
-        """Replace the live state at once; returns the new version, or None, and does nothing, if it
-        is not `expected` any more."""
+        """Replace the live state at once; returns the new version. If the live state is not
+        `expected` any more, does nothing and returns None."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -104,11 +104,11 @@ class RebuildingStore(MetadataStore):
 
     @abstractmethod
     def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
-        """For a version above `newer_than`."""
+        """A new shadow state of the dataset; its version will be above `newer_than`."""
 
     @abstractmethod
     def remove_abandoned(self) -> None:
-        """States that no reader sees, and remains of dead rebuilds."""
+        """Remove states that no reader sees, and remains of dead rebuilds."""
 
 
 class _Rebuild:
@@ -125,7 +125,7 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        # requested; there may be no batch for some of them
+        # from `read_committed`, which may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[CommitBatch]) -> int:
@@ -143,7 +143,8 @@ class _Rebuild:
         raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """Returns None if the live state changed although commits were locked."""
+        """Step 4. Returns the new version, or None if the live state changed although commits were
+        locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
             # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):
@@ -155,7 +156,7 @@ class _Rebuild:
             return self._shadow.become_live(live)
 
     def _not_folded(self, live: LiveState) -> Collection[ChunkId]:
-        """Committed since the rebuild began, and not folded in."""
+        """Chunks that were committed since the rebuild began, and have not been folded in."""
         return live.chunks - self._before.chunks - self._folded - self._requested
 
     def _add_committed(self, chunks: Collection[ChunkId], lock: RenewingCommitLock | None) -> None:

@@ -30,13 +30,14 @@ from ...format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, St
 log = logging.getLogger("diesel.metadata")
 
 COMMIT_LOCK_S_MAX = 60.0
-"""A lock that seems to last longer is ignored: the clock went back."""
+"""The longest that a commit lock may last, in seconds. A lock that seems to last longer is ignored:
+the clock went back."""
 
 DIGEST_MODULUS = 1 << 128
 
 assert RECORD.fields is not None
 KIND_AT = int(RECORD.fields["kind"][1])
-"""A packed record's `Kind`."""
+"""The position of the byte `kind` in a packed record."""
 
 
 class StoreRestarted(MetadataError):
@@ -53,7 +54,7 @@ class StoreRestarted(MetadataError):
 
 @dataclass(frozen=True, slots=True)
 class DatasetHead:
-    """A version, and its counts."""
+    """A dataset's version, and its counts."""
 
     identity: UUID
     name: str
@@ -67,9 +68,10 @@ class DatasetHead:
 
 @dataclass(frozen=True, slots=True)
 class CommitBatch:
-    """One chunk's entries. `rows.chunks` is this chunk alone. One of several extents of a file has
-    `record.extents` > 1 and one `EXTENT` as its tail. `stamps` maps row numbers to stamps other
-    than this chunk and `record.place`. `by_purge`: purge wrote the chunk, which holds copies."""
+    """The entries of one chunk, to be committed. `rows.chunks` is this chunk alone. The row of one
+    of several extents of a file has `record.extents` > 1 and one `EXTENT` as its tail. `stamps` has
+    the stamps that are not (this chunk, `record.place`), by row number. `by_purge`: purge wrote the
+    chunk, so its entries are copies."""
 
     chunk: ChunkInfo
     uploaded_ns: int
@@ -82,7 +84,8 @@ class CommitBatch:
 
     @property
     def makes_room(self) -> bool:
-        """All entries are copies by purge, or all are tombstones."""
+        """Whether a full store must accept the batch, since it lets space be freed: all
+        entries are copies by purge, or all are tombstones."""
         return self.by_purge or bool((self.rows.records["kind"] == Kind.TOMBSTONE).all())
 
     def check(self) -> Self:
@@ -114,12 +117,12 @@ class CommitBatch:
 
 
 ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
-"""Batches of chunks that were committed while a dataset was being rebuilt."""
+"""Reads the batches of chunks that were committed while a dataset was being rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StampedRows(Rows):
-    """With each row's stamp."""
+    """Entries with the stamp of each."""
 
     stamps: Sequence[Stamp] = ()
 
@@ -158,7 +161,7 @@ class CommitLock:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Repeatable."""
+        """Let commits go on. Repeatable."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -171,7 +174,7 @@ class CommitLock:
 
 
 def implied_record() -> bytes:
-    """A folder that exists only because something lies in it."""
+    """The packed record of an implied folder, which exists only because something lies in it."""
     record = np.zeros(1, RECORD)
     record["kind"], record["mode"] = Kind.FOLDER, 0o755
     return record.tobytes()
@@ -183,17 +186,18 @@ def chunk_digest(chunk: ChunkId) -> int:
 
 
 def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
-    """The digest of chunks in any order, plus `start`, that of others."""
+    """The digest of chunks in any order; `start` is the digest of other chunks to add them to."""
     return (start + sum(map(chunk_digest, chunks))) % DIGEST_MODULUS
 
 
 def next_version(previous: int, clock_ns: int) -> int:
-    """Microseconds since 1970, unless a clock has gone back."""
+    """A new version: microseconds since 1970, or `previous` + 1 if a clock has gone back."""
     return max(previous + 1, clock_ns // 1000)
 
 
 def rebuilt_version(previous: int, newer_than: int, chunks: int, clock_ns: int) -> int:
-    """Above `previous` and `newer_than`; 0 if the dataset never had a chunk."""
+    """The version of a rebuilt dataset, above `previous` and `newer_than`; 0 if the dataset never
+    had a chunk."""
     before = max(previous, newer_than)
     return next_version(before, clock_ns) if chunks or before else 0
 
@@ -214,15 +218,16 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def head(self, name: str) -> DatasetHead:
-        """Raises NoSuchDataset."""
+        """The head of the dataset with this name. Raises NoSuchDataset."""
 
     @abstractmethod
     def create(self, name: str, identity: UUID) -> DatasetHead:
-        """Idempotent. Raises ConflictError if name or identity belongs to another dataset."""
+        """Make an empty dataset. Idempotent. Raises ConflictError if name or identity belongs to
+        another dataset."""
 
     @abstractmethod
     def drop(self, identity: UUID) -> None:
-        """Atomic, idempotent."""
+        """Remove a dataset and all that the store knows of it. Atomic, idempotent."""
 
     @abstractmethod
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
@@ -260,18 +265,18 @@ class MetadataStore(ABC):
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
-        """Remove empty chunks: all their places are holes. Idempotent. Returns those of `chunks`
-        that the store does not know afterwards.
+        """Remove those of `chunks` that are empty: all their places are holes. Idempotent. Returns
+        the chunks of `chunks` that the store does not know afterwards.
 
         Other chunks stay, as does the dataset's greatest, since new IDs must be greater. With
-        `tombstones`, places of tombstones count as holes, and go with their chunk. The version
-        changes if anything was removed. Atomic, except that many chunks go in several steps; waits
-        for locks (`lock_commits`).
+        `tombstones`, places of tombstones count as holes, and the tombstones are removed with their
+        chunk. The version changes if anything was removed. Atomic, except that many chunks are
+        removed in several steps; waits for locks (`lock_commits`).
 
         The state afterwards is the fold over the other chunks, if none of them holds an older entry
         of a removed tombstone's path: the caller must know that. `changes` does not report removed
         tombstones, so a caller that applies changes to an earlier state must read everything again
-        if one of its chunks is no longer known.
+        if a chunk of that state is no longer known.
         """
 
     @abstractmethod
@@ -317,7 +322,7 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
-        """By ID."""
+        """All committed chunks, ordered by ID."""
 
     @abstractmethod
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
@@ -330,17 +335,19 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        """Block all commits for some seconds: they keep changing what a reader reads. Commits wait,
-        and raise BusyError at their deadline. Several locks may exist at once."""
+        """Block all commits to a dataset for `seconds`, for a reader whose reads they keep
+        disturbing. Commits wait, and raise BusyError at their deadline. Several locks may exist at
+        once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Repeatable; other calls raise MetadataError afterwards."""
+        """Close all connections. Repeatable; other calls raise MetadataError afterwards."""
 
 
 class RenewingCommitLock:
-    """A commit lock that is taken only when needed, and renewed until the work is done. A context
-    manager, for one thread: call `lock`, and `renew` again and again during the work."""
+    """A commit lock (`MetadataStore.lock_commits`) that is taken only when needed, and renewed
+    until the work is done. A context manager, for one thread: call `lock`, and `renew` again and
+    again during the work."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store
@@ -349,14 +356,14 @@ class RenewingCommitLock:
         self._locked_s = 0.0
 
     def lock(self) -> None:
-        """Anew if it is held already."""
+        """Lock commits for `COMMIT_LOCK_S_MAX`; replaces a lock that is held already."""
         before, self._lock = self._lock, self._store.lock_commits(self._identity, COMMIT_LOCK_S_MAX)
         self._locked_s = time.monotonic()
         if before is not None:
             before.release()
 
     def renew(self) -> None:
-        """Once a third of its time has passed."""
+        """Lock commits anew once a third of the lock's time has passed; nothing without a lock."""
         if self._lock is not None and time.monotonic() > self._locked_s + COMMIT_LOCK_S_MAX / 3:
             self.lock()
 
@@ -398,5 +405,5 @@ def no_such_dataset_error(dataset: str | UUID) -> NoSuchDataset:
 
 
 def corrupt_store_error(what: str) -> CorruptError:
-    """`what` names the unexpected content."""
+    """The error for unexpected content, which `what` names."""
     return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

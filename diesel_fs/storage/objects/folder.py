@@ -57,7 +57,8 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """LEFTOVER is a temporary file of a put, FOREIGN anything that DIESEL-FS did not write."""
+    """What a name in the folder stands for. LEFTOVER is a temporary file of a put, FOREIGN anything
+    that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -65,18 +66,19 @@ class _Sort(Enum):
 
 
 class FolderStore(ObjectStore):
-    """`root` is a real absolute path."""
+    """The object store in the folder `root`, a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
         """Callers use `open` or `create`."""
         self.root = root
         self.store_id = store_id
-        self._durable = {""}  # known to exist durably
-        self._direct: dict[str, bool] = {}  # by folder, whether large files are written directly
+        self._durable = {""}  # folders that are known to exist durably
+        self._direct: dict[str, bool] = {}  # by folder, whether large files bypass the page cache
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Raises ObjectMissing without a marker: the store may not be mounted."""
+        """The store in the folder `path`. Raises ObjectMissing if there is no marker: the store may
+        not be mounted."""
         root = _real_path(path)
         try:
             return cls(root, _read_marker(root))
@@ -136,7 +138,8 @@ class FolderStore(ObjectStore):
         self._write(name, parts, os.rename)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """After an error of `_WRITE_AGAIN`, writes again under a new temporary name."""
+        """Write an object. After an error of `_WRITE_AGAIN`, writes it again under a new temporary
+        name."""
         try:
             self._write_once(name, parts, publish)
             return
@@ -153,7 +156,8 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Raises OSError, and removes an object that it created."""
+        """Write a temporary file, publish it under `name`, and sync its folder. Raises OSError
+        after removing its temporary file, and the object if it created that."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -178,7 +182,7 @@ class FolderStore(ObjectStore):
         return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
-        """With those above it, syncing the parent of each."""
+        """Make a folder and those above it, and sync the parent of each."""
         if folder in self._durable:
             return
         self._check_store_present()  # never fill an empty mount point
@@ -199,7 +203,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "delete", name) from error
             self._check_store_present()
         try:
-            # Also if it was absent: whoever unlinked it may have died before its fsync
+            # Also if it was absent: the process that unlinked it may have died before its fsync
             fsync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
@@ -233,7 +237,8 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """Descriptor and size. An OSError in the `with` becomes an error of the store."""
+        """The file's descriptor and size. An OSError in the `with` becomes an error of the
+        store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -249,7 +254,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
-        """ObjectMissing for a missing file, if the store is still there."""
+        """The error for `error`: ObjectMissing for a missing file, if the store is still there."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
         self._check_store_present()
@@ -308,8 +313,9 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """Whole names, sorted. A folder's ends in a slash; that of anything but a file or folder in
-        "//", so that it never looks like an object."""
+        """The names in a folder, each from the root on, sorted. A folder's name ends with a slash.
+        The name of anything else that is not a file (a link to a file, a socket) ends with "//", so
+        that it never looks like an object."""
         above = f"{folder}/" if folder else ""
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
@@ -327,8 +333,9 @@ class FolderReads(FastReads):
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """Returns `bytes`, which need no copy. Makes few system calls, nearly the whole cost of a
-        small read; if they fail, `read_into` reads again and finds out why."""
+        """Returns `bytes`, which the caller need not copy. Makes three system calls, which are
+        nearly the whole cost of a small read; if one fails, `read_into` reads again and finds out
+        why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -399,12 +406,12 @@ class FolderHousekeeping(Housekeeping):
 def _ending(entry: os.DirEntry[str]) -> str:
     if entry.is_file(follow_symlinks=False):
         return ""
-    # May be a link: people move folders of chunks to a larger disk
+    # A link to a folder counts as a folder: people move folders of chunks to a larger disk
     return "/" if entry.is_dir() else "//"
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """Without links, so that the working directory may change."""
+    """The absolute path without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")
@@ -429,7 +436,8 @@ def _make_root(root: str) -> None:
 
 
 def _make_folder_durably(path: str) -> None:
-    """Syncs the parent even if the folder exists: its maker may have died before its own sync."""
+    """Make a folder, and sync its parent even if the folder exists: its maker may have died before
+    its own sync."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
@@ -441,13 +449,15 @@ def _make_folder_durably(path: str) -> None:
 
 
 def object_temporary_name() -> str:
-    """`.tmp-<host>-<pid>-<random>`: it names the writing process."""
+    """A new name for a temporary file: `.tmp-<host>-<pid>-<random>`. It names the writing
+    process."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
-    """An error of close(2) counts, too: NFS reports there."""
+    """Write and sync a new file. Raises OSError, also for an error of close(2): NFS reports
+    there."""
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
         left = write_direct(fd, parts) if direct else parts
@@ -460,7 +470,7 @@ def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
 
 
 def _link(temporary: str, final: str) -> None:
-    """Raises FileExistsError if the name is taken."""
+    """Give a temporary file its final name. Raises FileExistsError if the name is taken."""
     try:
         os.link(temporary, final)
     except FileExistsError:
@@ -491,7 +501,7 @@ def _unlink_quietly(path: str) -> None:
 
 
 def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
-    """Raises TruncatedError."""
+    """Fill `view` from byte `start` of the file. Raises TruncatedError if it ends before."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
@@ -501,7 +511,8 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:
-    """`doing` is the verb of the message."""
+    """The error for an OSError. The message says that `doing` (a verb) failed for `what` (a
+    name)."""
     number = error.errno or 0
     code = errno.errorcode.get(number, str(number))
     message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"

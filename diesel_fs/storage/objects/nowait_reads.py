@@ -29,7 +29,8 @@ _syscall.argtypes = (
 
 
 def read_nowait_at(path: str, flags: int, start: int, room: memoryview) -> bool:
-    """Fill `room` from byte `start` without waiting, or return False. Raises OSError."""
+    """Whether `room` could be filled from byte `start` of the file without waiting. After False the
+    content of `room` is undefined. `flags` are those of open(2). Raises OSError."""
     how = _HOW.pack(flags, 0, _RESOLVE_CACHED)
     file = _syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
     if file < 0:

@@ -4,10 +4,11 @@
 repeats the calls of another store; if the answer to a put was lost, it finds out whether the object
 was written.
 
-No attempt begins that might end after its call's deadline. Only a call with `LongPauses` waits for
-the whole pause that its store demands (`Retry-After`). The wrapped store bounds the time of each
-attempt and repeats nothing itself, except that a bucket's store resumes a read in a body.
-Concurrency: as the wrapped store.
+No attempt begins that might end after its call's deadline. A pause that the store demands
+(`Retry-After`) is waited for in full or not at all; only a call with `LongPauses` may wait longer
+than its deadline. The wrapped store bounds the time of each attempt and repeats nothing itself,
+except that a bucket's store resumes a read if the answer breaks off. Threads may use a
+`RetryingStore` as they may use the wrapped store.
 """
 
 import email.utils
@@ -29,18 +30,19 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, R
 Item = TypeVar("Item")
 
 DEMANDED_S_MAX = 3600.0
-"""The longest that a call pauses on its store's demand, beside its own deadline."""
+"""Seconds that one call waits in `LongPauses` at most, all its pauses together. They do not count
+against its deadline."""
 
 log = logging.getLogger("diesel.store")
 
-_COMPARED_BYTES = 1 << 20  # compared at a time with the bytes of a put
+_COMPARED_BYTES = 1 << 20  # of an object are compared at a time with the bytes of a put
 
 
 class AttemptFailed(ObjectStoreError):
     """A request failed, and may succeed if it is repeated.
 
-    `may_have_succeeded`: the store may have carried it out. `pause_s_min`: the pause that the store
-    demands, or its answer implies.
+    `may_have_succeeded`: whether the store may have carried it out. `pause_s_min`: the seconds to
+    wait at least before a retry, since the store demands them or its answer implies them.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class RetryPolicy:
     Backoff and Jitter", 2015).
     """
 
-    pause_s: float = 0.1
+    pause_s: float = 0.1  # the longest first pause; the limit then doubles up to `pause_s_max`
     pause_s_max: float = 10.0
     deadline_s: float = 30.0
     put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """A call may take longer by its bytes at this rate: twice as long as one attempt
-    (`AttemptLimits` of a bucket)."""
+    """The deadline grows by the call's bytes divided by this rate. One attempt to a bucket is
+    allowed half of that (`AttemptLimits`)."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
         """Seconds that a call of `size` bytes may take, all attempts together."""
@@ -92,7 +94,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryClock:
-    """Tests replace it."""
+    """The time, sleep and random numbers that a retry uses; tests replace them."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -100,7 +102,8 @@ class RetryClock:
 
 
 def retry_after_s(text: str) -> float:
-    """`text` is a number or a date; 0 for other texts."""
+    """The seconds to wait by the text of a `Retry-After` header, which is a number of seconds or a
+    date; 0 for other texts."""
     if re.fullmatch("[0-9]{1,9}", text):
         return float(text)
     try:
@@ -110,8 +113,9 @@ def retry_after_s(text: str) -> float:
 
 
 class LongPauses:
-    """The pauses that a store demands of one user's calls, longer than those of `RetryPolicy`. Any
-    thread. Calls that wait together log one line."""
+    """Waits for the pauses that a store demands and that are longer than those of `RetryPolicy`.
+    Shared by all calls that belong to one piece of work, which ends them by `stop`. Any thread.
+    Calls that wait at the same time log one line."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -119,14 +123,15 @@ class LongPauses:
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:
-        """Raises ObjectStoreRefused after `stop`."""
+        """Wait for `seconds`; `reason` is for the messages. Raises ObjectStoreRefused after
+        `stop`."""
         until_s = time.monotonic() + seconds
         with self._lock:
             is_news, self._until_s = until_s > self._until_s + 1, max(until_s, self._until_s)
         if is_news:
-            log.warning("%s; it asks for a pause: it is asked again in %.0f s", reason, seconds)
+            log.warning("%s; it demands a pause: the next request is in %.0f s", reason, seconds)
         if self._stopped.wait(seconds):
-            raise ObjectStoreRefused(f"{reason}; nothing waits for it any more")
+            raise ObjectStoreRefused(f"{reason}; the work was cancelled during the pause")
 
     def stop(self) -> None:
         """End all pauses: the results of the waiting calls are no longer needed."""
@@ -134,8 +139,9 @@ class LongPauses:
 
 
 class RetryLoop:
-    """The attempts of one call, up to its deadline. `pauses` allows those that the store demands,
-    up to DEMANDED_S_MAX in all."""
+    """Counts the attempts of one call, and decides after each failed one whether to wait for
+    another, up to the call's deadline. With `pauses` the call also waits for long pauses that the
+    store demands, DEMANDED_S_MAX in all."""
 
     def __init__(
         self,
@@ -165,9 +171,8 @@ class RetryLoop:
                 self.wait_or_raise(error)
 
     def wait_or_raise(self, error: ObjectStoreError) -> None:
-        """After a failed attempt: return when it is time for the next one, or raise: unchanged if a
-        retry cannot mend the error; at the deadline, an ObjectStoreError with the number of
-        attempts."""
+        """Wait after a failed attempt until it is time for the next one. Raises `error` itself if a
+        retry cannot mend it; at the deadline, an ObjectStoreError with the number of attempts."""
         if not error.retry:
             raise error
         self._attempt += 1
@@ -192,7 +197,7 @@ class RetryLoop:
             tries = f"{self._attempt} attempt" + "s" * (self._attempt > 1)
             raise ObjectStoreError(
                 f"{error.message} ({tries} in {spent + self._demanded_s:.1f} s)",
-                advice=f"it asks for a pause of {demanded_s:.0f} s: try again then"
+                advice=f"the server demands a pause of {demanded_s:.0f} s: try again then"
                 if is_long
                 else "",
             ) from error
@@ -200,8 +205,8 @@ class RetryLoop:
 
 
 class RetryingStore(ReadWrapper):
-    """`attempt_s(size, is_put)` is the most seconds that one attempt of the inner store may
-    take."""
+    """Repeats the failed calls of `inner`. `attempt_s(size, is_put)` is the most seconds that one
+    attempt of `inner` may take."""
 
     def __init__(
         self,
@@ -234,7 +239,8 @@ class RetryingStore(ReadWrapper):
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """If the answer to an attempt was lost, an existing object with equal content counts as
-        written by this call. If no answer was lost, it is another writer's, whatever it holds."""
+        written by this call. If no answer was lost, an existing object is another writer's, even
+        with equal content: raises ObjectExists."""
         views = byte_views(parts)
         retrying = self._retrying(sum(map(len, views)), put=True)
 
@@ -281,8 +287,8 @@ class RetryingStore(ReadWrapper):
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
     ) -> Iterator[Item]:
-        """Continues behind the last name after a failure. Each step to the next name has a deadline
-        of its own."""
+        """The items of the listing that `begin(after)` returns. After a failure, a new listing
+        begins behind the last name. Each step to the next name has a deadline of its own."""
         retrying, last = self._retrying(), after
         while True:
             try:
@@ -332,7 +338,7 @@ class _RetriedReads(FastReads):
 
 
 class _RetriedHousekeeping(Housekeeping):
-    """`close_idle` does not fail, and is not repeated."""
+    """Repeats all calls but `close_idle`, which does not fail."""
 
     _store: RetryingStore
 

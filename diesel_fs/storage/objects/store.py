@@ -79,12 +79,12 @@ def check_end(name: str, end: int, size: int) -> None:
 
 
 def encode_marker(store: uuid.UUID) -> bytes:
-    """JSON, so that a person can read it."""
+    """The marker's content, with the store's UUID. It is JSON, so that a person can read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
 def parse_marker(content: Bytes) -> uuid.UUID:
-    """Raises ForeignError, CorruptError or NewerVersionError."""
+    """The store's UUID in a marker. Raises ForeignError, CorruptError or NewerVersionError."""
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -105,8 +105,8 @@ def parse_marker(content: Bytes) -> uuid.UUID:
 
 
 def new_buffer(size: int) -> memoryview:
-    """Memory to read into, not filled with zeros as a bytearray would be while all threads wait.
-    Raises NoSpaceError."""
+    """Uninitialised memory to read into: a bytearray would be filled with zeros first, while all
+    other threads wait for the interpreter's lock. Raises NoSpaceError."""
     try:
         return np.empty(size, np.uint8).data
     except MemoryError:
@@ -115,7 +115,7 @@ def new_buffer(size: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`modified_ns` counts from 1970."""
+    """An object's size in bytes, and when it was written (in ns since 1970)."""
 
     name: str
     bytes: int
@@ -124,7 +124,8 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary file of a put that is under way, or of a writer that died."""
+    """A temporary file of a put that is under way, or of a writer that died: the process `pid` of
+    `host`. `modified_ns` counts from 1970."""
 
     name: str
     bytes: int
@@ -155,7 +156,8 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Shape (n, 3): the number of the chunk, the part's first byte in it, bytes."""
+"""Shape (n, 3): the chunk's number (its index in the dataset's snapshot), the part's first byte in
+the chunk, the part's size in bytes."""
 
 
 class ReadGroup(NamedTuple):
@@ -167,11 +169,11 @@ class ReadGroup(NamedTuple):
     contents: Sequence[memoryview]
 
     is_checked: bool
-    """Whether they were checked against a checksum."""
+    """Whether the contents were checked against a checksum."""
 
 
 IN_MEMORY, IN_STORE = -2, -1
-"""Places of chunks (`ChunkReader.places`) that are no node."""
+"""Values of `ChunkReader.places` that are not the number of a node."""
 
 
 class ChunkReader(Protocol):
@@ -181,7 +183,7 @@ class ChunkReader(Protocol):
         """Read parts, which lie in their chunks and are not empty.
 
         All requests that may be sent at once are sent before this returns. The iterator gives each
-        part once, as it arrives; the caller may drop it early. It raises as
+        part once, as the part arrives; the caller may drop the iterator early. Raises as
         `ObjectStore.read_into`.
         """
 
@@ -190,11 +192,12 @@ class ChunkReader(Protocol):
         knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """One part, and whether it was checked. Raises as `ObjectStore.read_into`."""
+        """The bytes of one part, and whether they were checked against a checksum. Raises as
+        `ObjectStore.read_into`."""
 
 
 class ObjectStore(ABC):
-    """Named, immutable byte strings. Only leases may change (`replace`).
+    """Named, immutable byte strings. Only leases and records of archives may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
     NoSpaceError, and ObjectStoreError for other failures. ObjectMissing means that the store is
@@ -207,12 +210,14 @@ class ObjectStore(ABC):
 
     @property
     def fork_safe(self) -> bool:
-        """If false, a forked child must become a program that opens the store itself."""
+        """Whether a forked child may use the store. If not, the child must become a program that
+        opens the store itself."""
         return True
 
     @property
     def fast_reads(self) -> "FastReads":
-        """A caller that reads often keeps the value."""
+        """The store's other ways to read. A caller that reads often keeps the object: each access
+        may make a new one."""
         return FastReads(self)
 
     @property
@@ -241,8 +246,8 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """`get` into the caller's memory, without a copy. After an error the buffer's content is
-        undefined."""
+        """Fill the caller's memory with the bytes from `start`, without a copy. Raises as `get`.
+        After an error the buffer's content is undefined."""
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
@@ -255,11 +260,12 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo:
-        """Raises ObjectMissing."""
+        """The object's size and time. Raises ObjectMissing."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Idempotent, durable on return. Raises UsageError for the marker."""
+        """Remove an object; that it is absent is no error. Durable on return. Raises UsageError for
+        the marker."""
 
 
 class FastReads:
@@ -267,7 +273,7 @@ class FastReads:
     `read_into`, part by part; a store with a faster way offers a subclass."""
 
     batches_reads: bool = False
-    """Whether a caller should ask for many parts together (`read_parts`): they cost little more
+    """Whether a caller should ask for many parts in one call of `read_parts`: many cost little more
     than one."""
 
     can_pin: bool = False
@@ -295,33 +301,38 @@ class FastReads:
             yield room[:size].toreadonly()
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of one dataset's objects, in order, each in memory of its own. A store
-        that can fetch in the background has begun to when this returns. Raises as `read_into`, at
-        once or from the iterator."""
+        """The bytes of parts of one dataset's objects, in order, each in memory of its own. If the
+        store can fetch in the background, it has begun to do so when this returns. Raises as
+        `read_into`, at once or from the iterator."""
         for name, start, size in parts:
             yield memoryview(self.read(name, start, size)).toreadonly()
 
     def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
-        """A reader by chunk number, if the store has a faster way than by the objects' names."""
+        """A reader of this version of the dataset by chunk number, if the store has a faster way
+        than by the objects' names; otherwise None."""
         return None
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Read again after a checksum mismatch, bypassing every cached copy. As `read_into`."""
+        """Read again after a checksum mismatch, bypassing every cached copy. Otherwise as
+        `read_into`."""
         self._store.read_into(name, start, buffer)
 
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
+        """Fill the buffer as `read_into`, if that needs no waiting, not even for a disk; otherwise
+        return False, at once.
 
-        After False the buffer's content is undefined. An error is a False, too: `read_into` then
+        After False the buffer's content is undefined. An error gives False, too: `read_into` then
         raises it.
         """
         return False
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in read-only memory that other processes share, or None.
+        """A whole object in read-only memory that other processes share; None if the object is not
+        in such memory.
 
-        Its owner has checked it against its checksums. The store calls `on_revoke`, in any thread,
-        when the owner wants the memory back; the caller then drops the view soon.
+        The owner of the memory (a process that caches chunks on this machine) has checked the
+        object against its checksums. The store calls `on_revoke`, in any thread, when the owner
+        wants the memory back; the caller then drops the view soon.
         """
         return None
 
@@ -331,14 +342,15 @@ class FastReads:
 
 
 class Housekeeping:
-    """Calls that list, repair and purge. This class suits a store without leftovers and foreign
-    files; other stores offer a subclass."""
+    """Calls for listing, repairing and purging. This class suits a store without leftovers and
+    foreign files; other stores offer a subclass."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        """As `ObjectStore.list`, names only: cheaper if each size costs a request."""
+        """As `ObjectStore.list`, but names only: cheaper for a store that needs a request for each
+        size."""
         return (info.name for info in self._store.list(prefix, after))
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
@@ -347,7 +359,7 @@ class Housekeeping:
         return iter(())
 
     def discard(self, leftover: Leftover) -> None:
-        """Idempotent. The caller knows that the writer is dead."""
+        """Remove a leftover; idempotent. The caller must know that the writer is dead."""
         raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
@@ -369,7 +381,7 @@ class StoreWrapper(ObjectStore):
         self.inner = inner
 
     @property
-    def store_id(self) -> uuid.UUID:  # type: ignore[override]  # a server is asked when it is needed
+    def store_id(self) -> uuid.UUID:  # type: ignore[override]  # a remote store fetches it late
         return self.inner.store_id
 
     @property

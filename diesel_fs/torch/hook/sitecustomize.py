@@ -1,4 +1,5 @@
-"""Python imports this module when it starts: `dlcmd run` has put its folder on PYTHONPATH."""
+"""Installs the hook. Python imports this module when it starts, since `dlcmd run` has put its
+folder on PYTHONPATH."""
 
 import os
 import sys
@@ -9,7 +10,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_hidden_one() -> None:
-    """The `sitecustomize` that Python would have found without this one."""
+    """Run the `sitecustomize` that Python would have found without this module."""
     spec = machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = util.module_from_spec(spec)

@@ -1,7 +1,7 @@
-"""The planner of a process that called `diesel_fs.torch.join`, as a program.
+"""The planner as a program, which `diesel_fs.torch.join` starts.
 
-It prints the hook's settings in one line when it listens, and ends when its standard input ends,
-with the process that started it.
+It prints the hook's settings as one line of JSON when it accepts connections. It ends when its
+standard input ends: so it ends with the process that started it.
 """
 
 import json

@@ -10,9 +10,9 @@ from .file_tables import Entries, FileTable, SampleFiles, SampleTable, ShownVers
 class LoaderStreams:
     """The streams of one loader: one in each mount that has files of its dataset.
 
-    The training process counts all indices of its order; a stream counts only its mount's files.
-    Methods raise DieselError: ConflictError if a mount no longer shows the version in which the
-    files were found.
+    The training process counts positions in indices of samples; a stream counts only the files of
+    its mount. The public methods raise DieselError if a mount refuses an announcement, and
+    ConflictError if it no longer shows the version in which the files were found.
     """
 
     def __init__(self, name: str, controls: "Controls") -> None:
@@ -24,12 +24,13 @@ class LoaderStreams:
         self._orders: dict[ShownVersion, SampleFiles] = {}  # of the current epoch, as far as known
         self._announced_to: set[ShownVersion] = set()  # the mounts that know the current epoch
         self._is_planned = False
-        self._failures = 0  # of the table, when the epoch began
-        self.announced = 0  # entries, of epochs that have begun
-        self.planned_epochs = 0  # with at least one announced entry
+        self._failures = 0  # the table's `failures` when the epoch began
+        self.announced = 0  # the number of announced entries, in epochs that have begun
+        self.planned_epochs = 0  # the number of these epochs with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """`indices` are the order as far as it is known."""
+        """An epoch begins. `indices` are its order as far as it is known. The workers may read up
+        to `lag_entries` places apart in this order."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()
@@ -41,7 +42,7 @@ class LoaderStreams:
                     self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
-        """It will probably come in this order."""
+        """Announce a further epoch, which will probably have this order."""
         if self._has_failed():
             return
         for shown, files in table.take(indices).items():
@@ -50,7 +51,7 @@ class LoaderStreams:
                 self._controls.of(shown).extend(self._name, [order])
 
     def more(self, indices: Entries) -> None:
-        """The epoch continues with these indices."""
+        """Announce that the current epoch continues with these indices."""
         if self._has_failed():
             return
         for shown, files in self._table.take(indices).items():
@@ -59,7 +60,8 @@ class LoaderStreams:
             self._announce(shown, files)
 
     def cut(self, position: int) -> None:
-        """The predicted order is wrong from this position on."""
+        """Withdraw the announced order of the current epoch from this position on, as it was
+        wrong."""
         if self._has_failed():
             return
         for shown, known in self._orders.items():
@@ -68,6 +70,7 @@ class LoaderStreams:
             self._announce(shown, left)
 
     def progress(self, position: int) -> None:
+        """Tell the mounts that the loop has received the samples before this position."""
         if self._has_failed():
             self.withdraw()
         for shown in self._announced_to:
@@ -76,13 +79,14 @@ class LoaderStreams:
                 self._controls.of(shown).progress(self._name, files, self.epoch)
 
     def withdraw(self) -> None:
+        """End all streams of this loader."""
         for shown in self._announced_to:
             self._controls.of(shown).withdraw(self._name)
         self._announced_to.clear()
 
     def _has_failed(self) -> bool:
-        """Whether the samples did not open this epoch's planned files. Then nothing more of it is
-        announced; the next one may have other files."""
+        """Whether the samples did not open the files that were planned for this epoch. Then nothing
+        more of the epoch is announced; the next epoch may have other files."""
         return self._table.failures > self._failures
 
     def _announce(self, shown: ShownVersion, files: SampleFiles) -> None:
@@ -101,11 +105,14 @@ class LoaderStreams:
 
 
 class Controls:
+    """The control connections of the planner to mounts, one for each version that a mount shows."""
+
     def __init__(self) -> None:
         self._controls: dict[ShownVersion, Control] = {}
 
     def of(self, shown: ShownVersion) -> Control:
-        """Raises DieselError if the mount accepts no plans."""
+        """The connection to a mount, which is made at the first call. Raises DieselError if the
+        mount is gone, shows another version, or accepts no plans."""
         found = self._controls.get(shown)
         if found is None:
             mount, identity, version = shown

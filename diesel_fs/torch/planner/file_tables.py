@@ -1,4 +1,5 @@
-"""Finds the files of a training dataset in the mounts that show them."""
+"""Finds the files of a training dataset in the mounts that show them, and keeps them in tables by
+the index of the sample."""
 
 import os
 from collections.abc import Sequence
@@ -14,27 +15,32 @@ from ...mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
 from ...system.mountinfo import mounts
 
 Entries = npt.NDArray[np.int64]
+"""Entries of a snapshot; also indices of samples and positions."""
 
 
 class ShownVersion(NamedTuple):
-    """Entries have a meaning only in the version that a mount shows."""
+    """A version of a dataset on a mount. Entries have a meaning only in one version."""
 
     mount: str
     identity: str
+    """The dataset's, as text."""
     version: int
 
 
 class SampleFiles(NamedTuple):
-    """Files in the order of the samples that read them; a sample may read any number."""
+    """The files of some samples in order; a sample may read any number of files."""
 
     entries: Entries
     ends: Entries
+    """For each sample, the position after its last file in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
+        """The files of the first `count` samples."""
         ends = self.ends[:count]
         return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
 
     def then(self, more: "SampleFiles") -> "SampleFiles":
+        """These files, followed by those of further samples."""
         return SampleFiles(
             np.concatenate((self.entries, more.entries)),
             np.concatenate((self.ends, more.ends + len(self.entries))),
@@ -42,29 +48,32 @@ class SampleFiles(NamedTuple):
 
 
 class SampleTable(Protocol):
-    """A dataset's files by index."""
+    """The files of a dataset by the index of the sample."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of samples."""
+        ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """Files by mount. Negative indices count from the end; indices beyond the size have no
-        files."""
+        """The files of these samples, by mount. Negative indices count from the end; indices beyond
+        the size have no files."""
         ...
 
     def for_all_ranks(self) -> "SampleTable":
-        """The table without what this rank's samples have opened: the listed files, or the learned
-        ones of a dataset without a list."""
+        """A table that is the same on all ranks, if that is possible: that of the files that the
+        dataset lists. For a dataset without a list, the files that this rank's samples have
+        opened."""
         ...
 
     @property
     def failures(self) -> int:
-        """How often samples did not open their planned files."""
+        """How many plans have failed, since samples did not open their planned files."""
         ...
 
 
 class FileTable:
-    """The files become known over time."""
+    """A table that is filled in steps, by `add`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +81,8 @@ class FileTable:
         self._sorted: dict[ShownVersion, SampleFiles] = {}
 
     def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
-        """`indices` read these files of a mount, in this order."""
+        """Add the file `entries[i]` of a mount to the sample `indices[i]`, after its other files.
+        Indices out of range are ignored."""
         is_inside = (indices >= 0) & (indices < self.size)
         self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
         self._sorted.pop(shown, None)
@@ -83,6 +93,7 @@ class FileTable:
 
     @property
     def found(self) -> int:
+        """The number of samples with at least one file."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -91,6 +102,7 @@ class FileTable:
 
     @property
     def files(self) -> int:
+        """The number of files of all samples."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
@@ -118,7 +130,7 @@ class FileTable:
 
 @dataclass(frozen=True, slots=True)
 class SubsetTable:
-    """Index i is the index `indices[i]` of another table."""
+    """The table of a `Subset`: its sample i is the sample `indices[i]` of the table `of`."""
 
     of: SampleTable
     indices: Entries
@@ -143,6 +155,8 @@ class SubsetTable:
 
 @dataclass(frozen=True, slots=True)
 class ConcatTable:
+    """The table of a `ConcatDataset`: the samples of all parts, one after the other."""
+
     parts: Sequence[SampleTable]
 
     @property
@@ -169,12 +183,13 @@ class ConcatTable:
 
 
 def resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
-    """Indices from the start, and a mask of those that exist."""
+    """The indices with negative ones counted from the end, and a mask of those that exist."""
     at = np.where(indices < 0, indices + size, indices)
     return at, (at >= 0) & (at < size)
 
 
 def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
+    """The files of the samples `indices`, given those of all `size` samples."""
     at, is_inside = resolved(indices, size)
     at, starts = np.where(is_inside, at, 0), np.concatenate(([0], files.ends))
     if not size:
@@ -185,7 +200,8 @@ def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
 
 
 def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
-    """Joins parts, which come with the places of their samples among `size`."""
+    """Join the files of several groups of samples. Each group comes with the places of its samples
+    in the result, which has `size` samples."""
     counts = np.zeros(size, np.int64)
     for places, files in parts:
         counts[places] = np.diff(files.ends, prepend=0)
@@ -197,12 +213,16 @@ def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> Sample
 
 
 def _ranges(starts: Entries, counts: Entries) -> Entries:
+    """The numbers of all ranges, one range after the other: `counts[i]` numbers from `starts[i]`
+    on."""
     ends = np.cumsum(counts)
     ranges: Entries = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
     return ranges
 
 
 class MountedFiles:
+    """Finds paths in the mounts of this machine, as they were at the last `refresh`."""
+
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
         self._folders: dict[tuple[str, bytes], tuple[str, bytes] | None] = {}
@@ -210,6 +230,7 @@ class MountedFiles:
         self.refresh()
 
     def refresh(self) -> None:
+        """List the mounts anew, and forget their snapshots."""
         self._mounts = dataset_mounts(mounts())
         self._snapshots.clear()
         self._folders.clear()
@@ -219,7 +240,8 @@ class MountedFiles:
         return {each.path for each in self._mounts}
 
     def snapshot(self, mount: str) -> Snapshot:
-        """Raises OSError, DieselError."""
+        """The snapshot that a mount showed at the first call since the last `refresh`. Raises
+        OSError if the mount is gone, and DieselError if the snapshot is damaged."""
         found = self._snapshots.get(mount)
         if found is None:
             with open(os.path.join(mount, ".diesel", "snapshot"), "rb") as file:
@@ -251,7 +273,8 @@ class MountedFiles:
             table.add(shown, np.array(samples)[entries >= 0], entries[entries >= 0])
 
     def _place(self, key: tuple[str, bytes]) -> tuple[str, bytes] | None:
-        """None outside the mounts; the path ends in a slash."""
+        """The mount of a folder, and the folder's path in the mount, "" or with a slash at its end.
+        None if the folder lies in no mount. `key` has the current folder and the folder's path."""
         cwd, folder = key
         real = os.path.realpath(os.path.join(cwd, os.fsdecode(folder)))
         within = [

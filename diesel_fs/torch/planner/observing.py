@@ -1,10 +1,10 @@
 """Learns which files the samples of a dataset open, and compares them with the planned files.
 
-A dataset may list its files and yet keep them in memory after the first epoch, read them from one
-archive, open others with them, or list others in each epoch. A plan of files that are never read
-costs the store's bandwidth and the mount's memory, so it is worse than none. For some samples, the
-hooks report the files that these have opened (`../hook/diesel_hook/learning.py`). For the *checked*
-samples among them the report is complete.
+A dataset may list its files, and yet keep them in memory after the first epoch, read them from one
+archive, open other files besides, or list other files in each epoch. A plan of files that are never
+read costs the store's bandwidth and the mount's memory, so it is worse than no plan. The hooks
+report the files that some samples have opened (`../hook/diesel_hook/learning.py`). Some of these
+samples are *checked*: their reports are complete, so they show which planned files were opened.
 """
 
 from collections import deque
@@ -27,28 +27,33 @@ from .file_tables import (
 
 Paths = Sequence[bytes]
 Places = dict[ShownVersion, tuple[Entries, Entries]]
-"""Each mount's files, and the places of their samples."""
+"""The opened or planned files by mount, and for each file the place of its sample in a list of
+samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24
-"""The latest checked samples decide. A process checks 16 when an epoch begins, so one epoch is
-enough, whatever earlier ones have shown."""
+"""A plan is judged by the latest checked samples, from `CHECKS_MIN` to `CHECKS_MAX` of them. A
+process checks 16 samples when an epoch begins, so one epoch is enough, whatever earlier epochs have
+shown."""
 
 
 class _Check(NamedTuple):
+    """The numbers of files of one checked sample."""
+
     planned: int
     opened: int
     """Planned files that were opened."""
     others: int
-    """Other opened files of mounts."""
+    """Opened files of mounts that were not planned."""
 
 
 class ObservedTable:
     """The files of a dataset's samples: those that it lists, and those that its samples open.
 
-    A sample that was not seen yet has the listed files; one that was seen has those, then the
-    others that it has opened. The plan has failed once checked samples have opened less than half
-    of their planned files. Then the learned files replace the list; if they fail too, or the
-    samples open nothing, the table is empty.
+    A sample that was not observed yet has its listed files. An observed sample has its listed
+    files, then the other files that it has opened. A plan has failed once checked samples have
+    opened less than half of their planned files. Then the list is given up, and only opened files
+    are planned, which are *learned* from then on. If these fail, too, or the samples open no files
+    of mounts, the table stays empty.
     """
 
     def __init__(self, name: str, size: int, listed: FileTable | None = None) -> None:
@@ -91,8 +96,12 @@ class ObservedTable:
         paths: Paths,
         cwd: str,
     ) -> str:
-        """Record opened files: `counts[i]` of `paths` belong to `samples[i]`. Returns a note for
-        the user if a plan has failed, otherwise "". Raises ValueError for malformed arguments."""
+        """Record opened files, as a hook reports them.
+
+        The first `counts[0]` of `paths` are those of `samples[0]`, and so on; `is_checked` has a
+        flag for each sample, and relative paths begin at `cwd`. Returns a note for the user if a
+        plan has failed, otherwise "". Raises ValueError for malformed arguments.
+        """
         if (counts < 0).any() or int(counts.sum()) != len(paths):
             raise ValueError("the numbers of files and of paths differ")
         if np.any((samples < 0) | (samples >= self.size)):
@@ -127,7 +136,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
-        """Samples that were seen before stay as they are."""
+        """Enter the opened files of samples that were not observed before."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]
@@ -139,7 +148,7 @@ class ObservedTable:
                 for shown, (entries, places) in opened.items()
                 for is_more in [~_is_in((entries, places), listed.get(shown, _NOTHING))]
             }
-            is_new &= _has_any(more, len(samples))  # otherwise its list is complete
+            is_new &= _has_any(more, len(samples))  # without other files, the list is enough
         for found in (listed, more):
             for shown, (entries, places) in found.items():
                 mine = is_new[places]
@@ -168,6 +177,7 @@ class ObservedTable:
         )
 
     def describe(self) -> str:
+        """A note for the user about the learned files; "" if there is nothing to say."""
         found = self.learned.found
         if self._is_given_up or (self.listed is not None and not found):
             return ""
@@ -184,6 +194,7 @@ _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
+    """The same files, each with the place of its sample."""
     return {
         shown: (
             files.entries.astype(np.int64),
@@ -194,11 +205,13 @@ def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
 
 
 def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
+    """For each of some files: whether the others have it for the same sample."""
     one, other = (places << 32 | entries for entries, places in (some, others))
     return np.isin(one, other)
 
 
 def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
+    """For each of `count` samples: whether it has a file."""
     found = np.zeros(count, np.bool_)
     for _, places in opened.values():
         found[places] = True

@@ -1,12 +1,12 @@
-"""Listens to the hooks in training processes, and turns their messages into plans.
+"""Receives the messages of the hooks in training processes, and turns them into plans.
 
-Concurrency. One thread accepts connections. Two threads serve each process. The first takes
-messages off the socket at once and queues them, so that a training process never waits for a mount.
-The second handles them in order: it finds files, announces orders, and sends answers. It holds the
+Concurrency. One thread accepts connections. Two threads serve each process. One reads messages from
+the socket at once and queues them, so that a training process never waits for a mount. The other
+thread handles them in order: it finds files, announces orders, and sends answers. It holds the
 planner's one lock while it handles a message, because all processes share the mounts' connections,
-the snapshots, the learned files and the summary; so each message is handled whole, and messages of
-two processes may come in any order. A planner that closes shuts the sockets for reading, still
-handles the messages that were sent before, and waits up to 20 s for each process.
+the snapshots, the learned files and the summary. So no message is handled while another one is, and
+messages of two processes may come in any order. A planner that closes shuts the sockets for
+reading, still handles the messages that were sent before, and waits up to 20 s for each process.
 """
 
 import json
@@ -45,13 +45,15 @@ _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _BACKLOG = 4096  # the number of processes that may join at once: a kernel allows no more
-_LEFT_EARLY = 2  # after this many epochs it is a habit
-_END_S = 20.0  # for the remaining announcements; a mount may be slow
+_LEFT_EARLY = 2  # after this many epochs that a loop has left early, the user gets a note
+_END_S = 20.0  # the wait for the remaining announcements: a mount may be slow
 
 Message = dict[str, object]
 
 
 class _Served(NamedTuple):
+    """A connected process, and the thread that receives its messages."""
+
     thread: threading.Thread
     connected: socket.socket
 
@@ -60,8 +62,8 @@ class PlanServer:
     """Announces the reads of training processes while it is open. A context manager."""
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
-        """The socket lies in a new folder that is private to this user. `show` gets messages for
-        the user, from any thread. Raises OSError."""
+        """Make the socket, in a new folder that is private to this user. `show` is called with each
+        message for the user, in any thread. Raises OSError."""
         is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
         place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
@@ -79,12 +81,13 @@ class PlanServer:
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Also serves processes that have connected before."""
+        """Begin to serve processes, including those that have connected before."""
         self._accepting.start()
 
     def settings(
         self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
     ) -> HookSettings:
+        """The settings for the hooks that shall connect to this server."""
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
@@ -170,6 +173,9 @@ class PlanServer:
 
 
 class _Process:
+    """One connected training process: its datasets and streams. `handle` and `end` are called with
+    the planner's lock."""
+
     def __init__(
         self,
         files: MountedFiles,
@@ -178,18 +184,20 @@ class _Process:
         summary: Summary,
         started_s: float,
     ) -> None:
-        """All processes share `learned`, since workers learn for their parents."""
+        """`learned` is shared by all processes: a worker process reports the files that it opens
+        for a dataset of its parent."""
         self._files, self._controls, self._summary = files, controls, summary
         self._learned = learned
         self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
-        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of received paths
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # with the number of received paths
         self._streams: dict[str, LoaderStreams] = {}
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, message: Message, payload: bytes) -> bytes | None:
-        """Returns the answer if the message requests one. Errors become notes for the user."""
+        """Handle a message. Returns the answer if the message is a request, otherwise None. Errors
+        become notes for the user."""
         try:
             if message["do"] == "chunks":
                 return self._chunks(_whole(message["dataset"]))
@@ -209,17 +217,21 @@ class _Process:
         return b"" if message.get("do") == "chunks" else None
 
     def end(self) -> None:
+        """The process has closed its connection: end its streams."""
         for name in [*self._streams]:
             self._leave(name)
 
     def _look_back(self, message: Message) -> None:
-        """A loop has left an epoch early: note it once if that is a habit."""
+        """A loop has left an epoch before its end. If it did so after less than half of the epoch,
+        in `_LEFT_EARLY` epochs, note that for the user."""
         name = str(message["stream"])
         streams = self._streams.get(name)
         if streams is None or not streams.announced or "of" not in message:
             return
         position, of = _whole(message["position"]), _whole(message["of"])
-        self._left_early[name] += 2 * position < of
+        if 2 * position >= of:
+            return
+        self._left_early[name] += 1
         if self._left_early[name] == _LEFT_EARLY:
             self._summary.note(
                 f"a loop leaves its epochs early, this one after {position:,} of {of:,} samples"
@@ -228,7 +240,7 @@ class _Process:
             )
 
     def _leave(self, name: str, epoch: object = None) -> None:
-        """End a loader's streams; with `epoch`, only if it is the current one."""
+        """End the streams of a loader; with `epoch`, only if that is the loader's current epoch."""
         streams = self._streams.get(name)
         if streams is not None and epoch in (None, streams.epoch):
             del self._streams[name]
@@ -292,7 +304,7 @@ class _Process:
             self._summary.note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
-        for shown in table.mounts:  # connected before the first epoch begins
+        for shown in table.mounts:  # connect before the first epoch begins
             self._controls.of(shown)
 
     def _observe(self, message: Message, table: ObservedTable) -> None:
@@ -304,14 +316,15 @@ class _Process:
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
         table = self._learned.get(str(message["table"]))
-        if table is not None:  # otherwise the dataset was registered again
+        if table is not None:  # None: the process has forgotten the dataset meanwhile
             samples, is_checked, counts = numbers[::3], numbers[1::3] != 0, numbers[2::3]
             note = table.add(self._files, samples, is_checked, counts, paths, str(message["cwd"]))
             if note:
                 self._summary.note(note)
 
     def _chunks(self, number: int) -> bytes:
-        """-1 for a sample without a known chunk."""
+        """The chunk of each sample of a dataset, as numbers of 64 bits; -1: not known. Chunks of
+        several mounts are counted one after the other."""
         table = self._tables[number].for_all_ranks()
         chunks, base = np.full(table.size, -1), 0
         for shown, files in table.take(np.arange(table.size)).items():
@@ -355,6 +368,7 @@ class _Process:
 
 
 def _whole(value: object) -> int:
+    """A whole number of a message. Raises TypeError for another value."""
     if not isinstance(value, int):
         raise TypeError(f"{value!r} is not a whole number")
     return value

@@ -4,20 +4,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_NOTES_MAX = 5
-_INTERVALS_MAX = 2000  # of one loop; if there are more, neighbours are joined
+_NOTES_MAX = 5  # notes that are shown
+_INTERVALS_MAX = 2000  # of one loop; if there are more, each two neighbours are joined
 
 
 @dataclass(slots=True)
 class Interval:
+    """The times of a loop over a `DataLoader` between two of its messages."""
+
     epoch: int
     end_s: float
     """Seconds since the start of the command."""
     batches: int
     waited_s: float
-    """Time in which the loop waited for batches."""
+    """The time in which the loop waited for batches."""
     computed_s: float
-    """Time in which it did something else."""
+    """The time between a batch and the request for the next one."""
 
     @property
     def total_s(self) -> float:
@@ -25,6 +27,8 @@ class Interval:
 
 
 class LoopTimes:
+    """The intervals of one loader, in the order of time."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.intervals: list[Interval] = []
@@ -36,6 +40,7 @@ class LoopTimes:
             self.intervals = _halved(self.intervals)
 
     def epochs(self) -> list[Interval]:
+        """The intervals, joined to one for each epoch."""
         found: dict[int, Interval] = {}
         for each in self.intervals:
             known = found.get(each.epoch)
@@ -54,6 +59,7 @@ def _joined(one: Interval, other: Interval) -> Interval:
 
 
 def _halved(intervals: Sequence[Interval]) -> list[Interval]:
+    """Join each two neighbouring intervals of the same epoch."""
     halved: list[Interval] = []
     is_pair = True
     for each in intervals:
@@ -68,17 +74,23 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class Summary:
+    """The announcements and the times of a training command, and the notes for its user."""
+
     processes: int = 0
     """Python processes that loaded the hook."""
     epochs: int = 0
+    """Epochs that loaders have begun, of datasets whose files can be planned."""
     planned_epochs: int = 0
+    """Epochs of which at least one file was announced to a mount."""
     files: int = 0
+    """Announced files."""
     loops: dict[str, LoopTimes] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
-    """How often each came up."""
+    """How often each note came up."""
     show: Callable[[str], None] | None = None
-    """Called with each new note, up to a limit."""
+    """Called with each new note, for the first `_NOTES_MAX` of them."""
     shown: set[str] = field(default_factory=set)
+    """The notes that `show` was called with."""
 
     def note(self, text: str) -> None:
         self.notes[text] += 1
@@ -87,6 +99,7 @@ class Summary:
             self.show(text)
 
     def add(self, stream: str, interval: Interval) -> None:
+        """Add an interval of the loader with this stream."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -94,6 +107,7 @@ class Summary:
         loop.add(interval)
 
     def total(self) -> Interval:
+        """The sums over all loops. `epoch` and `end_s` have no meaning."""
         total = Interval(0, 0.0, 0, 0.0, 0.0)
         for loop in self.loops.values():
             for each in loop.intervals:
@@ -101,7 +115,8 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """`again`: also those already shown."""
+        """The lines for the user at the end: the announcements, the time that the loops waited, and
+        the notes; with `again` also the notes that were shown before."""
         lines = []
         if not self.processes:
             lines.append(

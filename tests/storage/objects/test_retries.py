@@ -306,7 +306,7 @@ def test_O3_endless_requests_for_pauses_get_an_hour() -> None:
     def act() -> None:
         raise AttemptFailed("zenodo: 503", pause_s_min=1000)
 
-    with pytest.raises(ObjectStoreError, match="asks for a pause of 1000 s: try again then"):
+    with pytest.raises(ObjectStoreError, match="demands a pause of 1000 s: try again then"):
         loop.call(act)
     assert sum(pauses.noted) == 3000 < DEMANDED_S_MAX
 
@@ -327,9 +327,9 @@ def test_O3_a_long_pause_logs_once_and_can_be_ended(
     wait_until(lambda: len(caplog.records) == 1)
     pauses.stop()
     assert {str(ended.get(timeout=20)) for _ in range(3)} == {
-        "zenodo: 429; nothing waits for it any more"
+        "zenodo: 429; the work was cancelled during the pause"
     }
-    assert caplog.messages == ["zenodo: 429; it asks for a pause: it is asked again in 3000 s"]
+    assert caplog.messages == ["zenodo: 429; it demands a pause: the next request is in 3000 s"]
 
 
 def test_O3_retry_after_is_a_number_or_a_date() -> None:

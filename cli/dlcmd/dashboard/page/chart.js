@@ -4,11 +4,11 @@ import { make, setText, svg } from "./dom.js";
 import { clock } from "./format.js";
 
 const WIDTH = 600, HEIGHT = 150, LEFT = 46, BOTTOM = 18, TOP = 8;
-const GAP_S = 20; // without a point for so long, nothing was measured
+const GAP_S = 20; // between two points with a longer gap, nothing was measured
 
 export class Chart {
-  // `series`: {name (its colour), label, value(columns, at)}; `text` writes a value; `top` is the
-  // upper end of areas that add up to a whole.
+  // `series`: {name (of its colour), label, value(columns, at)}; `text(value)` writes a value; `top`
+  // is the upper end of areas that add up to a whole (0: the end fits the values).
   constructor(place, title, series, { stacked = false, text, top = 0 }) {
     Object.assign(this, { title, series, stacked, text, whole: top });
     this.readout = make("output");
@@ -73,12 +73,13 @@ export class Chart {
     this.plot.replaceChildren(...parts, this.cross);
     Object.assign(this, { places, times, values, x });
     const last = places.length - 1;
-    const told = last < 0 ? "nothing was measured yet" : this.#told(last);
-    this.plot.setAttribute("aria-label", `${this.title}: ${told}`);
+    const described = last < 0 ? "nothing was measured yet" : this.#largest(last);
+    this.plot.setAttribute("aria-label", `${this.title}: ${described}`);
     if (!this.isPointed) setText(this.readout, last < 0 ? "nothing yet" : "");
   }
 
-  #told(i) {
+  // The three largest values at a place, as text.
+  #largest(i) {
     const named = this.series.map((each, row) => [each.label, this.values[row][i]]).filter(([, value]) => value > 0);
     const largest = named.sort((one, other) => other[1] - one[1]).slice(0, 3);
     return largest.map(([label, value]) => `${label} ${this.text(value)}`).join(", ") || "0";
@@ -95,7 +96,7 @@ export class Chart {
     const time = this.times[this.places[near]];
     for (const end of ["x1", "x2"]) this.cross.setAttribute(end, this.x(time));
     this.cross.setAttribute("visibility", "visible");
-    setText(this.readout, `${clock(time)}  ${this.#told(near)}`);
+    setText(this.readout, `${clock(time)}  ${this.#largest(near)}`);
   }
 
   #leave() {
@@ -105,7 +106,7 @@ export class Chart {
   }
 }
 
-// Places in a row without a gap in time.
+// The places in runs, each without a gap in time.
 function runs(places, times) {
   const found = [];
   places.forEach((place, i) => {

@@ -16,13 +16,14 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Set a text only where it changes: this keeps selections, and costs no layout.
+// Set a text only if it changes: this keeps selections, and costs no layout.
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
 
-// A table whose rows are kept by key. `columns`: {label, number, sort, down, fill(cell, item)}; the
-// first cell of a row is its header. Numbers, and what is `down`, are sorted from the largest first.
+// A table whose rows are kept by the items' `id`. `columns`: {label, number, sort, down, fill(cell,
+// item)}; the first cell of a row is its header. `sort(item)` gives the value to sort by; columns
+// that are `number` or `down` are sorted from the largest value first.
 export class Table {
   constructor(place, caption, columns, { empty = "", sort = null, descending = true } = {}) {
     this.columns = columns;

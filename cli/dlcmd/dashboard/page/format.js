@@ -1,4 +1,4 @@
-// How figures are written, as `dlcmd` writes them: a kB is 1,000 bytes.
+// Figures as text, as `dlcmd` writes them: a kB is 1,000 bytes.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 

@@ -19,16 +19,16 @@ const HINTS = {
 };
 const TASK_TIERS = ["mapped", "local", "peer", "store"];
 const STATE_TEXT = { new: "no answer yet", live: "live", late: "late", lost: "lost", gone: "unmounted" };
-const WAITS = 0.05; // a mount waits, where its readers wait for so much of the time
-const SHORTEST_S = 60; // what the charts show at least
-const FRESH_S = 20; // so old may the newest point of a chart be; it stands at its right end
+const WAITS = 0.05; // a mount counts as waiting if its readers wait for this share of the time
+const SHORTEST_S = 60; // the shortest time that the charts show
+const FRESH_S = 20; // the greatest age of a chart's newest point, which is at its right end
 const SPARK_POINTS = 60, ROWS = 25, RETRY_MS = 1000, ANSWER_MS = 12000;
 
 let state = null, receivedMs = 0, tick = 0, chosen = null;
 let datasets = { change: -1, datasets: [] };
 const recent = new Map(); // by mount: bytes read a second, for the small lines
 
-// ---- what follows from the state ------------------------------------------------------------------
+// ---- facts made from the state ------------------------------------------------------------------
 
 const figures = (mount) => (mount.state === "live" && mount.figures?.interval_s ? mount.figures : null);
 const waitedShare = (mount) => (figures(mount) ? mount.figures.waited_s / mount.figures.interval_s : null);
@@ -58,8 +58,8 @@ function badge(cell, item) {
   }
   mark.className = `badge ${item.state}`;
   setText(mark, STATE_TEXT[item.state] ?? item.state);
-  const told = { lost: `${item.problem}; ${ago(item)}`, late: ago(item), gone: ago(item) }[item.state];
-  setText(mark.nextSibling, told ?? (item.warning || ""));
+  const detail = { lost: `${item.problem}; ${ago(item)}`, late: ago(item), gone: ago(item) }[item.state];
+  setText(mark.nextSibling, detail ?? (item.warning || ""));
 }
 
 // ---- the first lines ------------------------------------------------------------------------------
@@ -313,11 +313,11 @@ function choose(id, move) {
 }
 
 function showCounts() {
-  const told = (id, value) => setText(byId(id).querySelector(".count"), value);
+  const setCount = (id, value) => setText(byId(id).querySelector(".count"), value);
   const living = state.mounts.filter((each) => each.state !== "gone").length;
-  told("mounts-title", state.mounts_left_out ? `${living}, and ${state.mounts_left_out} that are not shown` : living || "");
-  told("tasks-title", state.tasks.length || "");
-  told("servers-title", state.servers.length || "");
+  setCount("mounts-title", state.mounts_left_out ? `${living}, and ${state.mounts_left_out} that are not shown` : living || "");
+  setCount("tasks-title", state.tasks.length || "");
+  setCount("servers-title", state.servers.length || "");
 }
 
 function showDatasets() {
@@ -329,8 +329,8 @@ function showDatasets() {
     .map((each) => ({ ...each, id: each.name, mounts: uses.get(each.name) ?? 0 }));
   datasetTable.update(found);
   setText(byId("datasets-title").querySelector(".count"), words.length ? `${found.length} of ${datasets.datasets.length}` : repository.count || "");
-  const told = { lost: `cannot be read: ${repository.problem} (${ago(repository)})`, late: `has not answered yet; ${ago(repository)}`, new: "is being read" }[repository.state];
-  setText(byId("repository"), `${repository.repository}${told ? ` ${told}` : ""}`);
+  const detail = { lost: `cannot be read: ${repository.problem} (${ago(repository)})`, late: `has not answered yet; ${ago(repository)}`, new: "is being read" }[repository.state];
+  setText(byId("repository"), `${repository.repository}${detail ? ` ${detail}` : ""}`);
   const left = found.length - datasetTable.limit;
   byId("more-line").hidden = left <= 0;
   setText(byId("more"), `Show ${Math.min(left, ROWS)} more of ${count(left)}`);
@@ -425,11 +425,11 @@ function drawHistory() {
   for (const each of isServer ? serverCharts : mountCharts) each.draw(history.points, from, to);
 }
 
-// ---- asking ---------------------------------------------------------------------------------------
+// ---- requests ---------------------------------------------------------------------------------------
 
 const sleep = (milliseconds) => new Promise((wake) => setTimeout(wake, milliseconds));
 
-function told(kind, message) {
+function showLink(kind, message) {
   byId("link").className = `badge ${kind}`;
   setText(byId("link"), message);
   document.body.classList.toggle("lost", kind === "lost");
@@ -467,12 +467,12 @@ async function work() {
     }
     try {
       await receive();
-      told("live", "live");
+      showLink("live", "live");
     } catch (error) {
       tick = 0;
       const since = receivedMs ? `; the figures are ${duration((performance.now() - receivedMs) / 1000)} old` : "";
       const reason = error.name === "TypeError" || error.name === "TimeoutError" ? "the dashboard does not answer" : error.message;
-      told("lost", `${reason}${since}. Trying again.`);
+      showLink("lost", `${reason}${since}. Trying again.`);
       await sleep(RETRY_MS);
     }
   }
@@ -480,7 +480,7 @@ async function work() {
 
 setInterval(() => receivedMs && setText(byId("age"), `Updated ${duration((performance.now() - receivedMs) / 1000)} ago.`), 1000);
 
-// ---- what a person does ---------------------------------------------------------------------------
+// ---- clicks and keys ---------------------------------------------------------------------------
 
 const THEMES = ["auto", "light", "dark"];
 

@@ -1,9 +1,9 @@
-"""Advises the kernel about pages of files in a process of its own, so that pushing goes on.
+"""Gives the kernel advice about pages (to drop or to read them) from a process of its own.
 
-Dropping a small file from the page cache costs two thirds of the time of pushing one (open,
-fadvise, close). In one process a reader would wait for both. The prefetch worker forks this process
-when it first has advice for the kernel. The process ends when its pipe is closed, or with the
-worker. One thread uses an `AdviceProcess`.
+So the prefetch worker pushes on meanwhile: dropping a small file from the page cache (open,
+fadvise, close) costs two thirds of the time of pushing one, and in one process a reader would wait
+for both. The worker forks this process at the first advice, or earlier (`start`). The process ends
+when its pipe is closed, or with the worker. One thread uses an `AdviceProcess`.
 """
 
 import logging
@@ -21,10 +21,11 @@ from ....system import syscalls
 log = logging.getLogger("diesel.mount")
 
 PIECE_PARTS = 256
-"""Parts in one message; a pipe's buffer holds several such messages."""
+"""The most parts in one message; a pipe's buffer holds several such messages."""
 
 PIECES_MAX = 8
-"""The most messages without an answer. The planner counts their files as dropped already."""
+"""The most messages without an answer: their files may still be in memory, while the planner counts
+them as dropped."""
 
 END_S = 0.2
 """How long `close` waits for the process to end."""
@@ -47,21 +48,22 @@ class AdviceProcess:
     """The worker's end: it sends *pieces* (some parts) over a pipe, and gets a byte for each."""
 
     def __init__(self, make: Callable[[], Advise], kept_file: int = -1) -> None:
-        """`make` is called in the new process. No file of the worker is open there but
-        `kept_file`."""
+        """`make` is called in the new process, and returns the function that gives the advice.
+        Beside the pipes and standard streams, `kept_file` is the only descriptor of the worker that
+        stays open there; -1: none."""
         self._make = make
         self._kept_file = kept_file
         self.pid = 0
-        """The process; 0 while there is none."""
-        self._pieces = self._answers = -1  # pipes
+        """The ID of the process; 0 while there is none."""
+        self._pieces = self._answers = -1  # descriptors of the pipes
         self.sent = 0
         """How many pieces were sent."""
         self.done = 0
-        """How many of them are done, or were lost with a process that was killed."""
+        """How many pieces are done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
-        """Have the kernel advised soon, in the order of these calls. Calls `on_progress` as answers
-        come."""
+        """Have the kernel advised soon, in the order of these calls. While too many messages are
+        unanswered, this waits, and calls `on_progress` at each answer."""
         for start in range(0, len(parts), PIECE_PARTS):
             piece = parts[start : start + PIECE_PARTS]
             while self.sent - self.done >= PIECES_MAX:
@@ -77,6 +79,7 @@ class AdviceProcess:
             self.sent += 1
 
     def wait_for(self, count: int) -> None:
+        """Wait until the first `count` pieces are done."""
         while self.done < count:
             self._take_answers()
 
@@ -89,7 +92,8 @@ class AdviceProcess:
     def _reap(self) -> None:
         """Tidy up after the process was killed or failed: the next advice starts another one.
 
-        The kernel frees the pages that are left when it needs room.
+        The advice that the process has not given is lost. The kernel frees those pages when it
+        needs room.
         """
         os.close(self._pieces)
         os.close(self._answers)
@@ -112,8 +116,8 @@ class AdviceProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """Start the process now, unless it runs. It keeps a copy of all memory that the worker
-        changes later, so the earlier the better."""
+        """Start the process now, unless it runs. The process keeps a copy of all memory that the
+        worker changes later, so the earlier it starts, the less it takes."""
         if self.pid:
             return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)
@@ -145,7 +149,8 @@ def _serve(advise: Advise, pieces: int, answers: int) -> None:
 
 
 def _close_all_but(*open_files: int) -> None:
-    """Close all files of the worker: the connection to the kernel must end with the worker."""
+    """Close all other descriptors: the connection to the kernel must end with the worker, although
+    this process may still run."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in open_files:
             with suppress(OSError):

@@ -7,12 +7,13 @@ no name need be looked up first.
 
 EROFS copies each page of the content file that it reads for a file into a page of that file, and
 then memory is held twice. So pages of the content file are only a staging area (`staging_area.py`).
-The oldest are *settled* as soon as there is no room for more, and the others when there is nothing
-else to do: the kernel is made to copy the files that it has not copied yet, and then the pages of
-the content file are dropped. While readers follow a plan, only the idle worker settles: the files
-that it has pushed are read soon, and dropped behind the reader on both sides. Opening settled files
-is faster, too: their first reader finds the pages that it needs (290,000 files of 4 KiB a second
-instead of 100,000).
+To *settle* some of them means: the kernel is made to copy the files that it has not copied yet, and
+then the pages of the content file are dropped. The oldest pages are settled as soon as the area has
+no room for more, the others when the worker has nothing else to do. While readers follow a plan,
+the area may be as large as all memory for pages, so in general only the idle worker settles: the
+pushed files are read soon, and then dropped from both the content file and EROFS. Opening settled
+files is faster, too: their first reader finds the pages that it needs (290,000 files of 4 KiB a
+second instead of 100,000).
 """
 
 import os
@@ -40,39 +41,41 @@ STAGING_DIVISOR = 16
 """The staging area is this part (a sixteenth) of the memory for pages; the planner has the rest."""
 
 CONTENTS_MAX = 256
-"""Contents of one write. With its padding each is two pieces, and a write has 1,024 at most; more
-make no write faster."""
+"""The most contents in one write. Each takes two pieces of the write (itself and its padding) of
+1,024 that a write may have. More contents make a write no more efficient."""
 
 TAKEN_BYTES = 1 << 20
-"""How many bytes are taken at once from the files of another version."""
+"""About how many bytes one batch has that is taken over from the files of another version."""
 
 LOOK_S, LOOK_DIVISOR = 0.05, 50
-"""Time between two looks at how much READs have brought. The kernel walks over all pages at each
-look, so looks take one part in `LOOK_DIVISOR` of the time at most."""
+"""The least time between two looks at how much READs have brought. The kernel walks over all pages
+at each look, so looks take at most one part in `LOOK_DIVISOR` of the time."""
 
 GAPS_MAX = 4096
-"""Ranges between contents of the staging area that are dropped at once; a millisecond."""
+"""The most ranges outside the staging area that one sweep drops, which takes a millisecond."""
 
 QUIET_S = 0.1
 """When no READ has come for this time, all pages that READs have brought are dropped."""
 
 NEIGHBOURS = 3
-"""Files on each side of a missed one that must all be resident; otherwise it counts as lost."""
+"""If one of this many files on each side of a missed file is not resident, the kernel has probably
+freed the pages of all."""
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class ContentTarget:
-    """The content file of a mount, into which contents are pushed: a descriptor, and its node."""
+    """The content file of a mount, into which contents are pushed: a descriptor of it, and its node
+    in the FUSE connection."""
 
     descriptor: int
     node: int
 
     @classmethod
     def open(cls, folder: int, node: int) -> "ContentTarget":
-        """Open it in the folder that the server of a native mount serves. Takes `folder`, a
-        descriptor. Raises OSError."""
+        """Open the content file in the folder that the server of a native mount serves. `folder` is
+        a descriptor, which this call closes. Raises OSError."""
         try:
             return cls(os.open(private_name(node), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), node)
         finally:
@@ -88,7 +91,7 @@ class ReadPages:
     of them."""
 
     content: int  # a descriptor of the content file
-    has_reads: bool = False  # there may be such pages
+    has_reads: bool = False  # whether there may be such pages
     _read_s: float = 0.0  # of the last READ
     _look_s: float = 0.0  # of the next look
 
@@ -96,8 +99,8 @@ class ReadPages:
         self.has_reads, self._read_s = True, time.monotonic()
 
     def sweep(self, staging: StagingArea, bytes_max: int) -> None:
-        """Drop the pages: at once if they take more than `bytes_max`, otherwise when no more READs
-        come (the kernel has read ahead of those that came)."""
+        """Drop these pages: at once if they take more than `bytes_max`, otherwise when no READ has
+        come for `QUIET_S` (the kernel has also read ahead, which later READs may need)."""
         now_s = time.monotonic()
         if not self.has_reads or now_s < self._look_s:
             return
@@ -153,8 +156,8 @@ class ContentPageCache(PageCache):
     # Another version
 
     def inherit(self, old: PageCache, diff: SnapshotDiff) -> OldIndices:
-        """Takes over the staging area, as the content file stays the same. Settled files are not
-        taken over: each version is a file system of its own (see `take_contents`)."""
+        """Takes over the staging area, if the content file stays the same. Settled files are left
+        to `take_contents`: the tree of each version is a file system of its own."""
         assert isinstance(old, ContentPageCache)
         kept = np.full(len(diff.new), -1, np.int32)
         self._read_pages.has_reads = True  # so that all other pages are dropped
@@ -178,7 +181,7 @@ class ContentPageCache(PageCache):
         return kept
 
     def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
-        """Takes files that are whole in the page cache, and not only in the staging area."""
+        """Takes the files that have all their pages in EROFS, not only in the staging area."""
         taken: list[tuple[int, int, memoryview]] = []
         taken_bytes = 0
         for entry in entries.tolist():
@@ -209,7 +212,8 @@ class ContentPageCache(PageCache):
     # Pushes
 
     def store(self, batch: ExtentBatch) -> list[int]:
-        """Leaves out contents that are larger than their files: they would reach into others."""
+        """Returns the places of contents that reach beyond the ends of their files: they would
+        overwrite the contents of other files."""
         sizes = np.fromiter(map(len, batch.contents), np.int64, len(batch.contents))
         file_sizes = self._snapshot.columns.size[batch.entries].astype(np.int64)
         too_large = batch.starts + sizes > file_sizes
@@ -229,7 +233,8 @@ class ContentPageCache(PageCache):
         staged = Staged(parts, content_ranges(range_begins, range_ends))
         self._make_room(int(staged.pages.sum(dtype=np.int64)) * BLOCK_BYTES)
         if self._staging.is_settling[batch.entries].any():
-            # The drop that settles them must not come after this.
+            # Some of these files are being settled: the drop of their pages must not come after
+            # this push.
             self._process.wait_for(self._process.sent)
             self._staging.note_settled(self._process.done)
         cuts = np.union1d(firsts, np.arange(0, len(sizes), CONTENTS_MAX))
@@ -252,8 +257,8 @@ class ContentPageCache(PageCache):
         cuts: npt.NDArray[np.int64],
         pieces: Sequence[memoryview],
     ) -> None:
-        """Store pieces in the content file, those from each of the `cuts` on by a write of its
-        own, which fills the file from `begins` to `ends`."""
+        """Store pieces in the content file by one write for each of the `cuts`. A write has the
+        pieces from its cut to the next one, and fills the file from its `begins` to its `ends`."""
         heads = store_heads(self._content.node, begins, ends - begins)
         firsts = cuts.tolist()
         for head, first, behind in zip(heads, firsts, [*firsts[1:], len(pieces)], strict=True):
@@ -266,7 +271,7 @@ class ContentPageCache(PageCache):
         self._staging.add(staged)
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Drops the pages of files, and their pages in the staging area."""
+        """Drops the pages of files in EROFS, and their pages in the staging area."""
         self._is_wanted[entries] = False
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
         staged = self._staging.staged(entries)
@@ -284,8 +289,8 @@ class ContentPageCache(PageCache):
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        """Have the oldest of the staging area settled soon: the kernel copies its files that are
-        still wanted, and then the pages of the content file are dropped."""
+        """Have the oldest batch of the staging area settled soon: the kernel copies those of its
+        files that are still wanted, and then the batch's pages of the content file are dropped."""
         staged = self._staging.queue.popleft()
         parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
         self._staging.remove(parts)
@@ -299,12 +304,14 @@ class ContentPageCache(PageCache):
         self._staging.note_settled(self._process.done)
 
     def set_planned(self, *, is_planned: bool) -> None:
-        """Files that were pushed for a plan stay in the staging area until a reader has read them:
-        they are dropped soon after, and to settle them would cost as much as to read them."""
+        """Makes the staging area larger while readers follow a plan, so that pushed files stay in
+        it until they are read. They are dropped soon after that, and to settle them would cost as
+        much as to read them."""
         self._limit_bytes = self._planned_bytes if is_planned else self._staging_bytes
 
     def tidy(self) -> bool:
-        """Settles the rest of the staging area, the oldest first."""
+        """Settles the oldest batch of the staging area; if there is none, drops pages that READs
+        have brought."""
         if self._staging.queue:
             self._settle_oldest()
             return True
@@ -317,8 +324,9 @@ class ContentPageCache(PageCache):
     # Residency
 
     def is_lost(self, entry: int) -> bool:
-        """Looks at its neighbours: the kernel may have read ahead in the content file, beyond files
-        that were missed, or the READ may have filled its pages again already."""
+        """Looks at the entry's neighbours in the content file: if all are resident, the kernel has
+        probably just read ahead. The entry itself does not count, because the READ may have filled
+        its pages again already."""
         blocks, order = self._image.start_blocks, self._image.order
         at = int(np.searchsorted(blocks, self._image.first_block[entry]))
         near = order[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]
@@ -328,12 +336,13 @@ class ContentPageCache(PageCache):
         return True
 
     def resident_bytes(self, entry: int) -> int:
-        """Counts the pages of the file; if it has none, those of its range in the content file."""
+        """Counts the file's own pages; if it has none, those of its range in the content file."""
         in_file = self._files.resident_bytes(entry)
         return in_file or cached_bytes(self._content.descriptor, *self._range(entry))
 
     def is_whole(self, entry: int) -> bool:
-        """In the file, or in its range in the content file, as long as it is not settled."""
+        """Looks at the file's own pages, and at those of its range in the content file, which has
+        them as long as the file is not settled."""
         start, size = self._range(entry)
         in_file = self._files.resident_bytes(entry)
         return in_file >= size or cached_bytes(self._content.descriptor, start, size) >= size
@@ -343,13 +352,14 @@ class ContentPageCache(PageCache):
         return super().drop_failed(entry) or in_content
 
     def _range(self, entry: int) -> tuple[int, int]:
-        """The begin of a file in the content file, and its size."""
+        """Where a file's content begins in the content file, and its size, in bytes."""
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
         return start, self._snapshot.stat(entry).size
 
 
 def _gaps(ranges: Sequence[Parts]) -> Iterator[tuple[int, int]]:
-    """The largest parts of the content file that are in none of these ranges: begins and ends."""
+    """The begins and ends of the parts of the content file that are in none of these ranges; the
+    `GAPS_MAX` largest if there are more."""
     starts = np.concatenate([each["start"] for each in ranges]).astype(np.int64)
     sizes = np.concatenate([each["size"] for each in ranges]).astype(np.int64)
     order = np.argsort(starts)
@@ -368,4 +378,4 @@ def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> ExtentBatch:
 
 
 def _no_progress() -> None:
-    """Nobody waits for the staging area."""
+    """Does nothing: nothing has to be reported while batches are settled."""

@@ -14,12 +14,12 @@ from ....system import syscalls
 from .advice_process import Parts
 
 FOLDERS_OPEN = 256
-"""Folders of the mount that stay open for opening their files; the least recently used is
-closed."""
+"""How many folders of the mount stay open, so that their files can be opened; of more, the least
+recently used is closed."""
 
 ADVISED_BYTES = 128 << 10
-"""The kernel reads no more ahead for one WILLNEED than for a sequential read: 128 KiB unless
-somebody has changed the mount's `read_ahead_kb`."""
+"""The most bytes for one advice: at one WILLNEED the kernel reads no more than it reads ahead in a
+sequential read, 128 KiB unless somebody has changed the mount's `read_ahead_kb`."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -42,7 +42,8 @@ class MountFiles:
             self._clone = syscalls.clone_mount(mountpoint)
 
     def folder(self, folder: int) -> int:
-        """A folder's descriptor, valid until the next call. Raises OSError."""
+        """A descriptor of a folder, valid until the next call of any method; this object closes it.
+        Raises OSError."""
         missing = []  # folders to open, from this one upwards; no recursion, as trees may be deep
         while folder not in self._open and folder != ROOT_INDEX:
             missing.append(folder)
@@ -91,6 +92,7 @@ class MountFiles:
             os.close(file)
 
     def advise(self, advice: int, parts: Parts) -> None:
+        """Give the kernel an advice of posix_fadvise(2) on parts of files."""
         entries = parts["entry"]
         parents = self._snapshot.columns.parent[entries].tolist()
         rows = zip(
@@ -119,7 +121,7 @@ class MountFiles:
         self.release()
 
     def release(self) -> None:
-        """Close the folders if they keep the mount busy: a piece of work is done."""
+        """Close the folders if they keep the mount busy. Call it after each piece of work."""
         if self._clone < 0:
             self._close_all()
 
@@ -145,7 +147,9 @@ def drop_failed(file: int, start: int, size: int) -> bool:
     """Drop the pages of a part of an open file if the READs of some have failed: such pages are in
     the page cache without contents, and the kernel's read-ahead passes over them. Returns whether
     there were any. `start` is a multiple of the page size. Raises OSError."""
-    has_failed = syscalls.read_bytes(file, start, size) < syscalls.cached_bytes(file, start, size)
+    has_failed = syscalls.readable_cached_bytes(file, start, size) < syscalls.cached_bytes(
+        file, start, size
+    )
     if has_failed:
         os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
     return has_failed

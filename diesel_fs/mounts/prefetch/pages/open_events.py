@@ -1,7 +1,7 @@
 """Reports when readers open watched files of a mount (inotify).
 
-The prefetch worker watches the marker files of orders (`../streams/watches.py`). Used by one
-thread.
+The prefetch worker watches the marker files of orders (`../streams/watches.py`). One thread uses an
+`OpenEvents`.
 """
 
 import os
@@ -14,7 +14,8 @@ from .mount_files import MountFiles
 
 _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
-"""An event of inotify: the watch, its kind, a cookie, the length of a name that follows."""
+"""The head of an event of inotify: the watch, the kinds of event (a mask), a cookie, and the length
+of a name that follows."""
 
 
 class OpenEvents:
@@ -28,9 +29,9 @@ class OpenEvents:
         self._mount_files = files
         self._keeps_files_open = keeps_files_open
         self.descriptor = syscalls.inotify_init()
-        """Readable when a watched file has been opened."""
+        """A descriptor that is readable when a watched file has been opened."""
         self.files: dict[int, int] = {}
-        """The descriptors that are kept open, by entry."""
+        """By entry: the descriptor of a watched file that is kept open."""
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
 
@@ -63,7 +64,8 @@ class OpenEvents:
                 os.close(file)
 
     def read(self) -> list[int]:
-        """The watched files that were opened since the last call, in order. Never waits."""
+        """The entries of watched files that were opened since the last call, in the order of the
+        opens. Never waits."""
         found: list[int] = []
         while True:
             try:

@@ -56,7 +56,8 @@ def store_heads(
     offsets: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64] | npt.NDArray[np.uint32],
 ) -> list[bytes]:
-    """The heads of NOTIFY_STORE messages, each for `size` bytes at an offset of a node."""
+    """The heads of NOTIFY_STORE messages, one for each of the `sizes`: that many bytes are stored
+    at an offset in a node."""
     heads = np.zeros(len(sizes), _STORES)
     heads["length"], heads["code"] = sizes + STORE.size, NOTIFY_STORE
     heads["node"], heads["offset"], heads["size"] = nodes, offsets, sizes
@@ -65,31 +66,32 @@ def store_heads(
 
 class PageCache(ABC):
     def __init__(self, mountpoint: str, snapshot: Snapshot, content_file: int = -1) -> None:
-        """`content_file` is that of a native mount. It is open in the process that advises the
-        kernel, too."""
+        """`content_file` is a descriptor of a native mount's content file; -1 for a FUSE tree. It
+        stays open in the process that advises the kernel."""
         self._snapshot = snapshot
         self._files = MountFiles(mountpoint, snapshot)
         self.opens = OpenEvents(self._files, keeps_files_open=content_file >= 0)
         self.known_entries = 0
-        """How many names the kernel has learnt by this."""
+        """How many files the kernel has got to know through this page cache, in all."""
         self._process = AdviceProcess(
             lambda: self._adviser(MountFiles(mountpoint, snapshot)), content_file
         )
 
     def _adviser(self, files: MountFiles) -> Advise:
-        """How the process advises the kernel; called in the process."""
+        """The function that gives advice to the kernel. Called in the process of
+        `advice_process.py`."""
         return files.advise
 
     @abstractmethod
     def inherit(self, old: "PageCache", diff: SnapshotDiff) -> OldIndices:
         """Take over from the page cache of another version, which is retired already.
 
-        Returns, for each entry, the index of the same content in the other version if pages of it
-        are still in use; else -1.
+        Returns, for each entry, the index of the unchanged file in the other version if its pages
+        have been taken over; otherwise -1.
         """
 
     def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
-        """The contents of these files that are in the page cache, in batches, for the page cache of
+        """Take the contents of these files out of the page cache, in batches, for the page cache of
         another version. They are dropped here, as memory would be held twice. A batch may have a
         part of a large file."""
         del entries
@@ -100,12 +102,13 @@ class PageCache(ABC):
 
     @abstractmethod
     def store(self, batch: ExtentBatch) -> list[int]:
-        """Push a batch of contents. Returns the places in it of contents that cannot be pushed.
-        Waits while a READ of the same pages is in progress."""
+        """Push a batch of contents. Returns the places in the batch of the contents that cannot be
+        pushed. Waits while a READ of the same pages is in progress."""
 
     @abstractmethod
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Have the pages of files dropped soon. A later read of them is a READ again."""
+        """Have the pages of files dropped soon: a later read of the files leads to READs again. If
+        this has to wait, it calls `on_progress` now and then."""
 
     def resident_bytes(self, entry: int) -> int:
         """How many bytes of a file are in the page cache, in whole pages. Raises OSError."""
@@ -116,8 +119,8 @@ class PageCache(ABC):
         return self.resident_bytes(entry) >= self._snapshot.stat(entry).size
 
     def drop_failed(self, entry: int) -> bool:
-        """Drop the pages of a file if the READs of some have failed. Returns whether they have.
-        Raises OSError."""
+        """Drop the pages of a file if the READs of some pages have failed. Returns whether they
+        have. Raises OSError."""
         return self._files.drop_failed(entry)
 
     def note_reads(self) -> None:  # noqa: B027  # not all need it
@@ -137,11 +140,12 @@ class PageCache(ABC):
         return False
 
     def release_folders(self) -> None:
-        """Call after each piece of work, so that open folders do not keep the mount busy."""
+        """Close open folders that keep the mount busy. Call it after each piece of work."""
         self._files.release()
 
     def retire(self) -> None:
-        """Another version's page cache is used from now on; this one is only read and closed."""
+        """End the process that drops pages, and all watches: the page cache of another version is
+        used from now on. `take_contents` and `close` may still be called."""
         self.opens.close()
         self._process.close()
 
@@ -171,7 +175,7 @@ class FusePageCache(PageCache):
         self._known_folders: set[int] = set()  # the kernel knows the names in these
 
     def inherit(self, old: PageCache, diff: SnapshotDiff) -> OldIndices:
-        """Takes all pages over: an unchanged file keeps its node."""
+        """Takes over all pages of unchanged files, since these keep their nodes."""
         assert isinstance(old, FusePageCache)
         self.known_entries = old.known_entries
         same_children = np.setdiff1d(np.flatnonzero(diff.unchanged >= 0), diff.changed_folders)
@@ -180,8 +184,9 @@ class FusePageCache(PageCache):
         return diff.unchanged
 
     def prepare(self, batch: ExtentBatch) -> None:
-        """Makes the kernel look up the files of a batch. If it does not know the first file of a
-        folder, it looks up all files of the folder."""
+        """Makes the names of a batch's files known to the kernel: for each new folder, tries to
+        push its first file, and if the kernel does not know that, has it look up all names
+        there."""
         parents = self._snapshot.columns.parent[batch.entries].tolist()
         new = set(parents) - self._known_folders
         if not new:
@@ -195,8 +200,8 @@ class FusePageCache(PageCache):
     def store(self, batch: ExtentBatch) -> list[int]:
         """Returns the places in the batch of files that the kernel does not know.
 
-        It may have forgotten some since their names were made known: these are looked up and
-        stored once more.
+        The kernel may have forgotten files since their names were made known: these are looked up
+        and stored once more.
         """
         absent = []
         for at in self._store(batch):
@@ -207,7 +212,7 @@ class FusePageCache(PageCache):
         return absent
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Pushes do not wait for this: the process drops the pages."""
+        """The advice process drops the pages, so pushes do not wait for this."""
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
 
     def _store(self, batch: ExtentBatch) -> list[int]:

@@ -1,7 +1,8 @@
 """Keeps account of the pages of the content file that a native mount has pushed.
 
-These pages are a *staging area*: a queue of batches, oldest first. A batch is *settled* when the
-kernel has copied its files, and its pages of the content file have been dropped. Until the advice
+`content_page_cache.py` explains the content file, and uses the account. These pages are a *staging
+area*: a queue of batches, oldest first. A batch is *settled* when the kernel has copied its files
+into pages of their own, and its pages of the content file have been dropped. Until the advice
 process (`advice_process.py`) has done that, the batch is being settled, and its files must not be
 pushed again.
 """
@@ -17,7 +18,7 @@ from ....format.image import BLOCK_BYTES
 from .advice_process import PART, Parts, whole_files
 
 CONTENT = 0xFFFFFFFF
-"""Stands for the content file where an entry is named."""
+"""In place of an entry's number: the content file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +35,17 @@ class Staged:
 
 class StagingArea:
     def __init__(self, first_block: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> None:
-        """Both have a value for each entry: the first block of its content in the content file, and
-        its size in bytes."""
+        """Both arrays have a value for each entry: the first block of its content in the content
+        file, and its size in bytes."""
         self._first_block = first_block
         self._sizes = sizes
-        self.bytes = 0  # in whole pages
-        self.pages = np.zeros(len(sizes), np.uint32)  # of each entry
-        self.is_settling = np.zeros(len(sizes), np.bool_)  # by entry: some part of it
-        self.queue: deque[Staged] = deque()  # oldest first
-        self._settling: deque[tuple[int, Staged]] = deque()  # by the process's last piece for it
+        self.bytes = 0  # of all staged pages
+        self.pages = np.zeros(len(sizes), np.uint32)  # by entry: how many are staged
+        self.is_settling = np.zeros(len(sizes), np.bool_)  # by entry: whether some part of it is
+        self.queue: deque[Staged] = deque()  # the staged batches, oldest first
+        # The batches that are being settled, each with the number of the process's last piece of
+        # work for it.
+        self._settling: deque[tuple[int, Staged]] = deque()
 
     def add(self, staged: Staged) -> None:
         self.queue.append(staged)
@@ -62,7 +65,7 @@ class StagingArea:
     def _remove(self, entries: npt.NDArray[np.uint32], pages: npt.NDArray[np.uint32]) -> None:
         some, at = np.unique(entries, return_inverse=True)
         removed = np.bincount(at, pages).astype(np.uint32)
-        # Some may have been dropped before, and fewer pushed again.
+        # Some files may have been dropped before, and pushed again with fewer parts.
         removed = np.minimum(removed, self.pages[some])
         self.pages[some] -= removed
         self.bytes -= BLOCK_BYTES * int(removed.sum(dtype=np.int64))
@@ -79,21 +82,22 @@ class StagingArea:
     # Settling
 
     def settle(self, staged: Staged, piece: int) -> None:
-        """Note that this is settled when the process has done its first `piece` pieces."""
+        """Note that a batch is being settled, until the process has done its first `piece` pieces
+        of work."""
         self._settling.append((piece, staged))
 
     def note_settled(self, done: int) -> None:
-        """Note that the process has done its first `done` pieces."""
+        """Note that the process has done its first `done` pieces of work."""
         while self._settling and self._settling[0][0] <= done:
             _, staged = self._settling.popleft()
             self.is_settling[staged.parts["entry"]] = False
-        for _, staged in self._settling:  # an entry may have parts in several of them
+        for _, staged in self._settling:  # an entry may have parts in several batches
             self.is_settling[staged.parts["entry"]] = True
 
     # Ranges
 
     def ranges_of(self, entries: npt.NDArray[np.uint32]) -> Parts:
-        """The ranges of the content file that have these entries, as few as possible."""
+        """The ranges of the content file with the contents of these entries, as few as possible."""
         if not len(entries):
             return np.empty(0, PART)
         entries = entries[np.argsort(self._first_block[entries])]
@@ -112,8 +116,8 @@ class StagingArea:
 def joined(
     begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Join adjacent ranges. Returns the begins and ends of the joined ones, and the index of the
-    first range in each. There must be some."""
+    """Join adjacent ranges. Returns the begins and ends of the joined ranges, and for each the
+    index of its first range. There must be at least one range."""
     firsts = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
     return begins[firsts], ends[np.append(firsts[1:], len(ends)) - 1], firsts
 

@@ -5,9 +5,10 @@ READs and changes of plans to them. Start with `stream_tracker.py`, which explai
 one stream and names its parts: `stream_order.py`, `reader_position.py`, `claims.py`, `markers.py`,
 `units_ahead.py` and `lateness.py`.
 
-Over all streams: `changes.py` announces, extends, replaces and withdraws them; `stream_views.py`
-answers questions; `signs.py` finds the reader that made a READ; `watches.py` merges the markers to
-watch; `units.py` cuts an order into pushes.
+Other parts concern all streams: `changes.py` announces, extends, replaces and withdraws streams;
+`stream_views.py` answers questions about them; `signs.py` finds the stream whose reader made a READ
+or an open; `watches.py` merges the markers to watch. `units.py` cuts an order into units, the files
+of one push each.
 
 One rule: only `changes.py` adds or removes a stream.
 """

@@ -2,7 +2,8 @@
 
 Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
 their progress; the planner ends claims on entries that readers have passed. Each stream has a
-`StreamTracker`. With the claims end the watches of their markers (`watches.py`).
+`StreamTracker`, whose module explains claims and positions. When claims end, so do the watches of
+their markers (`watches.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,22 +41,23 @@ class Streams:
         self._clock = clock
         self._finished: dict[str, None] = {}  # streams read to their end; an ordered set
         self._is_logged: Callable[[Entries], bool] = never_logged
-        self._keeps_skipped = False
+        self._keeps_skipped = False  # for `take_skipped`
 
     # Changes of the plan
 
     def announce(self, stream: Stream, now_s: float) -> None:
-        """Announce a stream; one of the same name is replaced. Raises UsageError, as the next three
-        methods do, and then nothing has changed.
+        """Announce a stream. It replaces a stream of the same name. Raises UsageError, as the next
+        three methods do, and then no stream has changed.
 
-        If there are as many streams as allowed, the first that was read to its end is removed, so
-        programs that use a new name for each epoch need not withdraw any.
+        If there are as many streams as allowed, the stream that was read to its end first is
+        removed, so programs that use a new name for each epoch need not withdraw any stream.
         """
         self._clock.tick(now_s)
         is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
-        if is_full and self._finished:
-            self.withdraw(next(iter(self._finished)))
-        self._check(stream, stream.epochs)
+        oldest = next(iter(self._finished)) if is_full and self._finished else None
+        self._check(stream, stream.epochs, instead_of=oldest)
+        if oldest is not None:
+            self.withdraw(oldest)
         self._remove(stream.name)
         self.trackers[stream.name] = tracker = StreamTracker.of(self._columns, stream, now_s)
         tracker.units.is_logged = self._is_logged
@@ -82,8 +84,9 @@ class Streams:
         self._finished.pop(name, None)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
-        """The reader reports the position that it reads next, in the current epoch unless another
-        is named. This overrides its signs. Raises UsageError."""
+        """Take over the position that a stream's reader has reported as its next, counted in the
+        epoch `epoch` (None: the current one). The report overrides what opens and READs have shown.
+        Raises UsageError."""
         self._clock.tick(now_s)
         tracker = self._tracker(name)
         order = tracker.order
@@ -93,21 +96,23 @@ class Streams:
         position += state.base
         has_workers_ahead = tracker.has_workers_ahead(position)
         if not has_workers_ahead and tracker.claims.has_gaps(position, tracker.reader.high):
-            self.take_back(tracker, 0)  # something there was given up: claim all again
+            self.take_back(tracker, 0)  # some claims there were given up: claim all again
         tracker.progress(position, now_s)
 
     # Order logs
 
     def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
-        """Order logs are in use. `is_logged` returns whether one has an order, which then is not
-        cut by chunks."""
+        """Report that order logs are in use: files on a disk with the contents of an epoch in its
+        order (`cache/order_logs/`). `is_logged` returns whether a log has an order; such an order
+        is not cut by chunks."""
         self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self.trackers.values():
             tracker.units.is_logged, tracker.claims.skipped = is_logged, []
 
     def take_skipped(self) -> list[Entries]:
-        """The entries that readers have passed without a push since the last call, some of them
-        twice. READs have brought them, perhaps READs of other files. Empty before `set_logged`."""
+        """Take the entries that readers have passed unclaimed since the last call; some may occur
+        twice. READs have brought their contents, perhaps the READs of other files. Empty before
+        `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
             skipped += tracker.claims.take_skipped()
@@ -116,7 +121,8 @@ class Streams:
     # Ending claims
 
     def release_passed(self, now_s: float) -> None:
-        """End the claims that readers have passed, and tentative streams that nobody follows."""
+        """End the claims that readers have passed, and withdraw tentative streams that no reader
+        has followed for `TENTATIVE_S`."""
         for name, tracker in tuple(self.trackers.items()):
             if tracker.reader.tentative and now_s - tracker.reader.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
@@ -138,8 +144,8 @@ class Streams:
         return len(released) > 0
 
     def release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
-        """Note claims of a stream that have ended, and the watches that it needs no more.
-        `behind`: these entries are dropped first."""
+        """Note that a stream's claims of these entries have ended, and that it no longer needs some
+        watches. `behind`: whether these entries are dropped first."""
         self._memory.resident_set.unclaim(entries, passed=behind)
         self._watches.remove(tracker.name, tracker.take_unwatched())
 
@@ -148,9 +154,14 @@ class Streams:
             raise UsageError(f"no stream {name[:64]!r}")
         return self.trackers[name]
 
-    def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
-        """Check that the plan with a new or changed stream keeps the limits. Raises UsageError."""
+    def _check(
+        self, stream: Stream, new_epochs: Sequence[Epoch], *, instead_of: str | None = None
+    ) -> Stream:
+        """Check that the plan with a new or changed stream, and without the stream `instead_of`,
+        keeps the limits; returns the stream. Raises UsageError."""
         plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
+        if instead_of is not None:
+            del plan[instead_of]
         check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
         if stream.epochs:
             self._finished.pop(stream.name, None)

@@ -1,9 +1,10 @@
 """Holds the claims of one stream: the files that are kept in memory for its reader.
 
-A *claim* of a position begins when its unit is chosen for a push, and ends when the *floor* passes
-it. A claimed file is not dropped. The floor stays `slack` positions behind the reader's `low`, in
-case `low` is wrong. Claims also end when the stream gives them up (`retreat`): these positions are
-then cut into units again.
+A *position* is a place in the stream's order. A *claim* of a position begins when its unit (the
+files of one push) is chosen, and ends when the *floor* passes the position. A claimed file is not
+dropped. The floor stays `slack` positions behind the reader's `low` (all positions before `low`
+have probably been read), in case `low` is wrong. Claims also end when the stream gives them up
+(`retreat`): these positions are then cut into units again.
 """
 
 from collections.abc import Sequence
@@ -30,27 +31,30 @@ class Claims:
     floor: int = 0  # there are no claims before it
     slack: int = -1  # how many positions the floor stays behind `low`; -1: not known yet
     skipped: list[Entries] | None = None
-    """Entries that the reader has passed before they were claimed, since `take_skipped`; some may
-    be named twice. None: nobody takes them."""
+    """The entries that the reader has passed unclaimed since the last `take_skipped`; some may
+    occur twice. None: they are not recorded."""
 
     def fit_slack(self, lag: int) -> None:
-        """Fit the slack to the stream's share of the memory. Workers may read `lag` apart."""
+        """Fit the slack to the stream's share of the memory. The workers of its reader may be up to
+        `lag` positions apart."""
         capacity = self.order.capacity
         if self.slack < 0:
-            # A quarter of a group that takes half of the share: the next group fits the rest.
+            # An eighth of the share: a quarter of a group of chunks that takes half of the share,
+            # so that the next group still fits the rest.
             self.slack = min(lag, capacity // 8)
         self.slack = min(self.slack, capacity // SLACK_DIVISOR)
 
     def widen_slack(self, behind: int) -> None:
         """Keep claims longer: a worker reads `behind` positions behind `low`."""
-        # Most of its memory stays for files ahead: a few late READs cost less.
+        # Most of the stream's memory stays for files ahead: a few late READs cost less.
         most = min(LAG_ENTRIES_MAX, self.order.capacity // SLACK_DIVISOR)
         self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
 
     def claim(
         self, state: StreamEpoch, positions: Positions, markers: Sequence[tuple[int, int]]
     ) -> None:
-        """Claim positions of an epoch; their `markers` need watches."""
+        """Claim positions of an epoch. `markers` are the markers among them, as position in the
+        stream and entry; they need watches."""
         state.claimed[positions] = True
         self.watched.add(markers)
 
@@ -64,12 +68,12 @@ class Claims:
         return np.concatenate(claimed)
 
     def at_frontier(self) -> Entries:
-        """The claimed entries of the epoch with the frontier."""
+        """The claimed entries of the epoch with the frontier (the next position to claim)."""
         state = self.order.frontier_epoch()
         return NO_ENTRIES if state is None else state.epoch.entries[state.claimed]
 
     def has_gaps(self, position: int, high: int) -> bool:
-        """Whether some entry between a position and `high` is not claimed."""
+        """Whether some position from this one up to `high` is not claimed."""
         spans = [(max(position - state.base, 0), high - state.base) for state in self.order.epochs]
         return position < self.floor or any(
             end > start and not state.claimed[start:end].all()
@@ -117,7 +121,8 @@ class Claims:
         return np.concatenate(released)
 
     def lower_floor(self, position: int) -> None:
-        """The reader has gone back: units are cut again from there; claims ahead stay."""
+        """Lower the floor to a position to which the reader has gone back. Units are cut again from
+        there on; claims ahead stay."""
         epochs = self.order.epochs
         self.floor = max(position, epochs[0].base if epochs else position)
         for number, state in enumerate(epochs):
@@ -127,6 +132,7 @@ class Claims:
     # Entries without claims
 
     def note_skipped(self, entries: Entries) -> None:
+        """Note that the reader has passed these entries unclaimed."""
         if self.skipped is not None:
             self.skipped.append(entries)
 

@@ -24,7 +24,7 @@ class Markers:
 
     length: int  # of the epoch
     opened: npt.NDArray[np.bool_] = field(init=False)
-    """The marker of each number was opened, or no open is expected."""
+    """By number: whether the marker was opened, or no open of it is expected."""
     done: int = 0  # all markers before this number are opened, or no longer waited for
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Markers:
         return min(number * MARKER_STRIDE, self.length - 1)
 
     def number(self, position: int) -> int:
-        """The number of the marker at a position that has one."""
+        """The number of the marker at a position; there must be a marker."""
         return position // MARKER_STRIDE if position % MARKER_STRIDE == 0 else len(self.opened) - 1
 
     def has(self, position: int) -> bool:
@@ -53,7 +53,7 @@ class Markers:
             self.opened[self.number(position)] = True
 
     def open_before(self, position: int) -> None:
-        """Count the markers before a position as opened, without the epoch's last one."""
+        """Count the markers before a position as opened, except the epoch's last marker."""
         self.opened[: max(-(-position // MARKER_STRIDE), 0)] = True
 
     def move_to(self, position: int) -> None:
@@ -65,8 +65,9 @@ class Markers:
         self.done = int(np.count_nonzero(self.opened))
 
     def advance(self, high: int, waited_for: int) -> int | None:
-        """Pass the first markers that are opened or at least `waited_for` positions behind `high`.
-        Returns the position behind the last one passed; None if none has been."""
+        """Pass markers in their order, as long as they are opened or at least `waited_for`
+        positions behind `high`. Returns the position behind the last marker passed; None if no
+        marker has been passed yet."""
         while self.done < len(self.opened):
             behind = high - self.position(self.done)
             if not self.opened[self.done] and behind < waited_for:
@@ -75,7 +76,8 @@ class Markers:
         return self.position(self.done - 1) + 1 if self.done else None
 
     def keep(self, old: "Markers", unchanged: int) -> None:
-        """Take over the first `unchanged` positions of another order of the epoch."""
+        """Take over the markers of another order of the epoch; the first `unchanged` positions of
+        the two orders are equal."""
         count = (unchanged - 1) // MARKER_STRIDE + 1 if unchanged else 0
         self.opened[:count] = old.opened[: len(self.opened)][:count]
         self.done = min(old.done, count)
@@ -87,19 +89,20 @@ class WatchedMarkers:
     entry."""
 
     _heap: list[tuple[int, int]] = field(default_factory=list)
-    _given_up_from: int | None = None  # since the last `take_unneeded`
+    _given_up_from: int | None = None  # claims from there on ended since `take_unneeded`
 
     def add(self, markers: Sequence[tuple[int, int]]) -> None:
         for marker in markers:
             heapq.heappush(self._heap, marker)
 
     def give_up(self, position: int) -> None:
-        """The claims from a position on have ended."""
+        """Note that the claims from a position on have ended."""
         if self._given_up_from is None or position < self._given_up_from:
             self._given_up_from = position
 
     def take_unneeded(self, low: int) -> list[tuple[int, int]]:
-        """Take the markers that need no watch any more: before `low`, or without a claim."""
+        """Take the markers that need no watch any more, because they lie before `low` or their
+        claims have ended."""
         unneeded = []
         if (start := self._given_up_from) is not None:
             unneeded = [marker for marker in self._heap if marker[0] >= start]

@@ -4,8 +4,9 @@ A reader may have several workers (processes of a DataLoader), which read at dif
 All positions before `low` have been read, and `high` is behind the farthest one that was read.
 
 Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
-of a marker file and each READ of one of the stream's files is a *sign*. Another program may have
-made it, so a sign far from the reader is believed only together with others.
+of a marker file (`markers.py`) and each READ of one of the stream's files is a *sign* of the
+reader. But another program may have made it, so a sign far from the reader is believed only
+together with others.
 """
 
 import math
@@ -17,20 +18,21 @@ from .markers import MARKER_STRIDE
 from .stream_order import StreamOrder
 
 LAG_ENTRIES = 4_096
-"""How many positions apart a stream's workers are assumed to read, unless the stream says: 16
-workers with 4 batches of 64."""
+"""How many positions apart a stream's workers are assumed to read, unless its announcement gives
+that number or the size of a batch: 16 workers with 4 batches of 64."""
 
 LAG_ENTRIES_MAX = 65_536
 """A reader with workers that seem further apart than this does not follow the order."""
 
 BATCHES_IN_FLIGHT = 32
-"""Batches that the workers of a DataLoader read at once: 16 workers, 2 prefetched by each."""
+"""How many batches the workers of a DataLoader are assumed to read at once: 16 workers, 2 batches
+prefetched by each."""
 
 SIGNS_MIN = 3
-"""How many signs near each other make a jump of the reader believable. One sign may be another
-program's open. Three mean that the reader is there (it resumed, or events were lost), if they are
-also most of the signs that are not believed yet: many workers leave stray signs all over an
-epoch."""
+"""How many signs near each other make a jump of the reader believable. A single sign may come from
+another program. Three mean that the reader is there (it resumed, or events were lost), if they are
+also at least half of the signs that are not believed yet: many workers leave stray signs all over
+an epoch."""
 
 CHANCE_MAX = 0.001
 """The kernel also reads ahead of files, by their places in chunks. Signs that may come from that
@@ -38,21 +40,23 @@ make a jump believable only if they would be so near each other by chance with a
 probability."""
 
 SPREADS = 4
-"""A marker this many times `spread` behind `high` is no longer waited for: it was read before its
-watch was made, or it is never read. Waiting would keep claims."""
+"""If a marker is more than about this many times `spread` behind `high`, its open is no longer
+waited for: its file was read before the watch was made, or is never read. Waiting would keep
+claims."""
 
 SPREAD_SIGNS = 16
 """`spread` follows a shrinking distance between the workers over about this many signs."""
 
 UNCONFIRMED_MAX = 64
-"""How many signs are remembered before they are believed."""
+"""How many signs that are not believed yet are remembered."""
 
 SILENT_S = 600.0
 """A reader without a sign for this time may have been killed, and no version switch waits for
 it."""
 
 LAST_READS_S = 10.0
-"""The same for a reader that has opened its last file; files around that one may follow."""
+"""The same limit for a reader that has opened the last file of its order; files shortly before that
+may still follow."""
 
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this time, because events come in bursts."""
@@ -68,12 +72,12 @@ class ReaderPosition:
     low: int = 0
     high: int = 0
     lag: int = field(init=False)  # how many positions apart the workers may read
-    spread: int = field(init=False)  # how many positions behind `high` signs came lately
+    spread: int = field(init=False)  # how many positions behind `high` signs have come lately
     rate: float = 0.0  # positions per second; 0 until measured
     moved_s: float = -math.inf  # when a sign last raised `high`
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
-    """Positions of the last READs from before the claims of the stream."""
-    _lag_is_known: bool = field(init=False)  # the stream says it
+    """The positions of the last READs that came from before all claims of the stream."""
+    _lag_is_known: bool = field(init=False)  # the stream's announcement determines `lag`
     _rate_at: tuple[float, int] = field(init=False)
     """When the rate was measured last, and `high` then."""
     _unconfirmed: dict[int, bool] = field(default_factory=dict)
@@ -87,19 +91,20 @@ class ReaderPosition:
         lag = stream.lag_entries or batch * BATCHES_IN_FLIGHT or LAG_ENTRIES
         self.lag = min(max(lag, 2 * MARKER_STRIDE), LAG_ENTRIES_MAX)
         self._lag_is_known = lag != LAG_ENTRIES
-        self.spread = stream.lag_entries  # signs show how much of it is true
+        self.spread = stream.lag_entries  # until signs show the true distance
 
     # Signs
 
     def note_open(self, position: int, now_s: float) -> None:
+        """Note an open of the file at a position; a second open of a marker is no sign."""
         marker = self.order.marker_at(position)
         if marker is None or not marker[0].opened[marker[1]]:
             self.note_read(position, now_s)
 
     def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
-        """Note a READ for a position. `is_sure`: a reader wanted it; otherwise the kernel may have
-        read ahead. Returns whether the stream's reader is believed to be there. A marker there then
-        counts as opened: its watch was not made yet, or its event is late."""
+        """Note a READ of the file at a position. `is_sure`: a reader surely wanted it; otherwise
+        the kernel may have read ahead. Returns whether the stream's reader is believed to be there.
+        If so, a marker there counts as opened: its watch was not made yet, or its event is late."""
         if not self._note_sign(position, now_s, is_sure=is_sure):
             return False
         if (marker := self.order.marker_at(position)) is not None:
@@ -108,8 +113,9 @@ class ReaderPosition:
         return True
 
     def _note_sign(self, position: int, now_s: float, *, is_sure: bool) -> bool:
-        """Returns whether the sign is believed: at once if it is near the reader or claimed, as a
-        reader does not get far beyond; others if there are enough near each other."""
+        """Note a sign. Returns whether it is believed: at once if it is behind `high`, or at most
+        `reach` ahead of it and not beyond the claims, which a reader does not outrun by much. Other
+        signs are believed if there are enough near each other."""
         near = max(min(self.reach(), self.order.claimed_end() - self.high), 2 * MARKER_STRIDE)
         if self.tentative or position + 1 - self.high > near:
             nearby = self._confirmed_by(position, is_sure=is_sure)
@@ -130,13 +136,14 @@ class ReaderPosition:
         return True
 
     def _confirmed_by(self, position: int, *, is_sure: bool) -> list[int]:
-        """Remember a sign. Returns it and the signs near it if together they are believable."""
+        """Remember a sign. Returns its position and those of the signs near it if together they are
+        believable; otherwise none."""
         if len(self._unconfirmed) >= UNCONFIRMED_MAX:
             del self._unconfirmed[next(iter(self._unconfirmed))]
         self._unconfirmed[position] = is_sure
         reach = self.reach()
         nearby = [other for other in self._unconfirmed if abs(other - position) <= reach]
-        epoch = self.order.epoch_at(self.high)  # a short one may have fewer markers than SIGNS_MIN
+        epoch = self.order.epoch_at(self.high)  # a short epoch has fewer markers than SIGNS_MIN
         needed = min(SIGNS_MIN, len(epoch.markers.opened)) if epoch else SIGNS_MIN
         if len(nearby) < needed or 2 * len(nearby) < len(self._unconfirmed):
             return []
@@ -145,15 +152,17 @@ class ReaderPosition:
         return nearby
 
     def _may_be_chance(self, nearby: Sequence[int]) -> bool:
-        """Whether these signs may be near each other although signs come from anywhere."""
+        """Whether signs that come from anywhere in the epoch could be this near each other by
+        chance."""
         epoch = self.order.epoch_at(self.high)
         chance = min(2 * self.reach() / len(epoch.epoch), 1.0) if epoch else 1.0
         part = len(nearby) / len(self._unconfirmed)
         return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
 
     def late_reads_near(self, position: int) -> list[int]:
-        """Note a READ for a position before all claims. Returns it and the late READs near it if
-        they show that the reader, or one of its workers, is there."""
+        """Note a READ for a position before all claims. Returns the positions of the late READs
+        near it, its own among them, if they show that the reader or a worker of it is there;
+        otherwise none."""
         self.late_reads.append(position)
         nearby = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
         is_enough = len(nearby) >= SIGNS_MIN and 2 * len(nearby) >= len(self.late_reads)
@@ -162,8 +171,8 @@ class ReaderPosition:
     # Position
 
     def reach(self) -> int:
-        """How many positions from `high` a sign is believed at once, and how many behind it a
-        marker is waited for."""
+        """How far from `high`, in positions, a sign ahead may be believed at once, and a marker
+        behind is still waited for."""
         return max(min(self.lag, self.order.capacity), 2 * MARKER_STRIDE)
 
     def is_far(self, position: int) -> bool:
@@ -182,7 +191,8 @@ class ReaderPosition:
         return max(floor, self.high - self.order.stream.lag_entries) <= position <= self.high
 
     def note_loop(self, position: int, now_s: float) -> None:
-        """Note that the program's loop has come to a position; its workers are ahead, at `high`."""
+        """Note that the loop of the reader's program has come to a position. The workers of the
+        reader are ahead of it, up to `high`."""
         self._note_report(now_s)
         for state in self.order.epochs:
             state.markers.open_before(position - state.base)
@@ -206,7 +216,8 @@ class ReaderPosition:
         self.last_sign_s, self.tentative = now_s, False
 
     def note_replaced(self, start: int, floor: int) -> None:
-        """The order has changed from `start` on: nothing behind it has been read."""
+        """Note that the order has changed from `start` on: nothing from there on has been read.
+        `floor`: the stream had no claims before it."""
         if self.high > start:
             self.high = max(start, floor)
         self.low = min(self.low, self.high)

@@ -1,4 +1,4 @@
-"""Lays the epochs of a stream one behind the other, with the frontier of its claims.
+"""Holds the epochs of a stream, one behind the other, and the frontier of its claims.
 
 A *position* of a stream counts the files over all its epochs. Epochs that were read are removed,
 and positions go on, so they may exceed 2**31. The *frontier* is the next position to claim, except
@@ -27,7 +27,8 @@ class StreamEpoch:
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
     markers: Markers = field(init=False)  # the opened ones (`reader_position.py`)
     queue: UnitQueue | None = None
-    """Units of the positions that were not claimed then (`units_ahead.py`). None: to be cut."""
+    """The units (`units_ahead.py`) of the positions that were not claimed when they were cut. None:
+    they have to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     _total_bytes: int = -1  # made by `total_bytes`
 
@@ -90,14 +91,15 @@ class StreamOrder:
     # Positions
 
     def epoch_at(self, position: int) -> StreamEpoch | None:
-        """The first epoch that ends behind a position."""
+        """The first epoch that ends behind a position; None if none does."""
         return next((state for state in self.epochs if position < state.end), None)
 
     def numbered(self, number: int) -> StreamEpoch | None:
+        """The epoch with a number; None if it is not announced, or has been read."""
         return next((each for each in self.epochs if each.epoch.number == number), None)
 
     def marker_at(self, position: int) -> tuple[Markers, int] | None:
-        """The markers of the epoch at a position, and the number of the one there; None if the
+        """The markers of the epoch at a position, and the number of the marker there; None if the
         position has no marker."""
         state = self.epoch_at(position)
         if state is None or position < state.base or not state.markers.has(position - state.base):
@@ -122,8 +124,8 @@ class StreamOrder:
         return nearest
 
     def next_use(self, entries: Entries, high: int) -> npt.NDArray[np.float64]:
-        """How far ahead of a reader at `high` these entries come, in the epoch of the frontier and
-        the next one; infinite for others."""
+        """How many positions ahead of a reader at `high` each of these entries comes, in the epoch
+        of the frontier or the next one; infinite for entries that do not come there."""
         use = np.full(len(entries), np.inf)
         for state in self.epochs[self.frontier_index :][:2]:
             known, positions = state.sorted()
@@ -154,8 +156,8 @@ class StreamOrder:
         return state.end if first is None else state.base + first
 
     def fetched_up_to(self, high: int) -> tuple[int, int]:
-        """The end of the files that are claimed, or read by a reader at `high`: the number of the
-        epoch, and the position in it. Urgent units beyond it do not count."""
+        """Up to where files are claimed, or have been read by a reader at `high`: the number of an
+        epoch, and the position in it. Claims of urgent units beyond the frontier do not count."""
         position = max(high, self.claimed_end())
         if (state := self.epoch_at(position)) is not None:
             return state.epoch.number, max(position - state.base, 0)

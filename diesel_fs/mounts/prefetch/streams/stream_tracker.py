@@ -11,14 +11,16 @@ describe it, counted over its epochs, one after the other:
       |             all before it have been read
       no claims before it
 
-Workers of one reader read at different positions between `low` and `high`. The frontier may lie
-there, too. Each part of a `StreamTracker` has a module:
+A *claimed* file is pushed or about to be pushed, and is not dropped. Workers of one reader read at
+different positions between `low` and `high`. The frontier may lie between these two as well. Each
+part of a `StreamTracker` has a module:
 
 - `stream_order.py`: the epochs, and the frontier of the claims (`frontier`, `end`);
 - `reader_position.py`: the reader, as opens and READs show it (`low`, `high`);
-- `claims.py`: the claimed positions (`floor`), and `markers.py`: the watched ones;
-- `units_ahead.py`: the units to claim next;
-- `lateness.py`: how much longer than predicted its pushes take.
+- `claims.py`: the claimed positions (`floor`), and `markers.py`: the positions whose files the
+  worker watches for opens;
+- `units_ahead.py`: the units (the files of one push each) to claim next;
+- `lateness.py`: how much longer than predicted the stream's pushes take.
 
 `StreamTracker` makes the changes that concern several parts; callers use the parts for all else.
 """
@@ -36,8 +38,8 @@ from .units import Columns
 from .units_ahead import UnitsAhead
 
 RESTART_S = 5.0
-"""A reader that has not advanced for this time may have been started again, if READs far behind it
-show that."""
+"""If a reader has not advanced for this time, several READs behind its claims mean that it was
+started again there."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class StreamTracker:
         return self.order.stream.name
 
     def give_share(self, share_bytes: int) -> None:
+        """Set the stream's share of the memory."""
         self.order.give_share(share_bytes)
         if self.order.epochs:
             self.claims.fit_slack(self.reader.lag)
@@ -84,9 +87,9 @@ class StreamTracker:
         """Note a READ for a position below the floor. Returns the entries of the claims that end,
         once for each claim.
 
-        A single one is another program's. Several near each other mean that the workers of this
-        reader are further apart than assumed; or, if it has not advanced for a while, that it has
-        begun again there.
+        A single such READ is taken for another program's. Several near each other mean that the
+        workers of this reader are further apart than assumed; or, if the reader has not advanced
+        for `RESTART_S`, that it has begun again there.
         """
         reader = self.reader
         nearby = reader.late_reads_near(position)
@@ -105,10 +108,13 @@ class StreamTracker:
         return NO_ENTRIES
 
     def pass_floor(self) -> Entries:
+        """Move the floor up behind the reader. Returns the entries of the claims that end, once for
+        each claim."""
         return self.claims.pass_floor(self.reader.low)
 
     def take_unwatched(self) -> list[tuple[int, int]]:
-        """The markers that need no watch any more, as position and entry; each once."""
+        """Take the markers that need no watch any more, as position and entry. Each is returned
+        once."""
         return self.claims.watched.take_unneeded(self.reader.low)
 
     # Changes of the plan

@@ -1,7 +1,7 @@
 """Answers questions about all streams of a planner, and changes none of them.
 
-The policies (`../balance.py`, `../room.py`, `../turns.py`), the worker and the commands for plans
-use it. `changes.py` makes the changes.
+The policies (`../balance.py`, `../room.py`), the prefetch worker and the commands for plans use
+`StreamViews`. `changes.py` makes the changes.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,15 @@ from ..decisions import StreamReading, StreamStats
 from .stream_tracker import StreamTracker
 
 STILL_S = 60.0
-"""A stream without a sign of its reader for this time, while others go on, is *still*: it gives its
-memory up. A validation set waits longer in many runs, and comes back with one miss."""
+"""If a stream's reader has given no sign for this time while others go on, the stream is *still*:
+it gives up its memory. The stream of a validation set is still between two validations in many
+runs; one miss of its reader ends that."""
 TENTATIVE_S = 600.0
 """A tentative stream (a program has read its list of files, but none of the files) is withdrawn
 after this time."""
 SAMPLE_S = 2.0
-"""Time between samples: the kernel has been seen to free idle pages after some 5 s."""
+"""Time between two samples of a stream (which look whether pushed files are still resident): the
+kernel has been seen to free idle pages after some 5 s."""
 
 
 def is_still(tracker: StreamTracker, last_sign_s: float, now_s: float) -> bool:
@@ -31,8 +33,8 @@ def is_still(tracker: StreamTracker, last_sign_s: float, now_s: float) -> bool:
 
 
 def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
-    """The files per second of a stream's reader. Until that is measured, the mean of the other
-    streams; 0 if none is measured."""
+    """How many files per second a stream's reader reads. Until that is measured, the mean of the
+    other streams' readers; 0 if none is measured."""
     if tracker.reader.rate:
         return tracker.reader.rate
     rates = [each.reader.rate for each in trackers if each.reader.rate]
@@ -56,14 +58,15 @@ class StreamViews:
         return [tracker.reading() for tracker in self.trackers.values()]
 
     def pushed_early(self, name: str) -> Entries:
-        """The claimed entries of the epoch of a stream's next push."""
+        """The entries that a stream has claimed already of the epoch of its next push."""
         return self.trackers[name].claims.at_frontier()
 
     def running(self, now_s: float) -> list[str]:
+        """The names of the streams whose readers are probably reading on."""
         return [name for name, tracker in self.trackers.items() if tracker.reader.is_running(now_s)]
 
     def planned(self, count: int) -> list[Entries]:
-        """The entries of the next `count` pushes of each stream."""
+        """The entries of the next `count` units of each stream."""
         return [unit for each in self.trackers.values() for unit in each.units.entries(count)]
 
     def stats(self) -> list[StreamStats]:
@@ -74,7 +77,7 @@ class StreamViews:
         return None if tracker is None else tracker.stats()
 
     def progress_of_streams(self) -> dict[str, tuple[tuple[Epoch, ...], int, int]]:
-        """By name, for streams that are being read: the epochs left, and up to where they are
+        """By name, for streams that are not tentative: the epochs left, and up to where files are
         claimed or read, as the number of an epoch and a position in it. Entries before that need
         not be fetched for the stream any more."""
         return {
@@ -90,13 +93,15 @@ class StreamViews:
         return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
-        """How far ahead of the nearest reader these entries come; infinite for others."""
+        """How many positions ahead of the nearest reader each of these entries comes; infinite if
+        no reader comes to it."""
         trackers = self.trackers.values()
         uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def next_change_s(self, now_s: float) -> list[float]:
-        """When streams will be still, withdrawn or sampled, if nothing is reported."""
+        """The times at which streams will become still, be withdrawn or be sampled if nothing is
+        reported. Some may have passed."""
         times = []
         for tracker in self.trackers.values():
             last_sign_s = tracker.reader.last_sign_s

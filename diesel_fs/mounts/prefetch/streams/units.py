@@ -4,9 +4,10 @@ A unit is a whole chunk if the order has the chunk's entries near each other, as
 do; otherwise a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule to one
 epoch of one stream. Pure values.
 
-In a full shuffle nearly every chunk has one of the first files, so by whole chunks nearly the whole
-dataset is read before the reader comes to its next batches. If that takes long, the planner also
-makes *urgent* units: large files in the reader's order, out of later units.
+In a full shuffle nearly every chunk has one of the first files. If these are fetched by whole
+chunks, nearly the whole dataset is read before the reader's next batches are complete. If the store
+is slow, the planner therefore also makes *urgent* units: large files in the reader's order, taken
+out of later units.
 """
 
 import math
@@ -28,15 +29,16 @@ MIXED_ENTRIES = 256
 fetched soon."""
 
 LOGGED_ENTRIES = 2_048
-"""The same if an order log has the epoch: it gives 8 MiB at once, that is 2,048 files of 4 KiB."""
+"""Entries of a mixed unit if an order log has the epoch (`cache/order_logs/`: its files on a disk,
+in the epoch's order). A log gives 8 MiB at once, that is 2,048 files of 4 KiB."""
 
 URGENT_BYTES_MIN = 64 << 10
-"""Files of this size are worth a request each to a slow store: 16 at once, of 5 ms, bring 200
-MB/s."""
+"""Files of this mean size are worth a request each to a slow store: 16 requests at once that take 5
+ms each bring 200 MB/s."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
-"""A chunk of which an epoch reads less than both gets no unit of its own: that would cost as many
-decisions and fetches as a large one."""
+"""If an epoch reads fewer entries and fewer bytes of a chunk than these, the chunk gets no unit of
+its own: that would cost as many decisions and fetches as a large unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class UnitQueue:
     share_bytes: int  # the memory that they were cut for
     next: int = 0  # the first that is not claimed
     costs: npt.NDArray[np.float64] | None = None  # of each unit (`../balance.py`); NaN: unknown
-    costs_s: float = -math.inf  # when the first of `costs` was predicted
+    costs_s: float = -math.inf  # the time at which the first of `costs` was predicted
 
     def fits(self, share_bytes: int) -> bool:
         """Whether the units need not be cut anew for this share of the memory."""
@@ -104,6 +106,7 @@ class UnitQueue:
         return int(self.units.first[self.next]) if self.next < len(self.units) else None
 
     def following(self, count: int) -> list[Positions]:
+        """The positions of the next `count` units."""
         units = range(self.next, min(self.next + count, len(self.units)))
         return [self.units.positions(unit) for unit in units]
 
@@ -121,10 +124,10 @@ def cut(
 
     A chunk is one unit if its entries are near each other in the epoch: if the bytes from its first
     to its last position are at most three quarters of the share. So in a chunk-wise order each
-    chunk is fetched once if two groups fit the share. All other positions go into mixed units of up
-    to 256 entries; fewer if the files are large, so that a unit takes at most about an eighth of
-    the share. Without `by_chunk` all units are mixed, and larger: for an epoch that an order log
-    has.
+    chunk is fetched once if two groups of the shuffle fit the share. All other positions go into
+    mixed units of up to 256 entries; fewer if the files are large, so that a unit takes at most
+    about an eighth of the share. If an order log has the epoch, the caller passes `by_chunk` as
+    False: then all units are mixed, and larger.
     """
     count = len(positions)
     if not count:

@@ -33,17 +33,20 @@ class NextUnit:
     entries: Entries  # at these positions
     once: bool  # no entry occurs twice
     markers: list[tuple[int, int]]  # position in the stream, entry
-    is_urgent: bool = False  # it is no unit of the epoch, and has parts of later ones
+    is_urgent: bool = False  # it is not a unit of the epoch, but has parts of later units
 
 
 def never_logged(_: Entries) -> bool:
-    """Whether an order log has an order: there are no logs."""
+    """The `is_logged` of a mount without order logs: no log has any order."""
     return False
 
 
 @dataclass(slots=True)
 class UnitsAhead:
-    """The units of one stream that are not claimed. Positions are counted in the stream."""
+    """The units of one stream that are not claimed. Positions are counted in the stream.
+
+    `is_logged` returns whether an order log has an epoch's entries.
+    """
 
     order: StreamOrder
     reader: ReaderPosition
@@ -51,8 +54,8 @@ class UnitsAhead:
     is_logged: Callable[[Entries], bool] = never_logged
 
     def frontier(self, share_bytes: int) -> int | None:
-        """The next position to claim; None at the end. Cuts units if need be, and skips those that
-        the reader has passed."""
+        """The next position to claim; None if all announced epochs are claimed or read. Cuts orders
+        into units if need be, and skips units that the reader has passed."""
         order, read_up_to = self.order, self._read_up_to()
         while (state := order.frontier_epoch()) is not None:
             if (queue := state.queue) is None:
@@ -69,7 +72,8 @@ class UnitsAhead:
         return None
 
     def _read_up_to(self) -> int:
-        """Most positions before this one have been read; the others are left to READs."""
+        """The position before which nothing is pushed any more: most files before it have been
+        read, and the others are left to READs."""
         return max(self.claims.floor, self.reader.high - self.reader.spread)
 
     def _cut(self, state: StreamEpoch, share_bytes: int) -> UnitQueue:
@@ -81,15 +85,17 @@ class UnitsAhead:
         return UnitQueue(units, share_bytes)
 
     def _mark_read(self, state: StreamEpoch, positions: Positions) -> None:
-        """Expect no opens of the markers at these positions: they get no watch."""
+        """Leave these positions to READs: their entries are noted as skipped, and no opens of their
+        markers are expected, as they get no watch."""
         self.claims.note_skipped(state.epoch.entries[positions])
         state.markers.open_at(positions)
 
     def peek(self) -> NextUnit:
-        """The unit at the frontier, after `frontier` has returned a position."""
+        """The unit at the frontier, without positions that are claimed or were read. Call this
+        after `frontier` has returned a position."""
         state, queue = self._at_frontier()
         positions = queue.units.positions(queue.next)
-        positions = positions[~state.claimed[positions]]  # others were urgent
+        positions = positions[~state.claimed[positions]]  # the others were in urgent units
         read_up_to = self._read_up_to() - state.base
         if len(positions) and int(positions[0]) < read_up_to:
             late = positions < read_up_to  # read before it could be pushed
@@ -98,9 +104,9 @@ class UnitsAhead:
         return _unit(state, positions, once=queue.units.once)
 
     def urgent(self, ahead_s: float) -> NextUnit | None:
-        """The next unclaimed files in the reader's order, at most 256, to which it comes within
-        `ahead_s` seconds (512 files at least); None if there are none, or if they are small. Call
-        this after `frontier` has returned a position."""
+        """The next unclaimed files in the reader's order, at most 256, among those to which it
+        comes within `ahead_s` seconds (among 512 at least); None if there are none, or if they are
+        small. Call this after `frontier` has returned a position."""
         state = self.order.epochs[self.order.frontier_index]
         ahead = max(int(self.reader.rate * ahead_s), 2 * MIXED_ENTRIES)
         ahead = min(ahead, self.order.capacity // URGENT_DIVISOR)
@@ -115,15 +121,15 @@ class UnitsAhead:
         return _unit(state, positions, is_urgent=True)
 
     def claim(self, unit: NextUnit) -> None:
-        """Claim an urgent unit, or the unit at the frontier."""
+        """Claim a unit that `urgent` or `peek` has returned."""
         self.claims.claim(unit.state, unit.positions, unit.markers)
         if not unit.is_urgent:
             assert unit.state.queue is not None
             unit.state.queue.next += 1
 
     def has_share_left(self) -> bool:
-        """Whether the unit at the frontier fits the stream's share of the memory. Call this after
-        `frontier` has returned a position."""
+        """Whether the unit at the frontier fits the stream's share of the memory beside its claims.
+        Call this after `frontier` has returned a position."""
         _, queue = self._at_frontier()
         start, end = queue.units.starts[queue.next : queue.next + 2].tolist()
         claimed = self.order.claimed_end() - self.claims.floor
@@ -137,8 +143,8 @@ class UnitsAhead:
         return [state.epoch.entries[positions] for positions in state.queue.following(count)]
 
     def starts(self, count: int) -> npt.NDArray[np.int64]:
-        """The first positions of the units that `entries` returns: their names, as long as the
-        order does not change."""
+        """The first positions of the units that `entries` returns. They identify these units as
+        long as the order does not change."""
         state = self.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty(0, np.int64)

@@ -11,7 +11,8 @@ import numpy as np
 from ....orders.plan import Entries
 
 MARKERS_MAX = 2_048
-"""Watches of all streams together: a quarter of the lowest limit that kernels set for a user."""
+"""The most watches of all streams together: a quarter of the lowest limit that kernels set for a
+user."""
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class Watches:
     """The watched entries, by the streams that need each watch."""
 
     users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """The streams that need the watch of each entry, with their positions of it."""
+    """By watched entry: the streams that need the watch, each with the entry's position in it."""
     unneeded: dict[int, None] = field(default_factory=dict)
     """Entries that are still watched although no stream needs it; an ordered set."""
 
@@ -46,7 +47,7 @@ class Watches:
         return entry in self.users or entry in self.unneeded
 
     def take_unneeded(self) -> Entries:
-        """Take the entries that the worker shall stop watching."""
+        """Take the entries of `unneeded`; the worker must stop watching them."""
         entries = np.fromiter(self.unneeded, np.uint32)
         self.unneeded.clear()
         return entries

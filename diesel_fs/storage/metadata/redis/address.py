@@ -8,8 +8,8 @@
 `?ca=FILE` has the certificates to trust, `?cert=FILE&key=FILE` are the client's own. The user is in
 `DIESEL_REDIS_USER`, the password in `DIESEL_REDIS_PASSWORD` or the file
 `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read;
-`DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. Those in the URL take precedence, but
-everybody on the machine can read a command line. None is ever printed.
+`DIESEL_REDIS_SENTINEL_PASSWORD` is for the sentinels. A user and password in the URL take
+precedence, but everybody on the machine can read a command line. Neither is ever printed.
 
 redis-py's own URLs know no sentinels and no clusters, and its errors repeat the password.
 """
@@ -32,13 +32,13 @@ _OPTIONS = {"ca", "cert", "key", "db"}
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A Redis, its sentinels, or some nodes of a cluster."""
+    """The address of a Redis, of its sentinels, or of some nodes of a cluster."""
 
     kind: str  # "redis", "sentinel" or "cluster"
     hosts: Sequence[HostPort]
     socket: str = ""
     database: int = 0
-    service: str = ""
+    service: str = ""  # the name by which sentinels know the master
     tls: bool = False
     ca: str = ""
     certificate: str = ""
@@ -58,8 +58,9 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """Raises ConfigError, without the URL in its message, and PermissionDenied for a password file
-    that others may read."""
+    """The address in a URL, with the user and password from the URL or `environment`. Raises
+    ConfigError, without the URL in its message, and PermissionDenied for a password file that
+    others may read."""
     env = os.environ if environment is None else environment
     try:
         parts = urlsplit(url)

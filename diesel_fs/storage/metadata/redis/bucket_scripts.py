@@ -2,8 +2,8 @@
 
 `APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
 remaining tombstones and holes of an empty chunk. `pieces.py` packs pieces. Each script is atomic,
-and gets all its keys, which are in one slot, as `KEYS`. Scripts must not compare strings with `<`:
-Lua would use the server's locale.
+and gets all its keys, which are in one slot, as `KEYS`. The comment above a script lists its keys,
+then its arguments. Scripts must not compare strings with `<`: Lua would use the server's locale.
 """
 
 from hashlib import sha1
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class LoadedScript(NamedTuple):
-    """Redis knows the script by `sha`."""
+    """A Lua script; Redis knows it by `sha`."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[LoadedScript] = []
-"""A Redis that lacks one gets all."""
+"""All scripts. A Redis that lacks one of them is sent all."""
 
 
 def script(source: str) -> LoadedScript:
@@ -296,7 +296,7 @@ return 1
 """
 )
 
-# It succeeds even if the memory is full
+# Writes a key even if the memory is full (`RedisLink.wait_durable`)
 NOTE_SYNC = script(
     """
 redis.call('HDEL', KEYS[1], 'sync')

@@ -21,7 +21,7 @@ CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
 """Raised by redis-py."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
-"""Why Redis does not serve now: it seems to expect TLS; it is loading data; it accepts reads
+"""Values of `RetryLater.reason`: Redis seems to expect TLS; it is loading data; it accepts reads
 only."""
 
 
@@ -31,7 +31,7 @@ class RetryLater(Exception):
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
         self.last_error = last_error
-        self.reason = reason  # one of the above, or empty
+        self.reason = reason  # SILENT, LOADING, UNWRITABLE or empty
 
 
 def _secrets(where: RedisAddress) -> list[str]:
@@ -39,17 +39,17 @@ def _secrets(where: RedisAddress) -> list[str]:
 
 
 def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
-    """`error` as a cause; None if its text may have a password in it."""
+    """`error`, to be shown as a cause; None if its text may have a password in it."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
 
 
 _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
-"""Redis repeats the arguments, which may have been a password."""
+"""Such an error of Redis repeats the arguments, which may have been a password."""
 
 
 _CONNECTING = re.compile(r"Error -?\d+ connecting to \S+\. (?=\S)")
-"""redis-py repeats the address, which our message has."""
+"""redis-py repeats the address here, which our message has already."""
 
 
 def _redacted(text: str, where: RedisAddress) -> str:
@@ -61,7 +61,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """Returns RetryLater if the error may pass."""
+    """The error of DIESEL-FS for an error of redis-py; a RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -116,7 +116,8 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """The first word of the text; Redis 5 and 6 put it in the middle after an error in a script."""
+    """The code of Redis's error: the first word of the text. After an error in a script, Redis 5
+    and 6 put it in the middle."""
     first = text.split(" ", 1)[0]
     if first in _CODES:
         return first

@@ -37,9 +37,10 @@ class UnknownDataset(Exception):
 
 
 class ScriptRejected(Exception):
-    """A head script did nothing, because something has changed. `word` says what: "moved" (another
-    generation is live, or another writer was faster), "held" (commits are locked), "young" (the
-    transaction or generation to be removed is not old enough), "lost" (Redis has lost data)."""
+    """A head script did nothing, because something has changed. `word` is the reason: "moved"
+    (another generation is live, or another writer was faster), "held" (commits are locked), "young"
+    (the transaction or generation to be removed is not old enough), "lost" (Redis has lost
+    data)."""
 
     def __init__(self, word: str) -> None:
         super().__init__(word)
@@ -48,11 +49,13 @@ class ScriptRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisHead:
+    """A dataset's head, with all that a client needs to read the dataset's entries (`keys.py`)."""
+
     dataset: DatasetHead
     generation: Generation
-    first: int  # that of chunks with version 0 in their record
+    first: int  # the version of chunks whose record has version 0
     pending: Sequence[bytes]  # packed changes, committed and perhaps not applied yet
-    pieces_by_bucket: Mapping[int, int]
+    pieces_by_bucket: Mapping[int, int]  # the number of committed pieces in each bucket
 
 
 class HeadReader:
@@ -62,8 +65,8 @@ class HeadReader:
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """The reply without its first word. For some first words, raises UnknownDataset,
-        ScriptRejected or a DieselError."""
+        """Run a script on the head's slot. Returns the reply without its first word; for some first
+        words, raises UnknownDataset, ScriptRejected or a DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
@@ -89,7 +92,7 @@ class HeadReader:
             )
 
     def read_head(self, identity: UUID) -> RedisHead:
-        """Raises NoSuchDataset, CorruptError."""
+        """The dataset's head. Raises NoSuchDataset, CorruptError."""
         (found,) = self.read_heads([identity])
         if isinstance(found, Exception):
             raise found
@@ -111,8 +114,8 @@ class HeadReader:
         return found
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
-        """Whether some bucket has fewer pieces than are committed. Valid only if the head's
-        generation is still the dataset's, and all pending changes were applied."""
+        """For each head, whether some bucket has fewer pieces than were committed. Valid only if
+        the head's generation is still the dataset's, and all pending changes were applied."""
         buckets = [
             (i, head.generation.key(bucket, b"t"), committed)
             for i, head in enumerate(heads)
@@ -127,10 +130,10 @@ class HeadReader:
         return [i in lost for i in range(len(heads))]
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
-        """Whether all that was read since `head` belongs to its version, if its pending changes had
-        been applied: a commit changes the version before its pieces are applied. `or_newer`:
-        whether its generation is still the dataset's, at whatever version. Raises MetadataBehind if
-        a bucket has lost pieces."""
+        """Whether all that was read since `head` belongs to its version; the caller has applied the
+        pending changes before. This is sound because a commit changes the version before its pieces
+        are applied. With `or_newer`: whether the head's generation is still the dataset's, at
+        whatever version. Raises MetadataBehind if a bucket has lost pieces."""
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
         if name != head.generation.name:
@@ -140,12 +143,13 @@ class HeadReader:
         return or_newer or number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
-        """See `MetadataStore.needs_repair`."""
+        """The ID of the current run of Redis, or "" (`MetadataStore.needs_repair`)."""
         (current,) = self._run_on_head(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 
     def confirm(self, identity: UUID, run: str) -> None:
-        """This run has lost nothing of a dataset. Raises StoreRestarted."""
+        """Record that this run of Redis has lost nothing of a dataset. Raises StoreRestarted if
+        another run has begun."""
         self._run_on_head(identity, CONFIRM, run)
 
     def _run_on_head(self, identity: UUID, script: LoadedScript, *arguments: Word) -> list[object]:
@@ -183,7 +187,8 @@ def read_head_command(identity: UUID) -> ScriptCommand:
 
 
 def parse_head(identity: UUID, reply: object) -> RedisHead:
-    """Raises UnknownDataset, CorruptError, and errors of the store's schema."""
+    """The head in a reply to `read_head_command`. Raises UnknownDataset, CorruptError, and errors
+    of the store's schema."""
     return _unpack_head(identity, *_check_reply(reply))
 
 
@@ -213,7 +218,7 @@ def _check_reply(reply: object) -> list[object]:
 
 
 def _unpack_head(identity: UUID, reply: object, pending: object, counts: object) -> RedisHead:
-    """From `m:` (`reply`), `u:` and `t:`."""
+    """The arguments are the values of the keys `m:` (`reply`), `u:` and `t:`."""
     fields = packed_dict(reply)
     buckets, generation = as_count(fields.get(b"buckets")), fields.get(b"generation", b"")
     if not _GENERATION.fullmatch(generation) or not 1 <= buckets <= BUCKETS_MAX:

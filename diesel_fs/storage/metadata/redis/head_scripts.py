@@ -1,4 +1,4 @@
-"""Lua scripts that run inside Redis on the head's slot: each checks its conditions, then writes.
+"""Lua scripts that run inside Redis on the head's slot (`keys.py`): each first checks, then writes.
 
 Redis does not undo the first writes of a script that fails, so a script checks all values before it
 writes. Redis refuses a write for lack of memory or disk only as a script's first write, which must
@@ -94,7 +94,8 @@ return {'ok'}
 """
 )
 
-# schema head chunks begun | schema generation transaction plan frees, chunk...
+# schema head chunks begun | schema generation transaction changes frees, chunk...
+# `changes` are packed (`keys.Changes`); the scripts call them the transaction's plan.
 # `frees`: 1 for a transaction that a full memory must not refuse, else 0. Returns the version, for
 # each chunk whether it is known, and the number of transactions that have begun
 BEGIN = script(
@@ -118,11 +119,11 @@ return {'ok', head[2], flags, redis.call('HLEN', KEYS[4])}
 )
 
 # schema head chunks pending begun locks counts |
-# schema generation transaction plan frees, clock in us, run or nothing, longest lock,
+# schema generation transaction changes frees, clock in us, run or nothing, longest lock,
 # count of buckets, (bucket, pieces)..., (chunk, record or nothing, digest)...
 # Adds chunks to a dataset, or removes those without a record (their digest is 2^128 less the
-# chunk's). Returns the new version and the number of pending plans. After a restart of Redis, only
-# a writer that names the new run (it is going to confirm it) can commit
+# chunk's). Returns the new version and the number of pending changes. After a restart of Redis,
+# only a writer that names the new run, because it is going to confirm it, can commit
 COMMIT = script(
     _CHECK_SCHEMA
     + LESS
@@ -211,9 +212,9 @@ return {'ok'}
 """
 )
 
-# schema head pending counts | schema generation plan, (bucket, pieces, files, bytes)...
-# Removes the plan, and adds the changes of the buckets' counts to the head's. Counts of fewer
-# pieces than an earlier report are out of date, and are ignored
+# schema head pending counts | schema generation changes, (bucket, pieces, files, bytes)...
+# Removes the changes from the pending ones, and adds to the head's counts what the buckets' counts
+# have grown by. Counts of fewer pieces than an earlier report are out of date, and are ignored
 APPLIED = script(
     _CHECK_SCHEMA
     + """
@@ -261,7 +262,7 @@ return {'ok'}
 )
 
 # schema begun | schema transaction age
-# A transaction that is at least `age` seconds old can no longer commit. Returns its plan
+# A transaction that is at least `age` seconds old can no longer commit. Returns its changes
 ABANDON = script(
     _CHECK_SCHEMA
     + """

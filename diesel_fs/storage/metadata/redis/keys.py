@@ -44,7 +44,7 @@ folders are named by hashes.
 
     dfs:{task.T}:m      HASH    rank -> instance (16 bytes), since (u64, us), that master's report;
                                 `secret` of the task; `state`: when any of it last changed
-    dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; both end with the last
+    dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; `m` and `u` end with the last
 
     dfs:{sync.N}:       HASH    written before waiting for a node's log; N chooses the node
 
@@ -82,18 +82,18 @@ USERS_KEY = HEAD + b"users"
 USERS_TOKEN = b"="  # no user can have this name
 
 CHUNK = struct.Struct("<QqIQ")
-"""Object's bytes, upload time (ns), entries, version (or 0)."""
+"""The fixed part of a chunk's record: object's bytes, upload time (ns), entries, version (or 0)."""
 PIECE_COUNT = struct.Struct("<HH")
-"""A bucket, and its number of the chunk's pieces."""
+"""A bucket, and the number of the chunk's pieces in it."""
 STATE = struct.Struct("<cQ")
 """`b` (begun) or `x` (abandoned), and since when, in seconds by Redis's clock."""
 
 FOLDER_BYTES = 16
 CHUNK_ID_BYTES = 16
 PLAIN_BYTES = RECORD.itemsize + CHUNK_ID_BYTES
-"""A packed entry without stamp and tail."""
+"""The length of a packed entry without stamp and tail."""
 EXTENDED_BYTES = PLAIN_BYTES + 20
-"""A packed entry with a stamp has its tail from here on."""
+"""The length of a packed entry with a stamp; its tail follows."""
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
@@ -101,7 +101,7 @@ GENERATION_BYTES = 16
 CHANGED_CHUNK = struct.Struct(">16sH")
 """A changed chunk's ID, and the number of piece counts that follow."""
 REMOVAL_PREFIX = b"forget"
-"""Begins a transaction that removes chunks."""
+"""The name of a transaction that removes chunks begins with it."""
 
 FolderId = NewType("FolderId", bytes)
 assert RECORD.fields is not None
@@ -110,10 +110,10 @@ EXTENTS_AT = int(RECORD.fields["extents"][1])
 """Where these fields of a packed record begin, each a little-endian u32."""
 
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
-"""The root's parent."""
+"""Stands for the root's parent, which does not exist."""
 
 PieceCounts = Sequence[tuple[int, int]]
-"""Buckets, and each one's number of the chunk's pieces."""
+"""Pairs of a bucket and the number of the chunk's pieces in it."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
@@ -136,7 +136,7 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """The keys in the head's slot."""
+    """A dataset's keys in the head's slot."""
 
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def chunks(self) -> bytes:
-        """Its chunks while it is being built."""
+        """The key of the generation's chunks while it is being built."""
         return HEAD + b"k:" + self.name
 
     @cached_property
@@ -172,7 +172,8 @@ class Generation:
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """`letter` is one of `BUCKET_KEYS`; `bucket` a number, or a folder in it."""
+        """The key of a bucket's value. `letter` is one of `BUCKET_KEYS`; `bucket` a number, or a
+        folder in it."""
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
@@ -184,7 +185,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
-        """Keys in the scripts' order."""
+        """The bucket's keys, in the order in which `APPLY` and `UNAPPLY` expect them."""
         return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
@@ -192,7 +193,7 @@ BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """The pieces of a chunk in one bucket are numbered from 0."""
+    """Identifies a piece. The pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -200,7 +201,7 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """Its field in the hash `n`."""
+        """The piece's field in the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
@@ -225,7 +226,8 @@ class Changes:
 
 
 def unpack_changes(packed: bytes, buckets: int) -> Changes:
-    """`buckets` is the generation's. Raises CorruptError."""
+    """Unpack what `Changes.pack` has packed. `buckets` is the number of the generation's buckets.
+    Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
@@ -248,7 +250,8 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """`buckets` is the generation's. Raises CorruptError."""
+    """Unpack what `pack_piece_counts` has packed. `buckets` is the number of the generation's
+    buckets. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -258,7 +261,7 @@ def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
 
 
 class ChunkFacts(NamedTuple):
-    """A value in the hash `c`."""
+    """The record of a committed chunk: a value in the hash `c`."""
 
     object_bytes: int
     uploaded_ns: int
@@ -268,7 +271,8 @@ class ChunkFacts(NamedTuple):
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
-    """`first` stands for version 0. Raises CorruptError."""
+    """Unpack a value in the hash `c`. `first` is the version of a chunk whose record has version 0.
+    Raises CorruptError."""
     if len(packed) < CHUNK.size:
         raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
@@ -285,13 +289,13 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """`m` and `u` (`peers/members/redis_registry.py`)."""
+    """The keys `m` and `u` of a task (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
 
 def sync_key(number: int) -> bytes:
-    """For `WAITAOF`; different numbers have different slots."""
+    """The key `dfs:{sync.N}:` for a number, which chooses the slot and so the node."""
     return b"dfs:{sync.%d}:" % number
 
 

@@ -52,10 +52,10 @@ reported soon; one that is loading will serve later."""
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""Enough to find that none of an address's hosts answers, one after the other."""
+"""How long it may take to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # kept, and tried to find a key on each node
+_TAGS_MAX = 1 << 16  # that `_Cluster` remembers, or tries to find a key on each node
 _PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class RedisCommand(NamedTuple):
-    """In a cluster, `key`'s slot decides which node gets it."""
+    """One command. In a cluster, the slot of `key` decides which node gets it."""
 
     key: bytes
     words: Sequence[Word]
@@ -78,7 +78,7 @@ def command(word: str, key: bytes, *arguments: Word) -> RedisCommand:
 
 
 class ScriptCommand(NamedTuple):
-    """All keys are in one slot."""
+    """One call of a script. All keys are in one slot."""
 
     script: LoadedScript
     keys: Sequence[bytes]
@@ -104,7 +104,8 @@ class RedisNodes(Protocol):
     """The servers to which commands are sent."""
 
     def send(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """Replies; an error is one. Commands of one slot run in order."""
+        """Send commands; returns the reply of each, which may be an exception. Commands of one slot
+        run in order."""
 
     def masters(self) -> "list[Redis]": ...
 
@@ -133,7 +134,8 @@ class RedisLink:
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
-        """Raises MetadataError if the server cannot be used."""
+        """Connect to the server, and check its settings. Raises MetadataError if it cannot be
+        used."""
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
 
         def retried(work: Callable[[], T]) -> T:
@@ -161,7 +163,7 @@ class RedisLink:
 
     @property
     def nodes(self) -> RedisNodes:
-        """Raises MetadataError after `close`."""
+        """The servers. Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
         return self._open_nodes
@@ -185,11 +187,11 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """This thread's work makes progress."""
+        """Begin the deadline of this thread's work anew, since the work makes progress."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:
-        """Raises as `run`."""
+        """The reply to one command. Raises as `run`."""
         (reply,) = self.run([command(word, key, *arguments)])
         return reply
 
@@ -224,7 +226,7 @@ class RedisLink:
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """Each master's ID. A restarted server has another, and may have lost data."""
+        """The run ID of each master. A restarted server has another one, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:
@@ -244,7 +246,7 @@ class RedisLink:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
     def server_facts(self) -> list[ServerFacts]:
-        """For each master. Raises as `run`."""
+        """The settings of each master. Raises as `run`."""
         try:
             return [_facts_in(master.info()) for master in self.nodes.masters()]
         except CLIENT_ERRORS as error:
@@ -306,7 +308,8 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """`end_s` gives the deadline by the last error's reason."""
+    """Repeat `work` after errors that may pass. `end_s` returns the deadline by the last error's
+    reason."""
     pause = _PAUSE_S
     while True:
         try:
@@ -325,7 +328,7 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
 
 
 def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Portions keep a pipeline and its replies small."""
+    """Lists of at most `size` items, so that a pipeline and its replies stay small."""
     rest = iter(items)
     while portion := list(islice(rest, size)):
         yield portion
@@ -414,7 +417,8 @@ class _One:
 
 
 class _Cluster:
-    """redis-py's own pipeline sends no scripts and scans to clusters, so it is not used."""
+    """The masters of a cluster. redis-py's own pipeline does not send scripts and scans to
+    clusters, so this class does not use it."""
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster

@@ -1,5 +1,5 @@
 """Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`
-(`bucket_scripts.py`, which has their formats). Pure.
+(`bucket_scripts.py`, which has their formats). Pure. `keys.py` defines the terms.
 
 `cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
 `RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces of an empty chunk
@@ -71,7 +71,8 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """`record` is its value in the hash `c`, empty if the chunk is removed."""
+    """A chunk to be added or removed, and its pieces. `record` is the chunk's value in the hash
+    `c`, empty if the chunk is removed."""
 
     chunk: ChunkId
     record: bytes
@@ -80,7 +81,7 @@ class ChunkPieces:
 
 
 Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
-"""Names and packed entries of tombstones, by folder."""
+"""The names and packed entries of tombstones, by folder."""
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
@@ -114,6 +115,8 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
+    """Collects the steps of one piece."""
+
     folders: dict[FolderId, int] = field(default_factory=dict)
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
@@ -126,7 +129,7 @@ class _Packer:
         self.steps += arguments
 
     def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
-        """Count the rows of steps, and list their paths."""
+        """Count rows whose steps were added, and list their paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _U32.pack(len(joined)), joined)
         self.rows += len(names)
@@ -146,6 +149,8 @@ class _Packer:
 
 
 class _Cutter:
+    """Cuts the batch of one chunk into pieces."""
+
     def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
@@ -190,7 +195,8 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """Adds the steps that index the folder and those above it."""
+        """The ID of the folder with this path; adds the steps that index it and the folders
+        above."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -219,7 +225,7 @@ class _Cutter:
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
-        """Rows of one extent with their own stamp and no tail, in steps `N`."""
+        """Add rows of one extent with their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
@@ -235,7 +241,7 @@ class _Cutter:
             packer.add_rows(folder, block, len(block) * 128)
 
     def _add_general(self, folder: FolderId, i: int) -> None:
-        """Any row, in a step `G`."""
+        """Add any row, in a step `G`."""
         batch, rows = self._batch, self._batch.rows
         entry = self._entries[i * PLAIN_BYTES : (i + 1) * PLAIN_BYTES]
         tail = rows.tails.get(i, b"")
@@ -247,8 +253,8 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """The places that no row names are holes; some bucket with rows of the chunk records
-        them."""
+        """Add steps for the places that no row names: they are holes. Some bucket with rows of the
+        chunk records them."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
@@ -256,7 +262,8 @@ class _Cutter:
 
 
 def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
-    """`batch` is checked. Raises UsageError if a number is too great for the scripts."""
+    """The pieces of an added chunk, whose batch was checked (`CommitBatch.check`). Raises
+    UsageError if a number is too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
@@ -268,8 +275,8 @@ def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
 def cut_removal(
     chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
 ) -> ChunkPieces:
-    """`tombstones` lists those to remove with each of an empty chunk's pieces; the first piece in
-    each bucket also removes the chunk's holes."""
+    """The pieces of an empty chunk that is removed. `tombstones` lists the tombstones to remove
+    with each piece; the first piece in each bucket also removes the chunk's holes."""
     pieces = []
     for name, rows in tombstones.items():
         hole_count = len([*hole_fields(chunk, facts.entries)]) if name.number == 0 else 0

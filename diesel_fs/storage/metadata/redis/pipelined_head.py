@@ -9,7 +9,7 @@ Otherwise `head` is None, the next request uses the new values, and the caller f
 All replies must come over one connection from one Redis, which runs commands in order. redis-py is
 not used: its client for threads takes a thread for each read, and its asyncio client does not run
 in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output. Not
-safe for concurrent use.
+safe for concurrent use. `keys.py` defines the terms.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Replies:
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Returns whether all are complete. Raises MalformedReply."""
+        """Parse the next bytes; returns whether all replies are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -64,7 +64,7 @@ class PipelinedHeadRead:
         self._request, self._count = self._commands()
         self._replies: Replies | None = None
         self._received = b""
-        self._proof = b""  # that proved `_proved`
+        self._proof = b""  # the received bytes that proved `_proved`
         self._proved: DatasetHead | None = None
         self.head: DatasetHead | None = None
 
@@ -74,8 +74,8 @@ class PipelinedHeadRead:
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Returns whether the replies are complete; then `head` is proven, or None. Raises
-        MalformedReply."""
+        """Parse the next bytes; returns whether the replies are complete. Then `head` is the proven
+        head, or None. Raises MalformedReply."""
         if self._replies is None:
             if self._proof and received == self._proof:  # the same proof
                 self.head = self._proved

@@ -44,11 +44,11 @@ _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
-"""Redis returns it at the end, too."""
+"""A scan's first cursor. Redis returns it at the end, too."""
 
 
 class _ScanWords(NamedTuple):
-    """Commands that scan and count one type, and a page's unpacking."""
+    """The commands that scan and count one type of Redis's values, and how to unpack a page."""
 
     scan: str
     size: str
@@ -72,7 +72,7 @@ def kind_of(entry: bytes) -> int:
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
-    """One for each extent."""
+    """The ID of the chunk that holds each extent of an entry."""
     extents = int.from_bytes(entry[EXTENTS_AT : EXTENTS_AT + 4], "little")
     if len(entry) <= EXTENDED_BYTES or extents <= 1:
         return [entry[RECORD.itemsize : PLAIN_BYTES]]
@@ -81,8 +81,8 @@ def chunks_of(entry: bytes) -> list[bytes]:
 
 
 class GenerationReader:
-    """`at_each_page` is called before each pipeline of a long read, to extend a deadline and a
-    lock."""
+    """Reads the entries of one generation. `at_each_page` is called before each pipeline of a long
+    read, to extend a deadline and a lock."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """Yields those names that exist, in no order."""
+        """Folder, name and packed entry for each of the wanted names that exists, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -137,7 +137,7 @@ class GenerationReader:
                 yield piece, {folder: [*names] for folder, names in found.items()}
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
-        """The parent and the name of each."""
+        """The parent and the name of each folder."""
         keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
         found: dict[FolderId, tuple[FolderId, bytes]] = {}
         for _, page in self._scan(keys):
@@ -163,7 +163,7 @@ class GenerationReader:
         return folder_paths(parents, wanted)
 
     def everything(self) -> Iterator[FolderEntries]:
-        """Entries without tombstones, folder by folder."""
+        """All entries but tombstones, folder by folder."""
         parents = self.folders()
         paths = folder_paths(parents, parents)
         for portion in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
@@ -176,8 +176,8 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """Includes tombstones and implied folders (those that exist only because something lies in
-        them)."""
+        """The packed entries in a folder by name, with tombstones and implied folders (those that
+        exist only because something lies in them)."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
@@ -201,7 +201,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
-                    # which of these are tombstones
+                    # how many of these are tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -229,7 +229,7 @@ class GenerationReader:
         return [[*names_of[self._generation.below(folder)]] for folder in folders]
 
     def hash_pages(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """Raises PartialScan."""
+        """All fields of a hash, in pages. Raises PartialScan."""
         return (page for _, page in self._scan([key]))
 
     def _scan(
@@ -268,7 +268,8 @@ class GenerationReader:
 def folder_paths(
     parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """`parents` has the parent and the name of each folder and of all above."""
+    """The path of each wanted folder. `parents` has the parent and the name of each folder and of
+    all folders above it."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:
@@ -287,7 +288,8 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """`chunks` becomes the table of chunks; otherwise it has those that hold entries."""
+    """Turn packed entries into columns. `chunks` becomes the table of chunks; if it is None, the
+    table has the chunks that hold the entries."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
     plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined

@@ -55,7 +55,7 @@ _NO_REVISION = (b"", b"0")
 
 
 class RedisShadowState(ShadowState):
-    """For one thread. `buckets` is the new generation's."""
+    """A new generation of a dataset, which has `buckets` buckets. For one thread."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Returns the version; None if the live state is not `expected`."""
+        """Run REPLACE_LIVE. Returns the version; None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():
@@ -236,7 +236,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations of no dataset and no rebuild, for some seconds."""
+    """Remove generations that belong to no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -251,7 +251,8 @@ def remove_abandoned(transactions: RedisTransactions) -> None:
 
 
 def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
-    """No dataset has it. It stays if its last heartbeat is younger than `age_s` seconds."""
+    """Remove the keys of a generation that no dataset has, unless its last heartbeat is younger
+    than `age_s` seconds."""
     link = transactions.link
     try:
         (claimed_s,) = transactions.run_head_script(

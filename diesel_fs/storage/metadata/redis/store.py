@@ -88,7 +88,8 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""Enough to use all nodes of a cluster, few enough to ask all at once."""
+"""Buckets of a new dataset in a cluster: enough to use all nodes, few enough to read all at
+once."""
 
 _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
@@ -98,13 +99,14 @@ _PARTIAL_SCANS_MAX = 4
 it does not restart, or move a slot, in each of several scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
-"""Lost entries that one commit folds in. Until all are, readers see only some."""
+"""Lost entries that one commit of `repair` folds in. Until all are folded in, readers see only
+some."""
 
-_RELEASE_S = 1.0  # it expires by itself
+_RELEASE_S = 1.0  # to release a commit lock, which otherwise expires
 _FORGET_AT_ONCE = 64
-"""Chunks of one transaction: the head's script keeps Redis busy for 1 ms."""
+"""Chunks that one transaction removes: the head's script keeps Redis busy for 1 ms."""
 
-_PATHS_AT_ONCE = 10_000  # or chunks, in one round
+_PATHS_AT_ONCE = 10_000  # paths or chunks in one round trip
 
 T = TypeVar("T")
 
@@ -128,8 +130,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """An empty Redis is an empty store. `buckets` is for new datasets; other parameters and
-        errors as in `open_link`."""
+        """Connect to the Redis at a URL; an empty one is an empty store. `buckets` is for new
+        datasets; other parameters and errors as in `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -140,7 +142,7 @@ class RedisMetadata(RebuildingStore):
         self._link.close()
 
     def server_facts(self) -> list[ServerFacts]:
-        """Raises MetadataError."""
+        """The facts of each Redis server. Raises MetadataError."""
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
@@ -297,7 +299,8 @@ class RedisMetadata(RebuildingStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
-        """Try once to remove those of `chunks` that are empty. False: call again."""
+        """Try once to remove those of `chunks` that are empty. Returns False if it must be called
+        again."""
 
         def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
             records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)
@@ -329,9 +332,9 @@ class RedisMetadata(RebuildingStore):
         facts: ChunkFacts,
         tombstones: bool,
     ) -> ChunkPieces | None:
-        """The pieces that remove a chunk; None if it is not empty. They stay right whatever is
-        committed: a hole stays a hole, and a tombstone is removed only if it is still its path's
-        entry."""
+        """The pieces (`keys.py`) that remove a chunk; None if it is not empty. They stay right
+        whatever is committed: a hole stays a hole, and a tombstone is removed only if it is still
+        its path's entry."""
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
         if tombstones and len(places) < facts.entries:
@@ -473,6 +476,7 @@ class RedisMetadata(RebuildingStore):
         return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.uint32)
 
     def _chunk_table(self, head: RedisHead, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
+        """All committed chunks. Raises PartialScan if the scan has missed some."""
         found = dict[ChunkId, ChunkFacts]()
         for page in reader.hash_pages(DatasetKeys(head.dataset.identity).chunks):
             for chunk, packed in page.items():
@@ -539,7 +543,7 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raise PartialScan if the files in `rows` do not match."""
+    """Raise PartialScan if the files in `rows` do not match the head's counts."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):
@@ -547,6 +551,7 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
+    """The packed entry at each path, or None."""
     folders: dict[bytes, FolderId] = {}
     wanted: dict[FolderId, list[bytes]] = {}
     keys = []

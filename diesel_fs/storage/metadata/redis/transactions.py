@@ -98,12 +98,13 @@ BucketCounts = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Transaction:
-    """`generation` has the changes' pieces."""
+    """Adds or removes chunks. `changes` lists the chunks and their pieces, which are in the buckets
+    of `generation`."""
 
     identity: UUID
     generation: Generation
     changes: Changes
-    frees: bool = False  # a full Redis must take it: it makes room
+    frees: bool = False  # a full Redis must accept it, since it makes room
 
     @classmethod
     def of(
@@ -124,7 +125,8 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """Generation, transaction, changes, whether it frees memory."""
+        """The first arguments of BEGIN and COMMIT: generation, transaction, changes, whether it
+        frees memory."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
@@ -146,11 +148,11 @@ class Transaction:
 
 
 class PendingCommits(Exception):
-    """Others keep committing: some changes are always pending."""
+    """Other writers keep committing: some changes are always pending."""
 
 
 class RedisTransactions(HeadReader):
-    """For all datasets. Many threads may use it."""
+    """The transactions of all datasets in one Redis. Many threads may use it."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
@@ -191,7 +193,7 @@ class RedisTransactions(HeadReader):
             self._apply(Transaction(identity, generation, changes))
 
     def invalidate_generation(self, identity: UUID) -> None:
-        """The dataset's generation has been replaced."""
+        """Forget the dataset's generation, which has been replaced."""
         self._generations.pop(identity, None)
 
     # Committing
@@ -243,7 +245,7 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Returns which chunks are known."""
+        """Run BEGIN. Returns for each chunk whether it is known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -343,7 +345,8 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """A writer's own pieces replace those that Redis has lost."""
+        """Apply all pieces of a committed transaction, then run APPLIED. `own_pieces`: the writer's
+        copies, which replace pieces that Redis has lost."""
         identity, generation = transaction.identity, transaction.generation
         changes = transaction.changes
         is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
@@ -387,7 +390,7 @@ class RedisTransactions(HeadReader):
     def _folders_of(
         self, transaction: Transaction, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
-        """An applied piece has none here."""
+        """The folders of each piece that waits to be applied; none for an applied piece."""
         staged = [transaction.staged_piece(name) for name in names]
         replies = self.link.run_scripts(
             ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
@@ -422,7 +425,7 @@ class RedisTransactions(HeadReader):
             self.link.run(commands)
 
     def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
-        """Their writers died before the commit, or take too long."""
+        """Remove transactions whose writers died before the commit, or take too long."""
         keys = DatasetKeys(identity)
         reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
@@ -442,7 +445,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """For `APPLY` and `UNAPPLY`."""
+    """The keys that `APPLY` and `UNAPPLY` get for a piece with entries in these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -455,12 +458,12 @@ def parse_bucket_counts(reply: object) -> BucketCounts:
 
 
 def changing_error(identity: UUID) -> BusyError:
-    """Others kept changing it until tries or time were used up."""
+    """The error if other writers kept changing the dataset until tries or time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """A reader cannot apply pending changes: Redis takes no writes."""
+    """The error if a reader cannot apply pending changes, because Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

@@ -47,7 +47,7 @@ _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""The longest wait for a lock to open a file over a network: a reader can use a snapshot."""
+"""How long opening a file over a network waits for a lock: a reader can use a snapshot instead."""
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
 
@@ -98,20 +98,20 @@ class SqliteFile:
 
     @property
     def durable_commits(self) -> bool:
-        """True with the rollback journal: every commit survives a power cut."""
+        """Whether every commit survives a power cut: true with the rollback journal."""
         return self._rollback
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Reads one state."""
+        """A transaction that reads: all its reads see one state."""
         with self._errors(), self._borrowed() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """Commits at the end of the context. With `sync`, this and all earlier transactions survive
-        a power cut."""
+        """A transaction that writes: commits at the end of the context. With `sync`, this and all
+        earlier transactions survive a power cut."""
         if self._readonly:
             raise PermissionDenied(f"{self.path} was opened for reading only")
         with self._errors(), self._borrowed() as connection:
@@ -126,7 +126,7 @@ class SqliteFile:
                 connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
-        """Connections in use close when their transaction ends. Repeatable."""
+        """Close all connections; those in use when their transaction ends. Repeatable."""
         with self._change:
             self._unusable = self._unusable or "it has been closed"
             self._close_idle()
@@ -265,7 +265,8 @@ class SqliteFile:
             raise BusyError(f"another host has begun to write to {self.path}")
 
     def _is_made(self, connection: sqlite3.Connection) -> bool:
-        """Raises an error for another program's file, or another schema."""
+        """Whether the file has the tables. Raises an error for another program's file, or another
+        schema."""
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application_id != APPLICATION_ID:
@@ -310,7 +311,8 @@ class SqliteFile:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
-        """SQLite does not wait here for other users; this does."""
+        """Change the journal's mode. SQLite does not wait here for other users of the file; this
+        does."""
         deadline = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -380,7 +382,7 @@ class SqliteFile:
         return MetadataError(f"{what} ({name})" if name else what)
 
     def _may_be_written(self) -> bool:
-        """This must not open the file (see the module)."""
+        """Whether the file's mode allows writing. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks

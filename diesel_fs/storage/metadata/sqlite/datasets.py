@@ -19,14 +19,14 @@ _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
 
 
 class DatasetRow(NamedTuple):
-    """`number` stands for the dataset in all tables."""
+    """A dataset's head; `number` stands for the dataset in all tables."""
 
     number: int
     head: DatasetHead
 
 
 def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
-    """Ordered by name."""
+    """All datasets, ordered by name."""
     return [*map(_dataset, db.execute(f"SELECT {_COLUMNS} FROM dataset ORDER BY name"))]
 
 
@@ -48,7 +48,8 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """Return None if both are free. Raises ConflictError if one belongs to another dataset."""
+    """The dataset with this name and identity; None if both are free. Raises ConflictError if one
+    belongs to another dataset."""
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
     ).fetchall()
@@ -72,7 +73,8 @@ def new_number(db: sqlite3.Connection) -> int:
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """`number` is that of existing rows, if there are."""
+    """Add a dataset. `number`: the number under which its rows are in other tables (None: a new
+    one)."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 
@@ -87,7 +89,7 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
 
 
 def write(db: sqlite3.Connection, number: int, head: DatasetHead) -> None:
-    """Update all but name and identity."""
+    """Update all of a head but name and identity."""
     digest, counts = head.digest.to_bytes(16, "big"), (head.files, head.bytes, head.chunks)
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"

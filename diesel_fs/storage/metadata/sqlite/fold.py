@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """0 or 1 if the file is not split."""
+        """The number of the file's extents; 0 or 1 if it is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
@@ -134,7 +134,8 @@ class ChunkFold:
             self._add_part(part)
 
     def _insert_runs(self, folders: list[int]) -> list[int]:
-        """Insert rows as runs if possible: nearly all of a put. Returns the others."""
+        """Insert rows as runs if possible: nearly all of a put. Returns the numbers of the other
+        rows."""
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
@@ -165,7 +166,8 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """Places that no row names: the chunk replaced them itself, or they are invalid."""
+        """Make holes of the places that no row names: the chunk replaced them itself, or they are
+        invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
@@ -174,7 +176,7 @@ class ChunkFold:
     # Entries of one extent
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Entries in this chunk alone, with and without a tail."""
+        """Fold entries that lie in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
             contested = [*map(self._row, plain), *tailed]
         else:
@@ -189,7 +191,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Rows with a new path, nearly always all. Returns the others."""
+        """Insert rows with a new path, nearly always all. Returns the others."""
         before = self._db.total_changes
         singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
         for start in range(0, singly_from, _ROWS_AT_ONCE):
@@ -213,7 +215,7 @@ class ChunkFold:
         return not_inserted
 
     def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Parts older than an entry just added have lost, and become holes."""
+        """Drop parts that are older than an entry just added: they have lost, and become holes."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -235,7 +237,7 @@ class ChunkFold:
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
-        """The places of `old` become holes."""
+        """Make `row` its path's entry. The places of `old`, the entry before it, become holes."""
         if old is not None:
             self._count(old, -1)
             for chunk, place in self._places(old):
@@ -248,6 +250,7 @@ class ChunkFold:
     # Extents
 
     def _add_part(self, row: _Row) -> None:
+        """Fold one extent of a file of several."""
         old = self._entry(row.folder, row.name)
         if old is not None and row.stamp <= old.stamp:
             if row.stamp == old.stamp:
@@ -297,7 +300,7 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """Another copy of an extent of `old`: the chunk with the greater ID keeps it."""
+        """Fold another copy of an extent of `old`: the chunk with the greater ID keeps it."""
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
@@ -336,10 +339,11 @@ class ChunkFold:
         return None if found is None else _Row(*found)
 
     def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
-        """The greater one wins a path."""
+        """The row of the greater rank wins a path."""
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
+        """The number of the chunk, and the place in it, of each extent."""
         if row.extents <= 1:
             return [(row.chunk, row.place)]
         extents = np.frombuffer(row.tail or b"", EXTENT)

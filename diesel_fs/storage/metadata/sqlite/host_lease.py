@@ -70,7 +70,8 @@ def _conflict_fault(first: int, second: int) -> str:
 
 
 def host_boot_id() -> str:
-    """Containers share it, as they share locks."""
+    """An ID of this host until it is rebooted. Containers of the host share it, as they share
+    locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -79,8 +80,8 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The host's ID, its name and process for messages, and when (seconds since 1970) each holder
-    expires."""
+    """The content of the lease: the host's ID, its name and process for messages, and when (seconds
+    since 1970) each holder expires."""
 
     host: str
     where: str
@@ -128,7 +129,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Never raises: a holder that stays expires."""
+        """End being a holder. Never raises: a holder that stays in the lease expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0

@@ -22,7 +22,7 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""No chunk has this number."""
+"""The chunk of implied folders: no real chunk has this number."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
@@ -51,7 +51,7 @@ class FolderNumbers:
         """Folders that `make` made; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """Return None if the folder never had an entry in or below it."""
+        """The folder's number; None if it never had an entry in or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -61,7 +61,7 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """A new number if the folder has none."""
+        """The folder's number; a new one if it has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -91,7 +91,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """Sorted by path."""
+        """The path and number of each folder, sorted by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -105,14 +105,14 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """Direct subfolders."""
+        """The name and number of each direct subfolder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
         ).fetchall()
 
     def has_entries(self, number: int) -> bool:
-        """Whether anything but tombstones lies in it, at any depth."""
+        """Whether anything but tombstones lies in the folder, at any depth."""
         found = self._db.execute(
             "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
             " SELECT folder.number FROM below JOIN folder"
@@ -139,7 +139,7 @@ class FolderNumbers:
 
 
 class ChunkRows(NamedTuple):
-    """`numbers` are ascending."""
+    """Chunks with their numbers in the table `chunk`, ascending."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
@@ -155,7 +155,7 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
-    """One may be `IMPLIED_CHUNK`."""
+    """The chunks with these numbers, of which one may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -169,7 +169,8 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """Those of `chunks` with no places but holes or, with `tombstones`, tombstones."""
+    """The numbers of those of `chunks` that have no places but holes or, with `tombstones`,
+    tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
@@ -190,7 +191,7 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """Its tombstones and holes go, too."""
+    """Remove a chunk, with its tombstones and holes."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
@@ -237,7 +238,7 @@ class RowCollector:
         self._records += records
 
     def rows(self, table: ChunkRows) -> Rows:
-        """Call it once; `table` must have all of `chunks`."""
+        """All added rows as columns. Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (

@@ -29,7 +29,8 @@ from ....format.entries import RECORD, ChunkId, Kind, Names
 from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""Fewer entries of a folder become rows of `entry`: finding overlapping runs costs as much."""
+"""If a folder has fewer entries in a chunk, they become rows of `entry`: finding overlapping runs
+costs as much."""
 
 _RECORD_BYTES = RECORD.itemsize
 
@@ -94,8 +95,8 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
-    """Returns False, and does nothing, if another row is in the way. `into_empty`: the folder has
-    no rows, so nothing must be looked up."""
+    """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
+    `into_empty`: the folder has no rows, so nothing must be looked up."""
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
@@ -121,8 +122,8 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []  # one of them lies in the other run
-        cuts.append(before)  # it lies between two of them
+            return []  # a name lies within the other run
+        cuts.append(before)  # the other run lies between two names
     return [*cuts, len(names)]
 
 
@@ -139,7 +140,7 @@ def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> N
 def _ranges(
     db: sqlite3.Connection, folder: int, first: bytes, last: bytes
 ) -> list[tuple[bytes, bytes]]:
-    """First and last names of overlapping runs, ascending."""
+    """The first and last names of runs that overlap `first` to `last`, ascending."""
     found = db.execute(
         "SELECT first, last FROM run WHERE folder = ?1 AND first <= ?3 AND first >= coalesce("
         " (SELECT max(first) FROM run WHERE folder = ?1 AND first <= ?2), x'') ORDER BY first",
@@ -167,7 +168,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """A file's chunk, as a number, and its record, if a run has it."""
+    """The number of a file's chunk, and its record; None if no run has the file."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",
@@ -181,7 +182,7 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
 
 
 def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
-    """Sorted by name."""
+    """The folder's runs, sorted by name."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 

@@ -78,7 +78,7 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Raises BusyError if this rebuild was removed."""
+        """Write a heartbeat. Raises BusyError if this rebuild was removed."""
         beat = (self._clock_ns() / 1e9, self._number)
         update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(update, beat).rowcount:
@@ -128,7 +128,7 @@ def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
 
 
 def abandon_rows(db: sqlite3.Connection, number: int) -> None:
-    """`remove_abandoned` removes its rows in the other tables."""
+    """Remove a dataset's head; `remove_abandoned` then removes its rows in the other tables."""
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     _write_heartbeat(db, number, _ABANDONED_BEAT)
 
@@ -160,7 +160,7 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
 
 
 def _remove_some(db: sqlite3.Connection, number: int) -> bool:
-    """Returns whether there were any."""
+    """Remove some rows of an abandoned number; returns whether there were any."""
     select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
     folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
     left = _ROWS_AT_ONCE

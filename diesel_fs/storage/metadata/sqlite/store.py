@@ -80,10 +80,10 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """`create` makes a missing store. A `readonly` store refuses changes and takes no lease.
-        Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
-        not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
-        CorruptError."""
+        """Open the store at `path`; `create` makes a missing one. A `readonly` store refuses
+        changes and takes no lease. Raises MetadataBehind if there is no store, PermissionDenied if
+        the file or its folder is not writable (a reader can use a snapshot then), ForeignError,
+        NewerVersionError, CorruptError."""
         file = SqliteFile(
             path,
             create=create and not readonly,
@@ -136,7 +136,8 @@ class SqliteMetadata(RebuildingStore):
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
     def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
-        """`attempt` returns None while commits are locked."""
+        """Repeat `attempt`, which returns None while commits are locked. Raises BusyError at the
+        deadline."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
             if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
-"""Object stores in buckets of S3, of Google and of Azure.
+"""Object stores in buckets of S3, Google and Azure.
 
 The library that speaks to buckets (obstore) hangs in forked children, and users' training processes
-fork. So these use `proxy`, which sends each call to a helper program (`proxy_process`); programs of
-DIESEL-FS call `direct` and open buckets themselves. Only `store` and `requests` know the library
-(`tests/test_layers.py`). Read `location`, `requests`, `store`, then `proxy`.
+fork. So training processes use `proxy`, which sends each call to a helper program
+(`proxy_process`); programs of DIESEL-FS call `direct` and open buckets themselves. Only `store` and
+`requests` know the library (`tests/test_layers.py`). Read `location`, `requests`, `store`, then
+`proxy`.
 """

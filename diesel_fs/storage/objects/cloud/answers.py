@@ -60,7 +60,7 @@ class RangeNotSatisfiable(ObjectStoreError):
 
 
 class ExpiredCredentials(ObjectStoreRefused):
-    """The store says that the credentials have expired."""
+    """The store reports that the credentials have expired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,19 @@ class AttemptLimits:
     stall_s: float = 10.0
     """Longest pause between two bytes of a read, and longest time of a request without content."""
     put_stall_s: float = 20.0
-    """Added to a put's time for its bytes: some stores answer only after they have made copies."""
+    """How long a put may take besides the time for its bytes: some stores answer only after they
+    have made copies."""
     bytes_per_s_min: float = 256 * 1024
     put_bytes_max: int = 128 << 20
     """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
     slow."""
     part_bytes: int = 32 << 20
-    """Stores take at most 10,000 parts, each but the last of at least 5 MiB."""
+    """The size of a part. Stores take at most 10,000 parts, each but the last of at least 5 MiB."""
     page_keys: int = 1000
-    """S3 gives no more in a page of a listing."""
+    """Keys in one page of a listing; S3 returns no more."""
 
     def attempt_s(self, size: int, put: bool) -> float:
+        """Seconds that one attempt to move `size` bytes may take."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min
@@ -89,6 +91,8 @@ class AttemptLimits:
 
 @dataclass(frozen=True, slots=True)
 class CloudObject:
+    """An object as the bucket describes it; `modified_ns` counts from 1970."""
+
     key: str
     bytes: int
     modified_ns: int
@@ -98,8 +102,9 @@ class CloudObject:
 def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
-    """`exists`: the library says that the object exists. `pause_s`: the pause that the store
-    demands."""
+    """The error that an answer means: its HTTP status, and the vendor's error code ("": none).
+    `what` begins the message. `exists`: whether the client library reports that the object exists.
+    `pause_s`: the pause that the store demands (0: none)."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -139,5 +144,6 @@ def meaning_of_status(
 
 
 def _put_class(size: int) -> int:
-    """Puts up to this size share a client: the next power of two."""
+    """The next power of two. Clients are kept by their time limit, so puts of similar sizes share
+    one."""
     return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()

@@ -1,7 +1,7 @@
 """Lets a program of DIESEL-FS open buckets in its own process, without a helper process.
 
 Only programs import this module (`tests/test_layers.py`); `cloud/__init__.py` says why. The library
-is imported with the first bucket, since that takes a tenth of a second.
+(obstore) is imported when the first bucket is opened, since the import takes a tenth of a second.
 """
 
 from ..store import ObjectStore
@@ -9,7 +9,7 @@ from .opening import open_buckets_by
 
 
 def open_buckets_directly() -> None:
-    """Nothing is sent before a bucket is opened."""
+    """Let this process open buckets itself from now on. Sends nothing."""
     open_buckets_by(_open)
 
 

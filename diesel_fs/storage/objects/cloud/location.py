@@ -77,8 +77,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def source_location(url: RepositoryUrl) -> BucketLocation:
-    """The bucket and the prefix of objects that others have put there, under any keys. Raises
-    ConfigError."""
+    """The place of objects that other programs have put into a bucket, so that any keys are
+    allowed. Raises ConfigError."""
     if url.scheme not in CLOUD_SCHEMES or url.meta:
         raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
     if not _BUCKET.fullmatch(url.host):
@@ -88,7 +88,8 @@ def source_location(url: RepositoryUrl) -> BucketLocation:
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
     """The endpoint and the credentials that now apply. Raises ConfigError; ObjectStoreRefused if
-    the profile gives no credentials; AttemptFailed if a server of credentials cannot be reached."""
+    the profile gives no credentials; AttemptFailed if the server that gives out the credentials
+    cannot be reached."""
     match location.scheme:
         case "s3":
             return _access_to_s3(environ)
@@ -128,7 +129,7 @@ def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
-    """The host and port, and whether it is plain http."""
+    """The endpoint's host and port, and whether it uses plain http."""
     try:
         parts = urlsplit(endpoint)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
@@ -143,6 +144,7 @@ def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
 
 
 def _files(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The paths of the AWS configuration file and of the credentials file."""
     folder = os.path.join(environ.get("HOME", ""), ".aws")
     config = environ.get("AWS_CONFIG_FILE") or os.path.join(folder, "config")
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.join(folder, "credentials")
@@ -151,7 +153,7 @@ def _files(environ: Mapping[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """Absent settings are empty."""
+    """The settings of a profile in `~/.aws`; absent ones are empty."""
 
     endpoint: str = ""
     region: str = ""
@@ -160,7 +162,8 @@ class _Profile:
 
 
 def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
-    """Raises as `resolve_access`; no error shows a line of a file."""
+    """The user's profile, with its credentials only if `credentials`. Raises as `resolve_access`;
+    no message repeats a line of a file, which may be secret."""
     import botocore.session  # noqa: PLC0415  # the module's docstring says why
     from botocore.exceptions import (  # noqa: PLC0415
         BotoCoreError,

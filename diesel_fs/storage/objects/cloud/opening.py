@@ -1,5 +1,5 @@
-"""Opens buckets through a helper process (`proxy.py`), or as `direct.py` has set it for our own
-programs."""
+"""Opens buckets: through a helper process (`proxy.py`), or in this process, if `direct.py` has set
+that for a program of DIESEL-FS."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,12 @@ _opener: BucketOpener = _by_helper
 
 
 def open_bucket(url: str, *, create: bool) -> ObjectStore:
-    """Raises ConfigError, ObjectStoreError, ObjectMissing."""
+    """The object store at a bucket's URL; with `create` it is made if there is none. Raises
+    ConfigError, ObjectStoreError, ObjectMissing."""
     return _opener(url, create)
 
 
 def open_buckets_by(opener: BucketOpener) -> None:
-    global _opener  # noqa: PLW0603  # a process has one way
+    """Let `open_bucket` use `opener` in this process from now on."""
+    global _opener  # noqa: PLW0603  # one way to open, for the whole process
     _opener = opener

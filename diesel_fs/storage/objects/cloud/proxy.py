@@ -44,13 +44,13 @@ log = logging.getLogger("diesel.objects")
 HELPER = (sys.executable, "-m", "diesel_fs.storage.objects.cloud.proxy_process")
 
 START_S = 90.0
-"""How long a helper may take to start: it opens the store first, with retries."""
+"""How long a helper may take to start: it first opens the store, with retries."""
 
 ANSWER_TIMEOUT_S = 600.0
-"""The helper has shorter deadlines, which depend on the size: this one is for a helper that was
-stopped (SIGSTOP)."""
+"""How long a call waits for the helper. The helper's own deadlines, which depend on the size, are
+shorter: this one is for a helper that was stopped (SIGSTOP)."""
 
-NAMES_AT_ONCE = 10_000
+NAMES_AT_ONCE = 10_000  # in one answer to a listing
 
 _FRAME = struct.Struct("<IQ")
 _LOG = "buckets.log"
@@ -61,7 +61,7 @@ class HelperDisconnected(Exception):
 
 
 def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -> None:
-    """Raises HelperDisconnected."""
+    """Send one message. Raises HelperDisconnected."""
     body: bytes = msgpack.packb(head)
     views = byte_views(payload)
     front = _FRAME.pack(len(body), sum(map(len, views))) + body
@@ -106,7 +106,8 @@ class _Sockets:
         self.idle: list[socket.socket] = []
 
     def close(self) -> None:
-        """If no other process holds the control socket, the helper ends. Repeatable."""
+        """Close all sockets; the helper then ends, unless another process holds the control socket.
+        Repeatable."""
         for each in (*self.idle, *filter(None, [self.control])):
             each.close()
         self.control, self.idle = None, []
@@ -129,7 +130,7 @@ class CloudProxy(ObjectStore):
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> Self:
-        """Raises as `open_cloud`."""
+        """Start a helper that opens the store at `url`. Raises as `open_cloud`."""
         return cls(url, *_start_helper(url, create=create))
 
     # Calls
@@ -137,8 +138,8 @@ class CloudProxy(ObjectStore):
     def _call(
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
-        """The value and the bytes that a call returns. If the helper has ended, the call is
-        repeated once with a new one. Raises the error of the call."""
+        """Send a call; returns the value and the bytes of the answer. If the helper has ended, the
+        call is repeated once with a new one. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:
@@ -151,7 +152,7 @@ class CloudProxy(ObjectStore):
     def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
     ) -> tuple[object, memoryview]:
-        """Raises HelperDisconnected; the next call then starts another helper."""
+        """Send a call once. Raises HelperDisconnected; the next call then starts another helper."""
         control = self._control()
         connection = None
         try:
@@ -196,6 +197,7 @@ class CloudProxy(ObjectStore):
         connection.close()  # its helper has ended meanwhile
 
     def _control(self) -> socket.socket:
+        """The control socket of the running helper; starts one if there is none."""
         with self._lock:
             if self._sockets.control is None:
                 control, store_id = _start_helper(self._url, create=False)
@@ -219,7 +221,7 @@ class CloudProxy(ObjectStore):
         )
 
     def _forget_parents_connections(self) -> None:
-        """In a forked child: the existing connections belong to the parent."""
+        """Close the connections in a forked child: they belong to the parent."""
         self._lock = threading.Lock()
         self._sockets.idle = []
         for each in list(self._connections):
@@ -258,7 +260,8 @@ class CloudProxy(ObjectStore):
             yield from (ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", batch))
 
     def _batches(self, listing: str, prefix: str, after: str) -> Iterator[_Batch]:
-        """The answers to one listing, each of `NAMES_AT_ONCE` items but the last."""
+        """The answers to one listing ("list" or "names"), each of `NAMES_AT_ONCE` items but the
+        last."""
         while True:
             value, _ = self._call(listing, prefix, after)
             batch = cast("_Batch", value)

@@ -28,7 +28,7 @@ log = logging.getLogger("diesel.objects")
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the helper until it has no connection any more; returns its exit code."""
     url, descriptor, *options = words
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,6 +51,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _connections(control: socket.socket) -> Iterator[socket.socket]:
+    """The connections that other processes send, until none of them holds the control socket."""
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:

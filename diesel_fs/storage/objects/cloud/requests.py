@@ -2,9 +2,9 @@
 
 Only this module knows obstore. It bounds the time of each request, and the number that a process
 has under way over all stores (an upload in parts counts as one): 2,000 readers at the start of a
-task must not need 2,000 sockets. `retry.py` repeats requests; the library does not. It follows a
-redirect of a GET, without our signature if the host changes, and never from https to http; a PUT is
-not redirected.
+task must not need 2,000 sockets. `retry.py` repeats requests; the library does not. The library
+follows a redirect of a GET, without our signature if the host changes, and never from https to
+http; it does not follow one of a PUT.
 
 Two things have no bound. A listing does not end if all its pages are empty and promise more. A
 signal does not interrupt a request, so ^C takes effect when it ends.
@@ -77,6 +77,8 @@ class UnlistableKey(PermanentStoreError):
 
 
 class _Process:
+    """Whether this process has sent a request, and whether one that it was forked from had."""
+
     def __init__(self) -> None:
         self.sent = False
         self.inherited = False
@@ -102,7 +104,8 @@ def check_process() -> None:
 
 
 class ResponseBody:
-    """A body that is still to be read."""
+    """The body of an answer, still to be read. `bytes_total` is the size of the whole object,
+    `range` the part of it in the body: (first byte, byte behind the last)."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -114,11 +117,12 @@ class ResponseBody:
         self._limits = limits
 
     def fill(self, view: memoryview, until: float) -> None:
-        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody. Takes pieces
-        as they come, so memory holds only one more (some 400 KB), and notices a body that is too
-        slow."""
+        """Fill `view` before the monotonic clock reaches `until`. Takes the body in pieces, so
+        memory holds only one more (some 400 KB). Raises BrokenBody, also if the body comes too
+        slowly."""
         done = done_at_check = 0
         checked_s = time.monotonic()
+        # As if all `REQUESTS_MAX` requests shared a link that is just fast enough
         check_bytes_min = self._limits.stall_s * self._limits.bytes_per_s_min / 64
         try:
             for piece in self._result.stream(min_chunk_size=1):
@@ -139,7 +143,8 @@ class ResponseBody:
 
 
 class CloudRequests:
-    """Nothing is sent and no credential is read before the first request."""
+    """The requests to one bucket. Nothing is sent and no credential is read before the first
+    one."""
 
     def __init__(
         self,
@@ -152,17 +157,17 @@ class CloudRequests:
         self.limits = limits or AttemptLimits()
         self._environ = environ
         self._access: BucketAccess | None = None
-        self._clients: dict[float, _Client] = {}  # by the time of a request
+        self._clients: dict[float, _Client] = {}  # by the time limit of a request, in s
         self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
 
     # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
-        """Write an object in one request: it is never there in part. The buffers are not copied.
-        With `create`, raises ObjectExists, and ConditionsUnsupported if the store cannot tell. S3
-        gets a SHA-256 (in a header, and in the signature) and refuses content that differs; with
-        other vendors only TLS protects the content."""
+        """Write an object in one request, so that readers never see a part of it. The buffers are
+        not copied. With `create`, raises ObjectExists, and ConditionsUnsupported if the store does
+        not support "put only if absent". S3 gets a SHA-256 (in a header, and in the signature) and
+        refuses content that differs; with other vendors only TLS protects the content."""
         views = byte_views(parts)
         size = sum(map(len, views))
 
@@ -200,8 +205,8 @@ class CloudRequests:
         self, key: str, start: int, end: int | None, etag: str | None
     ) -> Iterator[ResponseBody]:
         """Read from `start` to `end` (None: to the object's end), as many bytes as there are.
-        Raises ObjectMissing; ChangedObject if the object's ETag is not `etag`; RangeNotSatisfiable
-        if it ends before `start`."""
+        Raises ObjectMissing; ChangedObject if the object's ETag is not `etag` (None: any);
+        RangeNotSatisfiable if the object ends before `start`."""
         options: GetOptions = {}
         if end is not None:
             options["range"] = (start, end)
@@ -223,10 +228,12 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
-        """Raises ObjectMissing (also for a missing bucket)."""
+        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
+        bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
+        """Delete an object; that it is absent is no error."""
         try:
             self._send("delete", key, lambda client: obstore.delete(client, key))
         except ObjectMissing:
@@ -252,7 +259,7 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """Nothing is sent before the first page is taken."""
+        """The library's listing. Nothing is sent before the first page is taken."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -268,7 +275,7 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Raises AttemptFailed if none of the `REQUESTS_MAX` slots gets free in time."""
+        """Take one of the `REQUESTS_MAX` slots. Raises AttemptFailed if none gets free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
@@ -284,7 +291,7 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """One request; another with new credentials if they expired."""
+        """Send one request, and again with new credentials if the old ones have expired."""
 
         def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
@@ -303,8 +310,9 @@ class CloudRequests:
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """In the library a client, not a request, has a time-out. Only the client that reads bodies
-        has a read time-out: that also runs while a request is being sent."""
+        """The client with this time limit: in the library a client, not a request, has one. Only
+        the client that reads bodies has a read time-out as well: that would also run while a body
+        is being sent."""
         access, clients = self._access, self._clients
         if access is None or access.is_over() or request_s not in clients:
             with self._opening:
@@ -312,7 +320,8 @@ class CloudRequests:
         return clients[request_s]
 
     def _open_client(self, request_s: float) -> dict[float, _Client]:
-        """All clients, also one for `request_s`; their credentials do not end soon."""
+        """All clients by their time limits, with one for `request_s`; their credentials do not end
+        soon."""
         access = self._access
         if access is None or access.is_over():
             access = resolve_access(
@@ -334,7 +343,8 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """Leaves out the addresses in the library's text."""
+        """The project's error for one of the library. Its message has no address, which may hold a
+        signature."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
@@ -349,7 +359,9 @@ class CloudRequests:
         if status == 0:
             return _no_answer(what, text)
         if doing == "list" and status == 400 and code == "InvalidArgument":
-            return AttemptFailed(f"{what}: its token is refused", may_have_succeeded=False)
+            return AttemptFailed(
+                f"{what}: the store refuses to continue the listing", may_have_succeeded=False
+            )
         return meaning_of_status(
             f"{what}: {code or 'HTTP'} ({status})",
             status,
@@ -386,10 +398,13 @@ def _no_answer(what: str, text: str) -> DieselError:
     if re.search("certificate|UnknownIssuer|InvalidCertificate", text):
         return PermanentStoreError(f"{what}: its certificate is not trusted")
     if "BadScheme" in text:
-        return PermanentStoreError(f"{what}: it leads from https to http, which is refused")
+        return PermanentStoreError(
+            f"{what}: the store's redirect leads from https to http, which is refused"
+        )
     if "kind: Redirect" in text:
         return PermanentStoreError(
-            f"{what}: it leads nowhere", advice="set AWS_REGION, or the endpoint"
+            f"{what}: the store's redirect has no usable address",
+            advice="set AWS_REGION, or the endpoint",
         )
     for symptom, reason, may_have_succeeded in (
         ("dns error", "no such host", False),

@@ -60,7 +60,8 @@ class _Stream(Protocol):
 
 
 class S3Source:
-    """Nothing is sent and no credential is read before the first request."""
+    """The requests to one S3 bucket. Nothing is sent and no credential is read before the first
+    one."""
 
     def __init__(self, location: BucketLocation, limits: AttemptLimits | None = None) -> None:
         self.location = location
@@ -83,7 +84,8 @@ class S3Source:
             token = {"ContinuationToken": found["NextContinuationToken"]}
 
     def head(self, key: str) -> CloudObject:
-        """Raises ObjectMissing (also for a missing bucket)."""
+        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
+        bucket)."""
         found = self._send(
             "stat", key,
             lambda client: client.head_object(Bucket=self.location.bucket, Key=key),
@@ -173,6 +175,8 @@ class S3Source:
 
 
 class _Body:
+    """The body of an answer, still to be read."""
+
     def __init__(self, stream: _Stream, where: str, limits: AttemptLimits) -> None:
         self._stream = stream
         self._where = where
@@ -208,7 +212,8 @@ def _is_set(name: str) -> bool:
 
 
 def _trusted() -> str | None:
-    """The machine's certificates; None if a variable that botocore reads names others."""
+    """The file of the machine's certificates; None if a variable that botocore reads names
+    another."""
     if os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE"):
         return None
     return ssl.get_default_verify_paths().cafile

@@ -39,7 +39,7 @@ from .location import parse_bucket_url
 from .requests import CloudRequests, ResponseBody
 
 _RESUMES_MAX = 8  # per read, and one more for each MiB: a worse link is useless
-_RELISTS_MAX = 4  # of an unordered bucket, until two agree
+_RELISTS_MAX = 4  # listings of an unordered bucket, until two agree
 _STRAY_KEYS_MAX = 5000  # repeated keys before a listing counts as endless
 _ENCODED = re.compile(r"%2[Ff]")  # a slash that the store lists in URL encoding
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these as an offset
@@ -54,7 +54,8 @@ def open_cloud(
     policy: RetryPolicy | None = None,
     clock: RetryClock | None = None,
 ) -> RetryingStore:
-    """`create` makes the store if the prefix is empty. Raises as `CloudStore.open` and `create`."""
+    """The store at a bucket's URL, with retries. `create` makes it if the prefix is empty. Raises
+    as `CloudStore.open` and `create`."""
     limits, policy, clock = (
         limits or AttemptLimits(),
         policy or RetryPolicy(),
@@ -69,7 +70,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """Each object has a key below one prefix."""
+    """The object store below one prefix of a bucket. Each object has a key there."""
 
     fork_safe = False
 
@@ -90,7 +91,7 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """Raises ObjectMissing if there is no store."""
+        """The store below the prefix. Raises ObjectMissing if there is none."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -132,8 +133,8 @@ class CloudStore(ObjectStore):
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """If the bucket does not support conditional requests, or the object is put in parts, the
-        store first asks whether the object exists, and two callers at the same moment can both
+        """If the bucket does not support conditional requests, or the object is put in parts, this
+        first asks the bucket whether the object exists, and two callers at the same moment can both
         succeed. That is harmless: names of chunks are random, and two snapshots of one version are
         equal."""
         contract.check_name(name)
@@ -259,7 +260,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """Returns the object's size. Raises TruncatedError if it ends before `end`."""
+        """The object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -275,7 +276,7 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """ObjectMissing if the store itself is still there."""
+        """The error for a missing object: ObjectMissing if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
@@ -302,7 +303,8 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Lazy until a page is out of order; then all objects are read and sorted."""
+        """Objects with `prefix` behind `after`, in order of their names. Lazy until a page is out
+        of order; then all objects are read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -327,8 +329,8 @@ class CloudStore(ObjectStore):
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """Objects behind `last`, sorted. Raises PermanentStoreError if one before `last` was not
-        yielded."""
+        """The objects behind `last`, sorted. `yielded` has the names that the caller has listed up
+        to `last`: raises PermanentStoreError if the bucket has others there."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -344,7 +346,8 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Lists the bucket until a listing shows nothing new."""
+        """All objects with `prefix` behind `after`, sorted. Lists the bucket until a listing shows
+        nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -357,7 +360,8 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """Objects behind `last`, in the bucket's order."""
+        """Objects of this store with `prefix` behind `after`, in the bucket's order. The listing
+        starts at about `last`, so some names before it may come again."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -370,7 +374,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages of the folder of `prefix`, from the first name that can begin with it."""
+        """Pages that have all names with `prefix` behind `after`; they may have others, too."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -379,7 +383,8 @@ class CloudStore(ObjectStore):
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
-        """A key outside the store gets a name that no object has."""
+        """The name of the object with this key. A key outside the store gets a name that no object
+        has."""
         if not self._location.prefix:
             return key
         start = f"{self._location.prefix}/"
@@ -435,7 +440,7 @@ class _Digest:
 
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
-    """Raises ObjectMissing."""
+    """The store's UUID, from its marker. Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, contract.MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
@@ -445,7 +450,8 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Returns the error if the body breaks off; it has the number of received bytes."""
+    """Fill `view`; returns the error if the body breaks off (it has the number of received bytes),
+    else None."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -465,7 +471,8 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A name before all with `prefix`, and behind most smaller ones."""
+    """A string that sorts before all names with `prefix`, and behind most of the names that are
+    less."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"

@@ -1,7 +1,7 @@
-"""Finds the files of a dataset of Hugging Face's `datasets`: its Arrow table has their paths.
+"""Finds the files of a dataset of Hugging Face's `datasets`, by the paths in its Arrow table.
 
-`load_dataset("imagefolder")` and the like keep a path in the table for each file on this machine,
-and open the file when the row is read.
+`load_dataset("imagefolder")` and the like keep the path of each file on this machine in the table,
+and open the file when its row is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 _OF_FILES = frozenset(("Image", "Audio", "Video", "Pdf", "Nifti"))
-"""Their columns have a path and, if the content is in the table, bytes."""
+"""The types of columns with files: each value has a path and, if the content is in the table,
+bytes."""
 
 
 class _Column(Protocol):
@@ -42,13 +43,14 @@ class _Dataset(Protocol):
 
 
 def paths(dataset: object) -> Iterable[str] | None:
-    """The path of each row's file, or ""; None for other datasets, and if the table has the
-    contents. Only the first column with files counts."""
+    """The path of the file of each row, or "" if a row has none. None if the dataset is of another
+    library, or its table has the contents themselves. Only the first column with files counts."""
     found = _column(dataset)
     return None if found is None else _paths(found[0][:].column(found[1]))
 
 
 def path_at(dataset: object, index: int) -> str | None:
+    """The path of one row's file; "" and None mean the same as in `paths`."""
     found = _column(dataset)
     if found is None:
         return None
@@ -57,7 +59,8 @@ def path_at(dataset: object, index: int) -> str | None:
 
 
 def _column(dataset: object) -> tuple[_Dataset, str] | None:
-    """The column that names files, as a dataset of Arrow values, and its name."""
+    """The dataset reduced to its column of files, as Arrow values, and the column's name; None if
+    there is no such column."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return None
     table: _Dataset = dataset  # type: ignore[assignment] # by its module
@@ -70,6 +73,7 @@ def _column(dataset: object) -> tuple[_Dataset, str] | None:
 
 
 def _has_files(column: _Column) -> bool:
+    """Whether the values have paths and no contents."""
     return any(
         len(part) and part.field("bytes").null_count and not part.field("path").null_count
         for part in column.chunks

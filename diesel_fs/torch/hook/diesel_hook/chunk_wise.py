@@ -1,12 +1,13 @@
-"""Replaces random orders of torch's samplers by chunk-wise ones (`dlcmd run --shuffle chunk`).
+"""Replaces the random orders of torch's samplers by chunk-wise orders (`dlcmd run --shuffle
+chunk`).
 
 Chunk-wise shuffle (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups,
-and the samples of each group are shuffled among themselves. The lengths, seeds and rules for
-`drop_last` are those of the replaced sampler. A `DistributedSampler` gives each rank a contiguous
-part, so that one rank reads a chunk.
+and the samples of each group are shuffled among themselves. Lengths, seeds and `drop_last` stay
+those of the sampler. A `DistributedSampler` gives each rank a contiguous part, so that most chunks
+are read by one rank.
 
-A sampler is chunk-wise while it has the attribute `_diesel_chunks` (`Grouping`). Copies have it,
-too, so orders can be predicted.
+A sampler is chunk-wise if it has the attribute `_diesel_chunks` (a `Grouping`). Copies of the
+sampler also have it, so their orders can be predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 _MARK = "_diesel_chunks"
-_installed: list[bool] = []  # one, once the classes are wrapped
+_installed: list[bool] = []  # not empty once torch's classes are wrapped
 
 
 class _Tensor(Protocol):
@@ -34,7 +35,7 @@ class _Tensor(Protocol):
 
 
 class _Sampler(Protocol):
-    """torch's samplers; none has all of these."""
+    """A sampler of torch. Each class has some of these attributes."""
 
     data_source: Sequence[object]
     dataset: Sequence[object]
@@ -52,9 +53,12 @@ class _Sampler(Protocol):
 
 
 class Grouping(NamedTuple):
+    """The chunks of a dataset's samples, and the size of a group of chunks."""
+
     chunks: _Tensor
-    """The number of each sample's chunk, or -1."""
+    """The number of each sample's chunk; -1: not known."""
     group_size: int
+    """Chunks in a group."""
 
 
 def _install() -> None:
@@ -68,10 +72,10 @@ def _install() -> None:
 
 
 def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str | None:
-    """Make a random sampler chunk-wise.
+    """Make a sampler of torch chunk-wise if it is random.
 
-    `is_whole` is False if this process alone knows the chunks, so that its order may differ from
-    other ranks'. Returns a note for the user if a random order stays as it is.
+    `is_whole` is False if only this process knows the chunks, so that other ranks would compute
+    another order. Returns a note for the user if a random order stays as it is, otherwise None.
     """
     dataset_size = len(grouping.chunks)
     data = sys.modules["torch.utils.data"]
@@ -103,8 +107,8 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
 
 
 def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
-    """The positions of samples in chunk-wise order. Samples without a chunk are spread over the
-    others' chunks."""
+    """The samples in chunk-wise order, as indices of `grouping.chunks`, drawn from a generator of
+    torch. Samples without a known chunk are spread over the chunks of the others."""
     torch = sys.modules["torch"]
     chunks, group_size = grouping
     unknown = chunks < 0
@@ -115,7 +119,7 @@ def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
         chunks[unknown] = known[drawn]  # type: ignore[index] # a tensor
     numbers, inverse = torch.unique(chunks, return_inverse=True)
     group = torch.randperm(len(numbers), generator=generator) // group_size
-    # Equal keys are rare; any order among them is good that is always the same.
+    # Equal keys are rare. A stable sort puts them in the same order on every rank.
     keys = group[inverse] + torch.rand(len(chunks), generator=generator, dtype=torch.float64)
     order: list[int] = torch.argsort(keys, stable=True).tolist()
     return order
@@ -153,7 +157,7 @@ def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _distributed(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """Each rank's part is contiguous, unlike in torch's `DistributedSampler`."""
+    """The order of a `DistributedSampler`, with contiguous parts, unlike in torch."""
     generator = sys.modules["torch"].Generator()
     generator.manual_seed(sampler.seed + sampler.epoch)
     order = chunk_wise(grouping, generator)

@@ -1,4 +1,7 @@
-"""Finds the files that a map-style dataset reads for each index."""
+"""Finds the files that a map-style dataset lists for each index, and sends them to the launcher.
+
+The launcher's tables of files have the numbers that `KnownDatasets` gives out. Of a dataset without
+a list of files, the launcher learns the files while its samples are read (`learning.py`)."""
 
 from __future__ import annotations
 
@@ -15,29 +18,33 @@ from .link import Link
 
 if TYPE_CHECKING:
     Steps = Sequence[str | int]
-    """Attributes and indices of lists that lead from a loader's dataset to one inside."""
+    """The attributes and indices of lists that lead from a loader's dataset to a dataset inside
+    it."""
 
 _Row = TypeVar("_Row")
 
 _PART = 1 << 16  # paths of one message
 
 NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
+"""The module of the datasets that read without a mount, so that no mount needs a plan."""
 
-_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; lists and ranges read no files
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; not for lists and ranges: they read no files
 
 _FOLDERS = ("samples", "imgs", "paths")
-"""Attributes with a list of paths, or of tuples that begin with a path."""
+"""The attributes of a dataset that may list its files: as paths, or tuples that begin with a
+path."""
 
-
-_SAMPLED = 256  # rows of a list that are compared again: lists change as a whole
+_SAMPLED = 256  # rows of a list that are compared to notice a change: usually all change
 
 
 class NestedDataset(NamedTuple):
-    """A loader's dataset, or one inside it, that reads files."""
+    """A loader's dataset, or a dataset inside it, that reads files."""
 
     steps: Steps
     table: str
+    """The launcher's name of its table of files."""
     is_listed: bool
+    """Whether it lists its files."""
 
 
 def _never_changes(_: object) -> bool:
@@ -45,6 +52,13 @@ def _never_changes(_: object) -> bool:
 
 
 class KnownDataset:
+    """A dataset that was sent to the launcher under a number.
+
+    `parts` are the datasets inside it that read files, `size` is its number of samples.
+    `is_unchanged` is called with the dataset, and returns whether it still has the sent files.
+    `is_whole`: all parts list their files. `is_learned`: learning has ended.
+    """
+
     def __init__(
         self,
         number: int,
@@ -59,11 +73,11 @@ class KnownDataset:
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
         self._seen = bytearray(size if parts else 0)
-        self._news = 0  # new indices since the last call
+        self._news = 0  # the number of new indices since the last call of `begin`
         self._has_begun = False
 
     def begin(self) -> None:
-        """Learning ends after the first epoch without a new sample."""
+        """An epoch begins. Learning ends after the first epoch that has brought no new sample."""
         if self.is_learned:
             return
         news, self._news = self._news, 0
@@ -73,6 +87,7 @@ class KnownDataset:
         self._has_begun = True
 
     def saw(self, indices: Sequence[int]) -> None:
+        """Note that the loop has received these samples."""
         seen = self._seen
         for index in indices:
             if index < len(seen) and not seen[index]:
@@ -81,13 +96,16 @@ class KnownDataset:
 
 
 class KnownDatasets:
+    """The datasets of this process that the launcher knows. They are kept by weak references."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
         self._count = 0
 
     def record(self, dataset: object) -> KnownDataset | None:
-        """A changed dataset is sent again. None without files by index."""
+        """The record of a dataset; sends the dataset's files first if it is new or has changed.
+        None if the dataset has no files by index, or needs no mount."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -98,7 +116,7 @@ class KnownDatasets:
             self._link.send({"do": "forget", "dataset": known[1].number})
         record = self._send(dataset, size)
         if record is not None:
-            with suppress(TypeError):  # no weak references: it is sent each time
+            with suppress(TypeError):  # its class allows no weak references: sent again each time
                 self._known[id(dataset)] = weakref.ref(dataset), record
         return record
 
@@ -191,21 +209,23 @@ class KnownDatasets:
 
 
 class FileListing:
-    """Looks up a dataset's listed files, without a reference to the dataset."""
+    """Looks up the listed files of a dataset by index. Has no reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
         self.is_slow = self._place is None
-        """Look-ups in an Arrow table take milliseconds."""
+        """Whether a look-up takes milliseconds, since it reads an Arrow table."""
 
     def path(self, dataset: object, index: int) -> str:
-        """ "" if it lists none. May raise any exception of the dataset."""
+        """The listed path of a sample; "" if it has none. May raise any exception of the
+        dataset."""
         if self._place is None:
             return arrow_tables.path_at(dataset, index) or ""
         return _path(_rows_at(dataset, self._place)[index])
 
 
 def _size(dataset: object) -> int:
+    """The number of samples; -1 if the dataset has no length."""
     try:
         return len(dataset)  # type: ignore[arg-type] # or it raises
     except TypeError:
@@ -218,6 +238,7 @@ def _rows(dataset: object, size: int) -> Sequence[object] | None:
 
 
 def _place(dataset: object, size: int) -> Sequence[str] | None:
+    """The attributes that lead to the dataset's list of files; None if it has none."""
     for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
         try:
             found = _rows_at(dataset, place)
@@ -226,7 +247,7 @@ def _place(dataset: object, size: int) -> Sequence[str] | None:
         if isinstance(found, (list, tuple)) and len(found) == size and size:
             first = found[0]
             path = first[0] if isinstance(first, (tuple, list)) and first else first
-            # Otherwise it may be a path below a folder that only the dataset knows.
+            # A path that does not exist may begin at a folder that only the dataset knows
             if isinstance(path, (str, os.PathLike)) and os.path.lexists(path):
                 return place
     return None

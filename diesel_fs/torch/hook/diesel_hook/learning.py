@@ -1,15 +1,17 @@
-"""Finds out which files a dataset opens for each index: whether those of its list, if it has one.
+"""Observes which files a dataset opens for each index, and reports them to the launcher.
 
-In the processes that read the samples (the loader's workers, if it has any), the `__getitem__` of
-the dataset's class records the index, and an audit hook records the files that Python opens
-meanwhile. Python does not see native readers open files: some are wrapped by name. The launcher
-gets the result, and keeps the files that lie in mounts.
+The observation takes place in the processes that read the samples: the loader's workers, if it has
+any. The `__getitem__` of the dataset's class is wrapped and records the index, and an audit hook
+records the files that Python opens meanwhile. An audit hook does not see the files that native
+libraries open: some of their readers are wrapped by name. The launcher gets the result, and keeps
+the files that lie in mounts.
 
-A few samples are *checked*: the first ones of an epoch, and one in a second. Their files are sent
-in any case, so that the launcher notices a plan of files that are never read. If a listed file was
-not seen, the next checks look with inotify (`opens.py`): a native library may have read it. All
-other samples are *learned* in the first epochs, unless the dataset opens its list and nothing else.
-In between the class is left unwrapped, so a loop pays only for the checks.
+A few samples are *checked*: the first ones of an epoch, then one in a second. Their files are sent
+in any case, so that the launcher notices a plan of files that are never read. If a file of the
+dataset's list was not seen, the following checks use inotify (`opens.py`), since a native library
+may have read the file. All other samples are *learned* in the first epochs, unless the dataset has
+a list and opens nothing else. While there is nothing to observe, the class is left unwrapped, so a
+loop pays only for the checks.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from typing import TYPE_CHECKING, Protocol
 from .files import FileListing, NestedDataset
 from .link import Link
 
-_SEND_S = 0.02
+_SEND_S = 0.02  # records are collected for this long, then sent together
 _CHECKED_FIRST = 16  # first samples of an epoch, in each process
-_CHECK_S = 1.0  # between two checks after these
-_CHECKED_ROWS_MAX = 256  # in a batch
+_CHECK_S = 1.0  # between two later checks
+_CHECKED_ROWS_MAX = 256  # the most reported samples of a checked batch
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -42,9 +44,9 @@ _READERS = (
     ("h5py", "File.__init__"),
     ("soundfile", "SoundFile.__init__"),
 )
-"""They open the file in their first argument (after `self`)."""
+"""Native readers, by module and name: they open the file in their first argument (after `self`)."""
 
-_WITH_INDICES = 2  # the dataset and a list
+_WITH_INDICES = 2  # the arguments of `__getitems__`: the dataset and a list
 
 if TYPE_CHECKING:
     from .files import Steps
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 
     Path = str | bytes
     Row = tuple[int, bool, Sequence[Path]]
-    """A sample, whether it was checked, and its opened files."""
+    """An observed sample: its index, whether it was checked, and the files that it opened."""
 
 
 class _Function(Protocol):
@@ -60,6 +62,13 @@ class _Function(Protocol):
 
 
 class _Known:
+    """A dataset of this process whose samples are observed.
+
+    `may_learn`: samples may be learned in this epoch. `learns`: they are being learned; otherwise
+    only checks are made. `indices`: the samples that were observed. `is_suspected`: a listed file
+    was not seen, so checks use inotify.
+    """
+
     def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)
@@ -72,25 +81,30 @@ class _Known:
         self.learns = may_learn and not part.is_listed
         self.indices: set[int] = set()
         self.is_suspected = False
-        self._checked = 0  # samples
-        self._checked_s = 0.0
+        self._checked = 0  # the number of checked samples
+        self._checked_s = 0.0  # when the last one was checked
 
     def is_due(self) -> bool:
+        """Whether the next sample must be checked."""
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
 
     def is_idle(self) -> bool:
+        """Whether the next sample need not be observed at all."""
         return not self.learns and not self.is_due()
 
     def checks(self, samples: int) -> None:
+        """Note that this many samples are checked now."""
         self._checked += samples
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """Check as many samples as when an epoch begins."""
+        """Note that a listed file was not seen: from now on checks use inotify, and as many are due
+        as at the start of an epoch."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """Empty without a list, or if it is slow to look up, unless `always`."""
+        """The listed paths of these samples. Empty if the dataset has no list; also, without
+        `always`, if a look-up in it is slow."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -98,6 +112,9 @@ class _Known:
 
 
 class _Reading:
+    """One call of a dataset's `__getitem__` or `__getitems__`, and the files that are opened in it.
+    `is_mixed`: another thread has read samples meanwhile, so the files cannot be assigned."""
+
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self.thread = threading.get_ident()
@@ -105,23 +122,26 @@ class _Reading:
 
 
 class Learner:
+    """Observes the datasets of this process, and reports their files to the launcher."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, _Known] = {}  # by id of the dataset
         self._reading: _Reading | None = None  # while a sample is read
-        self._found: dict[str, list[Row]] = {}  # to be sent, by table
+        self._found: dict[str, list[Row]] = {}  # records that must still be sent, by table
         self._lock = threading.Lock()  # guards `_found`
-        self._opens: Opens | None = None  # until the next flush
+        self._opens: Opens | None = None  # kept until the records are sent
         self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
         self._seen_modules: set[str] = set()
-        self._wraps = threading.RLock()  # for classes and functions that are wrapped
+        self._wraps = threading.RLock()  # held while classes and functions are wrapped or restored
         self._is_watching = False
         self._timers: list[threading.Timer] = []
 
     def learn(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
-        """Record the files that this dataset opens; without `may_learn`, only for the checks."""
+        """Observe the files that this dataset opens; without `may_learn`, only those of checked
+        samples. `part` is its record for the launcher."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
         if not self._is_watching:
@@ -133,6 +153,7 @@ class Learner:
             self._wrap_all()
 
     def stop(self) -> None:
+        """Send the records, restore all classes and functions, and end the timers."""
         if not self._known:
             return
         self.flush()
@@ -165,6 +186,7 @@ class Learner:
         self._seen_modules.clear()
 
     def _rest(self) -> None:
+        """Unwrap the classes until the next check is due, if all datasets are idle."""
         with self._wraps:
             if self._undo and all(each.is_idle() for each in self._known.values()):
                 self._unwrap()
@@ -176,7 +198,7 @@ class Learner:
                 self._wrap_all()
 
     def flush(self) -> None:
-        """Send the records. Any thread."""
+        """Send the records. May be called in any thread."""
         with self._lock:
             found, self._found = self._found, {}
         for table, rows in found.items():
@@ -207,8 +229,9 @@ class Learner:
         self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
-        """An audit hook cannot be removed, so it must cost nothing when idle; an exception here
-        would be raised in the program."""
+        """The audit hook: records the path of a file that is opened for reading while a sample is
+        read. It cannot be removed, so it must cost nothing otherwise. It must not raise, since that
+        would raise in the program."""
         reading = self._reading
         if reading is not None and event == "open":
             with suppress(Exception):  # any code may raise such an event, with any arguments
@@ -237,8 +260,8 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """None unless the dataset's next samples must be observed, or if another observed dataset
-        reads them."""
+        """The dataset of a call, if the samples that it reads now must be observed. None also
+        within another observed call, to which the files then belong."""
         known = self._known.get(id(arguments[0]))
         if known is None:
             return None
@@ -269,10 +292,10 @@ class Learner:
     def _read_suspected(
         self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
     ) -> object:
-        """Check with inotify whether the listed files are opened at all."""
+        """Read and check samples, with inotify on their listed files."""
         with self._opens_lock:
             opens = None
-            with suppress(Exception):  # if this fails, they count as opened
+            with suppress(Exception):  # if this fails, the listed files count as opened
                 from .opens import Opens  # noqa: PLC0415  (few processes need ctypes)
 
                 self._opens = self._opens or Opens()
@@ -396,7 +419,7 @@ _ABSENT = object()
 
 
 def _restore(owner: object, name: str, value: object, ours: object) -> None:
-    """Keeps a value by which the program has replaced ours."""
+    """Set an attribute back to `value`, unless the program has replaced `ours` meanwhile."""
     if vars(owner).get(name) is not ours:
         return
     if value is _ABSENT:
@@ -406,7 +429,7 @@ def _restore(owner: object, name: str, value: object, ours: object) -> None:
 
 
 def _add(opened: list[Path], path: object) -> None:
-    """Ignores other values, such as a file descriptor."""
+    """Record a path. Ignores values that are none, such as a file descriptor."""
     if isinstance(path, (str, bytes)):
         opened.append(path)
     elif isinstance(path, os.PathLike):
@@ -414,6 +437,7 @@ def _add(opened: list[Path], path: object) -> None:
 
 
 def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
+    """Those of `paths` that are not `among` the others; relative and absolute paths are equal."""
     left = set(map(os.fsdecode, paths)) - set(map(os.fsdecode, among))
     if not left:
         return []
@@ -422,6 +446,7 @@ def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
 
 
 def inside(dataset: object, steps: Steps) -> object:
+    """The dataset to which the steps lead."""
     for step in steps:
         dataset = dataset[step] if isinstance(step, int) else getattr(dataset, step)  # type: ignore[index] # a list
     return dataset
@@ -431,14 +456,16 @@ _REMAKE = (
     "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
     "(__import__('sys').modules.get('diesel_hook'))"
 )
-"""The expression in a pickle of `LearningWorkers`, which needs nothing but Python."""
+"""The expression that a pickle of `LearningWorkers` evaluates: it needs nothing but Python. In a
+process that has not joined it gives the user's own function (`parts[2]`)."""
 
 
 class LearningWorkers:
-    """The `worker_init_fn` of a loader with learning workers, which calls the user's own.
+    """The `worker_init_fn` of a loader whose workers observe their samples. It also calls the
+    user's own `worker_init_fn`.
 
     It is pickled if workers are spawned. A worker that has not joined, because the script has
-    changed PYTHONPATH, cannot import this module: there the pickle yields the user's own function.
+    changed PYTHONPATH, cannot import this module: there the pickle gives the user's own function.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The connection of a training process to the launcher.
 
-A message is two lengths (4 bytes for a JSON object, 8 for a payload after it; little-endian), the
-object and the payload. The launcher answers a `request` only, by a length of 8 bytes and a payload.
-If it is gone, the process runs on without it.
+A message has two lengths (of a JSON object, 4 bytes; of a payload, 8 bytes; little-endian), then
+the object and the payload. The launcher answers only the messages of `Link.request`, by a length of
+8 bytes and a payload. If the launcher is gone, the training process runs on without it.
 """
 
 from __future__ import annotations
@@ -18,43 +18,47 @@ from typing import TypedDict
 _LENGTHS = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<Q")
 _TIME = struct.Struct("@ll")  # seconds, microseconds
-_SEND_S = 20.0  # a launcher that takes nothing for this long is given up
+_SEND_S = 20.0  # if the launcher takes nothing for this long, nothing more is sent
 
 
 class HookSettings(TypedDict):
+    """The options of `dlcmd run` or `join` for the hook."""
+
     socket: str
+    """The path of the launcher's Unix socket."""
     ahead: int
-    """Further epochs to announce."""
+    """The number of epochs to announce besides the current one."""
     group_size: int
-    """Chunks in a group of the chunk-wise orders that replace random ones; 0: none do."""
+    """The number of chunks in a group of the chunk-wise orders that replace random orders; 0:
+    random orders are kept."""
     own_seed: bool
-    """Whether samplers that draw from the global generator get their own."""
+    """Whether samplers that draw from torch's global generator get a generator of their own."""
 
 
 class Link:
-    """Any thread and any forked child."""
+    """The connection. Any thread may use it, and so may a forked child, which connects anew."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._place = (0, 0)  # identifies the socket: another descriptor may have its number
+        self._place = (0, 0)  # the socket's device and inode: its descriptor may be used anew
         self._owner = 0  # the process that made the connection
         self._is_lost = False
         self._later: deque[dict[str, object]] = deque()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def send(self, message: dict[str, object], payload: bytes | memoryview = b"") -> None:
-        """Never raises: without a launcher it does nothing."""
+        """Send a message. Does nothing if the launcher is gone; never raises for that."""
         self._exchange(message, payload, has_answer=False)
 
     def request(self, message: dict[str, object]) -> bytes | None:
-        """None without a launcher."""
+        """Send a message and wait for its answer. None if the launcher is gone."""
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
-        """The garbage collector may call it, even within `send`: the message then follows the
-        current one."""
+        """Send a message, or queue it if another message is being sent. Unlike `send`, it may be
+        called by a finalizer, which the garbage collector may run even within `send`."""
         self._later.append(message)
         self._send_waiting()
 
@@ -95,7 +99,7 @@ class Link:
         return connected
 
     def note(self, text: str) -> None:
-        """The launcher shows the same text once."""
+        """Send a note for the user. The launcher shows equal notes once."""
         self.send({"do": "note", "text": text})
 
     @staticmethod
@@ -114,7 +118,7 @@ class Link:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket, self._owner = made, os.getpid()
             self._place = _place_of(made.fileno())
-            # In blocking mode: otherwise it fails at once if many processes connect together.
+            # Connect in blocking mode: otherwise this fails at once if many connect together
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(_SEND_S), 0))
             made.connect(self.path)
             made.settimeout(_SEND_S)
@@ -123,7 +127,8 @@ class Link:
         return self._socket
 
     def _is_ours(self) -> bool:
-        """The program may have closed all descriptors, and opened others with the same numbers."""
+        """Whether the descriptor is still that of the socket. The program may have closed all
+        descriptors, and opened others with the same numbers."""
         assert self._socket is not None
         try:
             return _place_of(self._socket.fileno()) == self._place
@@ -146,7 +151,7 @@ class Link:
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self._later.clear()
-        self._forget()  # the parent's: closing it here does not end it there
+        self._forget()  # closing it here does not close the parent's
 
 
 def _place_of(descriptor: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""Watches the `DataLoader`s of this process: the orders of their samplers, and the loop's progress.
+"""Watches the `DataLoader`s of this process, and sends the launcher the orders of their samplers
+and the progress of their loops.
 
-When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped; with a loader's first
-epoch, so are the `__iter__` of its sampler's class and the `__next__` of its iterator's class. All
-of these are public. The hook iterates the sampler only when torch does, so it draws at the same
-moments as without the hook. The files of a dataset are sent when its loader is made, so that the
-launcher has found them when the first epoch begins.
+When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. When the first epoch of a
+loader begins, the `__iter__` of its sampler's class and the `__next__` of its iterator's class are
+wrapped, too. All of these methods are public. The hook iterates the sampler only when torch does,
+so the sampler draws at the same moments as without the hook. The files of a dataset are sent when
+its loader is made, so that the launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _LOADERS = {
 """The loader classes with their own `__init__` and `__iter__`, by module."""
 
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
-"""They take a batch from a loader before the user's loop wants it."""
+"""The packages that take a batch from a loader before the user's loop requests it."""
 
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
-_expected = threading.local()  # `pair`: the next sampler for torch, and its epoch
+_expected = threading.local()  # `pair`: the sampler that torch will iterate, and its epoch
 _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
 _current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
-_wrapped: set[type] = set()
+_wrapped: set[type] = set()  # classes of samplers and iterators
 _SEEDS = 1 << 63
-_DROPPED_MIN = 1 << 18  # received indices that are dropped together
+_DROPPED_MIN = 1 << 18  # indices of received batches are dropped when they are at least this many
 
 
 class _Loader(Protocol):
@@ -65,6 +66,8 @@ class _Loader(Protocol):
 
 
 class Watch:
+    """All that is known about the loaders of this process."""
+
     def __init__(self, link: Link, settings: HookSettings) -> None:
         self.link = link
         self.ahead = settings["ahead"]
@@ -79,22 +82,25 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
-        """Loaders with persistent workers keep reading their first dataset."""
-        self._count = 0
+        """For each loader with persistent workers: the dataset of its first epoch, which the
+        workers keep reading."""
+        self._count = 0  # the number of loaders that have begun an epoch
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
         )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """The launcher treats a child as another process, which has sent nothing yet."""
+        """In a forked child: forget the parent's messages. For the launcher the child is another
+        process, which has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
         self._kept.clear()
 
     def send_files(self, loader: _Loader) -> KnownDataset | None:
-        """None if the loader's dataset has no files by index."""
+        """Send the files of the loader's dataset, unless the launcher has them. Returns the record
+        of the dataset; None if it has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
@@ -103,6 +109,7 @@ class Watch:
         return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
+        """The stream of a loader, which is made at the first call."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -110,6 +117,7 @@ class Watch:
         return found
 
     def begin(self, loader: _Loader) -> LoaderEpoch:
+        """An epoch of a loader begins: torch has not requested the sampler's iterator yet."""
         sampler = _index_sampler(loader)
         dataset, record = loader.dataset, self.send_files(loader)
         if record is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
@@ -121,7 +129,7 @@ class Watch:
         batches = loader.num_workers * (loader.prefetch_factor or 0)
         epoch = LoaderEpoch(self, sampler, record, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
-        if not loader.persistent_workers:  # otherwise torch draws from it for the first epoch only
+        if not loader.persistent_workers:  # with them, torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
         is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
@@ -138,6 +146,7 @@ class Watch:
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
+        """Give a sampler that draws from torch's global generator a generator of its own."""
         torch = sys.modules["torch"]
         if type(sampler).__name__ in DRAWS and getattr(sampler, "generator", None) is None:
             generator = torch.Generator()
@@ -156,15 +165,16 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if record.is_whole or record.is_learned:  # otherwise more will be known later
+            if record.is_whole or record.is_learned:  # if not, more chunks will be known later
                 self._groupings[record] = grouping
         note = chunk_wise.mark(sampler, grouping, is_whole=record.is_whole)
         if note is not None:
             self.link.note(note)
 
     def look(self, loader: _Loader, record: KnownDataset) -> LearningWorkers | None:
-        """An epoch begins. Returns the function that starting workers must run, if there
-        are any."""
+        """Observe in this epoch which files the dataset opens. Returns the `worker_init_fn` that
+        the workers must run for that; None without workers, since this process reads the
+        samples."""
         record.begin()
         may_learn = not record.is_learned
         self._learner.stop()
@@ -175,16 +185,18 @@ class Watch:
         return None
 
     def end(self) -> None:
+        """An epoch has been read to its end: observe no more in this process."""
         self._learner.stop()
 
 
 class _LoaderStream:
-    """It ends when the loader and its iterator have gone."""
+    """The stream of one loader: its epochs are announced to the launcher under one name. The stream
+    ends when the garbage collector has freed the loader and its iterator."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
         self.name = f"{os.getpid()}.{number}"
-        self.epochs = 0  # that have begun
+        self.epochs = 0  # the number of epochs that have begun
         _when_collected(
             self, functools.partial(link.send_soon, {"do": "left", "stream": self.name})
         )
@@ -192,7 +204,8 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """Persistent workers have one loop for each epoch."""
+    """The present use of an iterator of a loader. With persistent workers one iterator gives all
+    epochs, and `epoch` is the current one."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -202,6 +215,9 @@ class _Loop:
 
 
 class LoaderEpoch:
+    """One epoch of a loader: the order of its sampler, as far as it is known, and the progress of
+    the loop."""
+
     def __init__(
         self,
         watch: Watch,
@@ -210,16 +226,18 @@ class LoaderEpoch:
         stream: _LoaderStream,
         lag: int,
     ) -> None:
-        """`lag` is the number of batches that workers have in hand and may read in any order."""
+        """`lag` is the number of batches that the workers prepare ahead, in any order. If `record`
+        is None, only the loop's progress is sent."""
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
         self.has_begun = False
         self.has_failed = False
         self.is_counted = True
-        """False if the user's loop lacks some received batches."""
+        """Whether the user's loop has got all received batches: False if a library takes batches
+        ahead of the loop, or a batch has failed."""
         self.loaders_generator: object = None
-        """The loader draws from it when an epoch begins."""
+        """The loader's generator, if it draws from it whenever an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
@@ -229,15 +247,17 @@ class LoaderEpoch:
         self._lag = lag
         self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
-        self._received = self._sent = 0  # batches
-        self._drawn_sent = 0  # indices, if the order is not known
-        self._drawn_s = 0.0
+        # The number of batches that the loop has received, and as of the last progress message
+        self._received = self._sent = 0
+        self._drawn_sent = 0  # the number of sent indices, if the order is not known
+        self._drawn_s = 0.0  # when indices were sent last
         self._waited_s = self._computed_s = 0.0
         self._left_s = 0.0  # time at which the loop got its last batch
         self._progress_sent_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
-        """Announce the order, just before the sampler's iterator gives its first element."""
+        """Predict and announce the order of this epoch and of further ones. Called just before the
+        sampler's iterator, `iterator`, gives its first element."""
         if self._dataset is None:
             return
         orders = predict(
@@ -258,8 +278,8 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """An order that is announced while it is drawn comes too late if no workers take batches
-        ahead."""
+        """Note for the user that the order is not known in advance, if there are no workers: then
+        an order that is announced while it is drawn comes too late."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
             name = type(next(unknown, self._sampler())).__name__
@@ -275,6 +295,8 @@ class LoaderEpoch:
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
+        """The sampler has given an index or a batch of indices. If it is not the predicted one, the
+        rest of the prediction is withdrawn, and indices are sent as they are drawn."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
@@ -287,20 +309,20 @@ class LoaderEpoch:
             self._order = None
             self._drawn_sent = position
             self._note_unforeseen()
-            if not is_behind:  # otherwise the whole prediction has come true
+            if not is_behind:  # if it is, the whole prediction was right
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Predicted indices are not sent again."""
+        """Send the indices that were drawn since the last call, if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The loop has got a batch that it requested at `before_s`."""
+        """The loop has requested a batch at the time `before_s`, and received it at `after_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -316,6 +338,8 @@ class LoaderEpoch:
             self._send_drawn()
 
     def send_progress(self, now_s: float, *, is_over: bool = False) -> None:
+        """Send the loop's position and times since the last message. `is_over`: the loop has read
+        the epoch to its end."""
         self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
@@ -335,7 +359,8 @@ class LoaderEpoch:
             self._watch.end()
 
     def leave(self) -> None:
-        """The loop has dropped the iterator: an epoch not read to its end ends its stream."""
+        """The loop has dropped the iterator. If the epoch was not read to its end, tell the
+        launcher."""
         if not self.is_over:
             self.is_over = True
             foreseen = 0 if self._order is None else len(self._order.indices)
@@ -347,13 +372,15 @@ class LoaderEpoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """Indices in the received batches, and in `more` further ones."""
+        """The number of indices in the received batches and `more` further ones (or, if negative,
+        fewer)."""
         return self._drawn.end_of(self._received + more)
 
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """A sampler may iterate itself, or samplers inside it."""
+    """Within this context no iteration of a sampler is watched: a sampler that is watched may
+    iterate samplers inside it, or itself."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -363,6 +390,8 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
+    """The iterator that torch gets instead of a sampler's: reports each element to the epoch."""
+
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
         self._epoch: LoaderEpoch | None = epoch
@@ -381,7 +410,8 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """A failed step ends the watch of the epoch."""
+        """Run a step of the watch. If it fails, the epoch is watched no more, and the program goes
+        on."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -391,7 +421,7 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
-    """It can continue where another one was."""
+    """An iterator of torchdata, whose state can be saved and loaded."""
 
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
@@ -400,7 +430,7 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
-    """torchdata's loader saves and restores its state."""
+    """The same for an iterator with a state, which torchdata's loader saves and loads."""
 
     def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
@@ -409,11 +439,13 @@ class _WatchedStateful(_WatchedSampler):
 
 
 def _index_sampler(loader: _Loader) -> object:
+    """The sampler that torch iterates: of batches, if the loader has one."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """Does not keep the sampler: an epoch lives as long as it."""
+    """A weak reference: the sampler refers to its epoch (`_current`), so the epoch must not keep
+    the sampler alive."""
     try:
         return weakref.ref(sampler)
     except TypeError:  # its class allows no weak references
@@ -421,7 +453,8 @@ def _weak(sampler: object) -> Callable[[], object]:
 
 
 def _when_collected(thing: object, act: Callable[[], object]) -> None:
-    """Does nothing at this process's end, or in a forked child."""
+    """Call `act` when the garbage collector has freed `thing`, but not at the end of this process,
+    nor in a forked child."""
     process = os.getpid()
 
     def call() -> None:
@@ -432,6 +465,7 @@ def _when_collected(thing: object, act: Callable[[], object]) -> None:
 
 
 def _nested(sampler: object) -> Iterator[object]:
+    """A sampler, the sampler inside it, and so on."""
     seen: list[object] = []
     while sampler is not None and not any(each is sampler for each in seen):
         seen.append(sampler)
@@ -440,8 +474,8 @@ def _nested(sampler: object) -> Iterator[object]:
 
 
 def _passes_all_on(sampler: object) -> bool:
-    """Whether all elements of the sampler inside come, in the same order. A user's class may sort,
-    skip or deal them."""
+    """Whether a batch sampler gives all indices of the sampler inside it, in the same order:
+    torch's do. A user's class may sort, skip or distribute them."""
     kinds = [
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
@@ -452,9 +486,11 @@ def _passes_all_on(sampler: object) -> bool:
 
 def received(sampler: object) -> int | None:
     """The number of a sampler's indices in the batches that the loop has received in this epoch.
-    None if these were not the first ones, or the number is unknown: no loop iterates the sampler
-    through a `DataLoader` that passes all elements on, a library takes batches ahead of the loop,
-    or the loop continued after a batch that failed."""
+
+    None if the number is not known, or these are not the first indices of the epoch. That is so if
+    no loop iterates the sampler through a `DataLoader` that gives all indices in their order, if a
+    library takes batches ahead of the loop, or if the loop continued after a batch that failed.
+    """
     try:
         epoch = _current.get(sampler)
     except TypeError:
@@ -463,6 +499,7 @@ def received(sampler: object) -> int | None:
 
 
 def watch(link: Link, settings: HookSettings) -> None:
+    """Wrap the loader classes: at once if their module is imported, otherwise when it is."""
     state = Watch(link, settings)
     for name, loader in _LOADERS.items():
         module = sys.modules.get(name)
@@ -473,6 +510,8 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
+    """A finder on `sys.meta_path` that wraps the loader class of one module when it is imported."""
+
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
         self._state = state
@@ -561,21 +600,22 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
         pair = getattr(_expected, "pair", None)
         if pair is None or pair[0] is not self:
             return original(self)
-        with _expecting_none():  # of `super().__iter__()`
-            inner = original(self)  # torch may ask twice, and use the second
+        with _expecting_none():  # `original` may call `super().__iter__()`
+            inner = original(self)  # torch may request two iterators, and use the second
         watched = _WatchedStateful if hasattr(inner, "load_state_dict") else _WatchedSampler
         return watched(inner, pair[1])
 
     try:
         kind.__iter__ = __iter__  # type: ignore[attr-defined] # of whatever class it is
-    except TypeError:  # a list, for example: it does not change, so it can be foreseen now
+    except TypeError:  # a class such as list: its order does not change, so announce it now
         epoch.foresee()
         return
     _wrapped.add(kind)
 
 
 def _wrap_iterator(kind: type) -> None:
-    # The method that all others call: torch's own for torchdata's classes.
+    # The last class that implements the method, which those before it call: torch's own class for
+    # the classes of torchdata
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
     ][-1]

@@ -1,10 +1,10 @@
-"""Predicts the order that a sampler is about to give, without a trace.
+"""Predicts the order that a sampler is about to give, without any effect on the program.
 
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
-global generator or one of their own, and change nothing else. A twin, with copies of the
-generators, is iterated to its end; then torch's generator gets its state back. The sampler is
-iterated as lazily as ever, and draws the same numbers. Other samplers' orders are not predicted, as
-iterating them might change them.
+global generator or a generator of their own, and change nothing else. A copy of the sampler (its
+*twin*), with copies of its generators, is iterated to the end; then the global generator gets its
+state back. So the sampler itself draws the same numbers at the same moments as without the hook.
+The orders of other samplers are not predicted, since their iteration might have other effects.
 """
 
 from __future__ import annotations
@@ -40,38 +40,44 @@ _KNOWN = frozenset(
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
-"""They draw from torch's global generator if they have none of their own."""
+"""The samplers that draw from torch's global generator if they have no generator of their own."""
 
 _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
 )
+"""The samplers that have `epoch` and `set_epoch`."""
+
 _NESTED = ("sampler", "batch_sampler")
+"""The attributes with the sampler inside another one."""
+
 ENTRIES_MAX = 1 << 24
-"""Orders may be endless; each index takes eight bytes here, and more in the launcher."""
+"""The most indices of a prediction, since orders may be endless: each index takes eight bytes here,
+and more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""The loop waits for its first batch."""
+"""The most seconds that a prediction takes: meanwhile the loop waits for its first batch."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
-_DRAWS_MAX = 8  # each loader of torch draws one when an epoch begins; programs have few
+_DRAWS_MAX = 8  # each loader of torch draws once when an epoch begins; programs have few loaders
 
 
 class BetweenEpochs:
     """The numbers that a program draws from torch's global generator between two epochs of a
     loader.
 
-    Most programs draw only what torch's loaders draw to seed their workers. Then the generator's
-    state, when an epoch begins, shows how many numbers were drawn since the sampler's draws of the
-    epoch before; such a program is expected to do so again.
+    In most programs only torch's loaders draw from it, to seed their workers. Then the generator's
+    state at the start of an epoch shows how many numbers were drawn since the sampler's draws for
+    the epoch before. The program is expected to draw as many before the next epoch.
     """
 
     def __init__(self) -> None:
         self.draws = -1
-        """-1 if it is not known, or the program draws something else."""
-        self._behind: object = None  # the state after the sampler's draws of the last epoch
+        """The number of draws; -1 if it is not known, or the program draws other numbers."""
+        self._behind: object = None  # the state after the sampler's draws for the last epoch
 
     def begin(self) -> None:
+        """An epoch begins: count the draws since the call of `end` in the epoch before."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -86,6 +92,7 @@ class BetweenEpochs:
                 self.draw(1)
 
     def end(self) -> None:
+        """The sampler has drawn all its numbers for an epoch: remember the generator's state."""
         self._behind = sys.modules["torch"].get_rng_state()
 
     @staticmethod
@@ -96,14 +103,18 @@ class BetweenEpochs:
 
 
 class PredictedOrder:
+    """The indices that a sampler gives in an epoch, in order."""
+
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
+        """The position after each batch; empty if the sampler gives single indices."""
         self.is_whole = True
-        """Whether the sampler is exhausted."""
+        """Whether the order is complete: the sampler gives no more."""
 
     def append(self, element: object) -> bool:
-        """Add an index, or the indices of a batch. False for anything else."""
+        """Add an element of a sampler: an index, or the indices of a batch. Returns False if it is
+        anything else."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -116,7 +127,8 @@ class PredictedOrder:
 
 
 class DrawnIndices:
-    """The indices that were drawn in an epoch, without dropped ones."""
+    """The indices that a sampler has given in an epoch. The first ones can be dropped to save
+    memory; positions still count them."""
 
     def __init__(self) -> None:
         self._kept = PredictedOrder()
@@ -125,25 +137,30 @@ class DrawnIndices:
 
     @property
     def count(self) -> int:
+        """The number of indices, including the dropped ones."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
+        """The same as `PredictedOrder.append`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
 
     def between(self, start: int, end: int | None = None) -> array[int]:
+        """The indices from the position `start` to before `end`, without dropped ones."""
         last = None if end is None else max(end - self._dropped, 0)
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        if self.count and not self._has_batches:  # it gives single indices
+        """The position after the first `batches` batches."""
+        if self.count and not self._has_batches:  # single indices: each is a batch
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """Drop the first batches, if at least `least` of their indices are kept."""
+        """Drop the indices of the first `batches` batches, if this frees at least `least` of
+        them."""
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
@@ -164,12 +181,14 @@ def predict(
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
 ) -> list[PredictedOrder]:
-    """The orders of this epoch and at most `ahead` further ones; empty for an unknown sampler.
+    """Predict the orders of this epoch and of at most `ahead` further epochs. The result is empty
+    for an unknown sampler.
 
-    `iterator` is the sampler's for this epoch, which has not given anything yet. If it has a state
-    (torchdata's), it may have drawn already, and may begin in the middle of the epoch. From
-    `loaders_generator` the loader draws a number whenever an epoch begins: torch seeds its workers
-    with it.
+    `iterator` is the sampler's iterator for this epoch, which has given nothing yet. If it has a
+    state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
+    `loaders_generator` is the generator, if any, from which the loader draws the seed of its
+    workers whenever an epoch begins. `between` counts the draws of the program between epochs; it
+    lives as long as the loader.
     """
     copies: dict[int, object] = {}
     twin = _twin(sampler, copies)
@@ -199,7 +218,8 @@ def predict(
 
 
 def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
-    """Time and memory are bounded. None if an element is of an unknown type."""
+    """The elements of an iterator, within `ENTRIES_MAX` and `DRAWING_S_MAX`. None if an element is
+    neither an index nor a batch of indices."""
     order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
@@ -213,23 +233,24 @@ def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """It continues where `like` will."""
+    """An iterator of the twin that begins where the sampler's own iterator `like` will begin."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
-        if "sampler_state" not in state:  # a sampler with a state: the twin has it already
+        if "sampler_state" not in state:  # if the sampler itself has a state, the twin has it
             begun.load_state_dict(state)
     return begun
 
 
 def is_known(sampler: object) -> bool:
+    """Whether the order of this class of samplers can be predicted."""
     kind = type(sampler)
     return (kind.__module__, kind.__qualname__) in _KNOWN
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler, or None. The copies of its
-    generators go to `copies`, by the originals' ids."""
+    """A copy that can be iterated without a change to the sampler; None if its class is unknown.
+    The copies of its generators are put into `copies`, by the ids of the originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -261,11 +282,13 @@ def _copied_generator(generator: _Generator) -> object:
 
 
 def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
-    """Move a twin on to the next epoch; False if that one cannot be foreseen.
+    """Move a twin on to the next epoch. Returns False if the order of that epoch cannot be
+    foreseen.
 
-    A sampler that counts epochs (`set_epoch`) is expected to get the next number; one with a
-    generator of its own continues from its state. With torch's global generator, the next epoch
-    depends on all draws of the program until then (`BetweenEpochs`).
+    A sampler that counts epochs (`set_epoch`) is expected to get the next number. A sampler with a
+    generator of its own continues from that generator's state. For a sampler that uses torch's
+    global generator, the order depends on all draws of the program until then:
+    `global_generator_too` is whether these are known (`BetweenEpochs`).
     """
     name = type(twin).__name__
     if name == "ImportanceSampler":  # it draws by values measured in this epoch
@@ -284,8 +307,9 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
+    """Restore the states of the global generators of torch, Python and numpy at the end."""
     torch = sys.modules["torch"]
-    # Only if it is imported: the import takes 0.2 s, and gives it a random state.
+    # Only if it is imported: its import takes 0.2 s, and gives the generator a random state.
     of_numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate()
     state_of_numpy = None if of_numpy is None else of_numpy.get_state()
