@@ -1,12 +1,13 @@
 """Serves a server's readers from a cache tier, and fills that tier with the chunks that they miss.
 
 `ReadThroughCache` wraps the object store of a server's repository. Reads through its store methods
-go to the store itself, so that verify and recover see its own bytes. Reads for clients go
-through `find` (the tier), `read_store` (the store) and `record_miss`, which remembers what to
-fetch. Fetcher threads then bring whole chunks into the tier (`tiers.py`), checked.
+go to the store itself, so that verify and recover see the store's own bytes. For a client, the
+server calls `find` (the tier); if the tier lacks the chunk, it calls `read_store` (the store) and
+`record_miss`, which remembers the chunk. Fetcher threads then bring whole chunks into the tier
+(`tiers.py`), checked.
 
-Which chunks: a miss asks for its own chunk and, if the tier is on a disk, for the rest of its
-dataset behind that. A tier in memory has less room: there a chunk is fetched only once the misses
+Which chunks: after a miss in a tier on a disk, the chunk is fetched, and behind it the rest of its
+dataset. A tier in memory has less room: there a chunk is fetched only once the misses
 on it have cost as much time as fetching it does ("rent, then buy", the ski-rental rule: at most
 twice the cost of the best choice, whatever is read). Such a chunk is called *admitted* here.
 
@@ -48,23 +49,26 @@ readers that wait."""
 
 PATIENCE_S = 0.2
 REST_FACTOR = 4.0
-"""So, if readers always wait, a fetcher works for at most a fifth of its time."""
+"""How fetchers give way to readers (see the module). If readers always wait, a fetcher works for at
+most a fifth of its time."""
 
 SLOW_REQUEST_S = 0.0005
-"""Nothing is admitted if a request to the store costs less: such a store answers about as fast
-as the tier would (a folder in the page cache in 0.02 ms)."""
+"""No chunk is admitted if a request to the store takes less time than this: such a store answers
+about as fast as the tier would (a folder in the page cache in 0.02 ms)."""
 
 FETCH_BYTES_MAX = 256 << 20
-"""Memory of chunks that are being fetched, per process; a larger chunk is fetched alone."""
+"""Memory, per process, of chunks that are being fetched for a tier on a disk. A larger chunk is
+fetched alone."""
 
 RETRY_S = 60.0
-"""The pause before a failed fetch, a full tier or a dataset's end is tried again."""
+"""The pause after a fetch that failed (before that chunk is tried again), after the tier was full
+(before any chunk is), and after a dataset's last chunk (before the dataset is listed again)."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
 _MISSED_MAX = 1024  # chunks that wait to be fetched; further misses only fetch the dataset in order
 _OFFERED_BYTES_MAX = 64 << 20  # whole chunks that readers have read and that wait for the tier
-_NOTED_MAX = 65_536  # keys of `_note`
+_NOTED_MAX = 65_536  # the most keys that `_note` leaves in a table
 _CLOSE_S = 5.0
 
 Noted = TypeVar("Noted")
@@ -134,7 +138,8 @@ class ReadThroughCache(StoreWrapper):
         self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
-        """Read from the store for a reader that waits. Raises what `read_into` raises."""
+        """Read bytes of a chunk from the store for a reader that waits. Raises the errors of
+        `ObjectStore.read_into`."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
@@ -153,7 +158,8 @@ class ReadThroughCache(StoreWrapper):
     def record_miss(self, key: ChunkKey, start: int, content: memoryview) -> None:
         """Note that a reader got these bytes of a chunk, from `start` on, out of the store.
 
-        `content` does not change any more; if it is the whole chunk, it need not be fetched.
+        The caller does not change `content` afterwards. If it is the whole chunk, it may be put
+        into the tier without another fetch.
         """
         tier = self._tier
         if self._closed:
@@ -183,7 +189,8 @@ class ReadThroughCache(StoreWrapper):
             self._work.notify_all()
 
     def report_damage(self, key: ChunkKey) -> None:
-        """A reader found damaged bytes in this chunk: the tier checks or drops its copy."""
+        """Report that a reader found damaged bytes in the tier's copy of this chunk: the tier
+        checks the copy or drops it."""
         self._tier.report_damage(key)
 
     def stats(self) -> dict[str, int]:
@@ -205,7 +212,8 @@ class ReadThroughCache(StoreWrapper):
     # Which chunks are worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
-        """Whether the misses of a chunk, with this one, have cost as much as fetching it would."""
+        """Whether the misses of a chunk, with that of `size` bytes from `start` on, have cost as
+        much as fetching the chunk would."""
         if self.costs.latency_s < SLOW_REQUEST_S:
             return False
         credit_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
@@ -215,8 +223,8 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _whole_chunk(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
-        """A reader's bytes, if they are a whole chunk and there is room to keep them until they
-        are in the tier (`_OFFERED_BYTES_MAX`); else None."""
+        """Returns `content` if it is a whole chunk and there is room to keep it until it is in the
+        tier (`_OFFERED_BYTES_MAX`); else None."""
         size = len(content)
         if not start and self._offered_bytes + size <= _OFFERED_BYTES_MAX:
             with contextlib.suppress(FormatError):
@@ -244,8 +252,8 @@ class ReadThroughCache(StoreWrapper):
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Fetch the chunk that was missed first, else the next of a dataset; wait if there is
-        none."""
+        """Fetch the first of the missed chunks (admitted ones come first); if there is none, the
+        next chunk of a dataset. Waits until there is a chunk to fetch."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -281,7 +289,8 @@ class ReadThroughCache(StoreWrapper):
                 _note(self._not_before, identity, time.monotonic() + RETRY_S)
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
-        """The next chunk of a dataset that the tier does not have."""
+        """The next chunk of a dataset that the tier does not have; None after the last one, and if
+        the listing fails."""
         infos = self._datasets.get(identity)
         with contextlib.suppress(DieselError):  # the next miss begins another listing
             for info in infos or ():
@@ -295,8 +304,8 @@ class ReadThroughCache(StoreWrapper):
         return None
 
     def _claim(self, key: ChunkKey, missed: _Missed) -> bool:
-        """Whether the caller shall fetch a chunk, since no other fetcher does. Called with the
-        lock."""
+        """Whether the caller shall fetch a chunk. Not if another fetcher is at it, or if it failed
+        a short time ago; then `missed` is done with. Called with the lock."""
         other = self._fetching.get(key)
         if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
             self._fetching[key] = missed
@@ -308,8 +317,8 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns False if
-        the tier or the store fails, so that other chunks are not to be tried now."""
+        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns whether
+        to go on with other chunks: False if the tier is full or the store fails."""
         try:
             return self._insert(key, missed, size)
         finally:
@@ -332,6 +341,7 @@ class ReadThroughCache(StoreWrapper):
         except DieselError as error:
             return self._failed(key, error)
         if reservation is None:
+            # The tier has the chunk already, or another thread or process is bringing it
             return True
         try:
             content = self._checked_chunk(key, missed, size)
@@ -387,8 +397,8 @@ class ReadThroughCache(StoreWrapper):
             self._rest(took_s * REST_FACTOR)
 
     def _wait_until_quiet(self, missed: _Missed) -> bool:
-        """Wait until no reader waits for the store or the chunk is admitted; True if `PATIENCE_S`
-        ended before that."""
+        """Wait until no reader waits for the store, or the chunk is admitted, but at most
+        `PATIENCE_S`. Returns whether that time ended first, so that the thread must rest later."""
         until_s = time.monotonic() + PATIENCE_S
         while not self._closed and not missed.is_admitted:
             left_s = until_s - time.monotonic()

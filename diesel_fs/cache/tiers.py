@@ -3,7 +3,7 @@
 A server, and a node of a task, keep chunks in a *tier*: in memory (`MemoryTier`) or in a folder of
 a local disk (`DiskTier`, `disk/chunks.py`). A tier is bounded, and everything in it has been
 checked whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of
-a tier is never an error for a reader: the tier then says that it does not have the chunk.
+a tier is never an error for a reader: `find` then returns None, as if the chunk were absent.
 
 Everything may be called from many threads at once.
 """
@@ -38,19 +38,20 @@ class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
     if the tier drops the chunk meanwhile."""
 
     bytes: int
+    """The size of the chunk."""
 
     @abstractmethod
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start` on. Raises OSError; EOFError if the chunk is too short."""
 
     def read_nowait(self, start: int, buffer: memoryview) -> bool:
-        """As `read_into`, if that need not wait. Returns whether `buffer` is full now. Never
-        raises, even if the chunk is too short."""
+        """As `read_into`, but only if the bytes can be read without waiting. Returns whether
+        `buffer` is full now. Never raises, even if the chunk is too short."""
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """These bytes in the tier's own memory, if the tier is in memory; else None. The caller
-        must not change them."""
+        """`size` bytes from `start` on, in the tier's own memory; None if the tier is not in
+        memory. The caller must not change them."""
         return None
 
     def close(self) -> None:
@@ -89,12 +90,13 @@ class CacheTier(ABC):
 
     @abstractmethod
     def holds(self, key: ChunkKey) -> bool:
-        """Whether the tier seems to have the chunk or to be getting it, without opening it."""
+        """Whether the tier seems to have the chunk or to be getting it. Does not open the chunk."""
 
     @abstractmethod
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
-        """Room for a chunk; idle chunks are evicted for it. None if the tier has the chunk or is
-        getting it. Raises NoSpaceError where every chunk here is in use."""
+        """Reserve room for a chunk that the caller will fetch; idle chunks are evicted for it. None
+        if the tier has the chunk or is getting it: the caller need not fetch it. Raises
+        NoSpaceError if every chunk in the tier is in use."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
@@ -105,8 +107,8 @@ class CacheTier(ABC):
         self.drop(key)
 
     def note_use(self, identity: UUID) -> None:
-        """Note that this dataset is being read. A tier on a disk then evicts others first; in
-        memory the reads themselves are noted."""
+        """Note that this dataset is being read. A tier on a disk then evicts other datasets first;
+        the tier in memory notes each read of a chunk in `find` instead."""
         return
 
     def note_reading(self, *, begins: bool) -> None:
@@ -115,7 +117,7 @@ class CacheTier(ABC):
         return
 
     def others_read(self) -> bool:
-        """Whether another process that shares this tier has such a read under way now."""
+        """Whether a reader of another process that shares this tier waits for the store now."""
         return False
 
     def close(self) -> None:
@@ -135,9 +137,9 @@ def verify_chunk(key: ChunkKey, content: memoryview) -> None:
 class MemoryTier(CacheTier):
     """Chunks in this process's memory.
 
-    A chunk is evicted only when nobody has read it for `idle_s`. So where readers cycle through
-    more than fits, the chunks that are here stay and serve their part of the reads, without
-    thrashing.
+    A chunk is evicted only when nobody has read it for `idle_s`. So if readers cycle through more
+    chunks than fit, the chunks in the tier stay and serve their part of the reads: the tier does
+    not thrash.
     """
 
     kind = "memory"

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class WaitCause(IntEnum):
-    """The cause of a wait. Among several at once, the greatest counts."""
+    """The cause of a wait. If work waits for several causes at once, the greatest counts."""
 
     MOUNT = 0  # the mount's own work
     METADATA = 1
@@ -34,14 +34,14 @@ class WaitCause(IntEnum):
 
 
 class WaitObserver(Protocol):
-    """Follows the waits of one piece of work. Any thread may call, also several at once."""
+    """Is notified of the waits of one piece of work, by any thread, also by several at once."""
 
     def enter(self, cause: WaitCause) -> None:
-        """The work begins to wait for this."""
+        """The work begins to wait for this cause."""
         ...
 
     def leave(self, cause: WaitCause) -> None:
-        """It waits for this no longer."""
+        """The work no longer waits for this cause."""
         ...
 
 
@@ -53,7 +53,7 @@ current_observer = _observer.get
 
 @contextmanager
 def observer_set(observer: WaitObserver) -> Iterator[None]:
-    """Have the work inside the `with` observed, and the tasks and threads that it starts."""
+    """Set the observer of the code inside the `with`, and of tasks and threads that it starts."""
     token = _observer.set(observer)
     try:
         yield
@@ -62,8 +62,8 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
             _observer.reset(token)
 
 
-class waiting_for:  # it is used as a function
-    """Marks the code in the `with`."""
+class waiting_for:  # a small letter, as it is used like a function
+    """Marks the code in the `with` as waiting for a cause, for the current observer."""
 
     __slots__ = ("_cause", "_observer")
 
@@ -81,7 +81,7 @@ class waiting_for:  # it is used as a function
 
 
 class MarkedStore(StoreWrapper):
-    """Marks the reads of an object store with a cause, except those that need not wait."""
+    """Marks the reads of an object store with a cause, except `read_nowait`, which never waits."""
 
     def __init__(self, inner: ObjectStore, cause: WaitCause) -> None:
         super().__init__(inner)
@@ -101,7 +101,7 @@ class MarkedStore(StoreWrapper):
 
 
 class _MarkedReads(FastReads):
-    """The reads of another store, marked with a cause if they may wait."""
+    """The fast reads of a store, marked with a cause if they may wait."""
 
     def __init__(self, store: ObjectStore, inner: FastReads, cause: WaitCause) -> None:
         super().__init__(store)

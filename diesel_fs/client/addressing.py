@@ -23,6 +23,7 @@ from ..format.snapshot.reader import Indices, Snapshot
 PathText = str | bytes | os.PathLike[str]
 
 EntryKey = PathText | SupportsIndex
+"""A path or an index."""
 
 EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
 """All paths, or all indices."""
@@ -57,7 +58,8 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
 
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
-    """The encoded paths of entries, or their indices, as given. Raises UsageError."""
+    """The entries as encoded paths, or as an array of indices if the caller gave these. Neither is
+    looked up yet. Raises UsageError."""
     if isinstance(entries, np.ndarray) and entries.dtype == np.int64 and entries.ndim == 1:
         return entries
     if isinstance(entries, _PATHS):

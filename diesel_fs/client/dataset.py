@@ -2,10 +2,10 @@
 
 The calls are those of libDIESEL (the DIESEL paper, Table 3); docstrings name them as DL_get etc.
 
-A `Dataset` shows one version. `flush`, `delete`, `refresh`, or a path that only a newer version has
-moves it on. Several threads may read; only one may write. A forked child may go on reading, and so
-may a process that loads a pickle of the dataset (`reopening.py`). Puts that are not flushed stay
-with the process that made them.
+A `Dataset` shows one version. It moves on to the current one in `flush`, `delete`, `purge` and
+`refresh`, and when a call names a path that the shown version lacks. Several threads may read; only
+one may write. A forked child may go on reading, and so may a process that loads a pickle of the
+dataset (`reopening.py`). Puts that are not flushed stay with the process that made them.
 """
 
 import inspect
@@ -76,6 +76,8 @@ class _OpenOptions:
 
 
 class _Order(NamedTuple):
+    """The arguments of the last `shuffle`, which a process that loads a pickle repeats."""
+
     seed: int
     epoch: int
     group_size: int
@@ -183,7 +185,8 @@ def list_datasets(
 
 
 def _load(url: str | None, user: str | None, key: str | None) -> Settings:
-    """Raises UsageError for a key without a server."""
+    """The settings by these arguments and the environment. Raises UsageError for a key without a
+    user."""
     given = {"url": url, "user": user, "key": key}
     for word, value in given.items():
         if value is not None:
@@ -213,7 +216,7 @@ class Dataset:
         self._options = options
         self._task: TaskStore | None = None
         self._task_version = 0
-        self._order: _Order | None = None  # the order in which files are being read
+        self._order: _Order | None = None  # None: files are not read in the order of a `shuffle`
         self._version_fixed = is_version_fixed  # only `refresh` moves on from this version
         self._kept = is_kept  # opened at a named version: nothing can be written
         self._closed = False
@@ -298,8 +301,8 @@ class Dataset:
     def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
         """Yield the contents of many files in this order; fetch chunks ahead in the background.
 
-        A content stays valid as long as its view is held. Raises NoSuchPath and IsAFolder before
-        it reads anything, and later as `get`.
+        Each memoryview stays valid as long as the caller holds it. Raises NoSuchPath and IsAFolder
+        before anything is read, and later as `get`.
         """
         indices, reader = self._find_many(paths)
         kinds = layout.kinds(reader.snapshot.columns.flags[indices])
@@ -342,8 +345,9 @@ class Dataset:
     def follow(self, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
 
-        Its groups end at the positions `ends`. Raises NoSuchPath, and UsageError if the chunks of a
-        group do not fit `memory_bytes`.
+        `ends` has the position in the order at which each group ends (see `shuffle`); the last is
+        the order's length. Raises NoSuchPath, and UsageError if the chunks of a group do not fit
+        `memory_bytes`.
         """
         self._check_open()
         view = self._view
@@ -583,8 +587,8 @@ class Dataset:
         return self._find(key)[0]
 
     def _find(self, key: EntryKey) -> tuple[int, EntryReader]:
-        """The index of an entry, and the reader of its version (another thread may move the dataset
-        on). Moves on to a newer version for a missing path."""
+        """The index of an entry, and the reader of the version with this index (another thread may
+        move the dataset on meanwhile). If a path is missing, moves on to a newer version first."""
         self._check_open()
         reader = self._reader
         try:
@@ -645,6 +649,7 @@ def _reopen(
     is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
+    """Open a pickled dataset in this process; `is_fixed` has the two flags of `Dataset`."""
     is_version_fixed, is_kept = is_fixed
     options = replace(options, task=reference.task_options_with_key)
     repository = reference.repository()

@@ -1,12 +1,12 @@
 """Compares two versions of datasets, or a version with a folder.
 
 An entry is **changed** if both sides have an entry of the same kind at its path with another mode,
-mtime, size, content or link target; one of another kind is removed and added. Contents of two
-versions are compared by the checksums of their extents, and files of a folder as `put` compares
-them: by size and mtime, and with `checksum` by content.
+mtime, size, content or link target; an entry of another kind counts as removed and added. Contents
+of two versions are compared by the checksums of their extents, and files of a folder as `put`
+compares them: by size and mtime, and with `checksum` by content.
 
-Nothing is written. Two versions with 1.28 million entries take about a second. A folder is walked
-with one of its folders in memory at a time.
+Nothing is written. Two versions with 1.28 million entries take about a second. A tree of folders is
+read one folder at a time, so only the entries of one are in memory.
 """
 
 import os
@@ -26,13 +26,13 @@ from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
 CompareProgress = Callable[[int], None]
-"""Called with the number of entries compared until now."""
+"""A callback that gets the number of entries compared until now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Paths by kind of difference. `failed` has the paths that could not be read, with the
-    reasons."""
+    """The result of a comparison: paths by kind of difference, and the number of unchanged entries.
+    `failed` has the paths that could not be read, with the reasons."""
 
     added: Collection[bytes]
     changed: Collection[bytes]
@@ -79,7 +79,7 @@ def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differ
 def compare_folder(
     view: Snapshot, below: bytes, folder: Path, *, checksum: bool, progress: CompareProgress
 ) -> Differences:
-    """The changes that `put --delete` of a folder would make at and below a path.
+    """The changes that `put --delete` of `folder` would make at and below the path `below`.
 
     Raises NotFoundError, PermissionDenied, and ConflictError if `below` is a file.
     """
@@ -116,6 +116,7 @@ def compare_folder(
 
 
 def _entries(changes: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
+    """The paths that differ, with the kind of the entry in the compared folder."""
     path = target_path(below, changes.path)
     if changes.entry is not None:
         yield path, Kind.FOLDER

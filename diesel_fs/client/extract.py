@@ -2,8 +2,8 @@
 
 Nothing outside the destination is touched: folders are opened component by component, and links are
 never followed. An existing file is replaced only with `force`, and only by a whole file. The order
-is folders, files by their place in the chunks (so each chunk is read once), links, and last the
-attributes of folders, deepest first.
+of work: folders are made, then files by their places in the chunks (so each chunk is read once),
+then links; the attributes of folders are set last, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
 its name or not at all, and survives a power cut once the kernel has written it.
@@ -43,7 +43,7 @@ from ..system.atomic_file import check_links, close_folder, remove_leftovers, te
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FOLDERS = 64  # descriptors kept; enough, since the files of a folder mostly share chunks
+_OPEN_FOLDERS = 64  # open descriptors: enough, since the files of a folder mostly share chunks
 _BATCH_BYTES = 64 << 20  # contents of one `read_many`, to bound its memory
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
@@ -54,9 +54,9 @@ _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a st
 class GetReport:
     """The progress of a get.
 
-    `total` and `entries` count all entries, and those done. `files` and `content_bytes` count files
-    written, `unchanged` the equal entries that existed. `failed` has the paths left out, with the
-    reasons.
+    `total` is the number of all entries, `entries` that of entries done. `files` and
+    `content_bytes` count the written files, `unchanged` the existing entries that were equal.
+    `failed` has the paths that were left out, with the reasons.
     """
 
     total: int = 0
@@ -68,13 +68,14 @@ class GetReport:
 
 
 GetProgress = Callable[[GetReport], None]
+"""A callback that gets the report so far, after each entry."""
 
 
 def _no_progress(_: GetReport) -> None: ...
 
 
 class _EntrySkipped(Exception):
-    """The message is the reason."""
+    """One entry cannot be written; the message is the reason."""
 
 
 def get(
@@ -152,8 +153,8 @@ def _destination_error(dest: Path, error: OSError) -> Exception:
 class _Folders:
     """Descriptors of the destination's folders, by the index of the dataset's folder.
 
-    Each is opened from the folder above it, so a path may be longer than the kernel's limit, and a
-    link that replaces a folder is an error.
+    A folder is opened from the descriptor of the folder above it, so a path may be longer than the
+    kernel's limit, and a link in place of a folder is an error.
     """
 
     def __init__(self, view: Snapshot, top: int, root: int) -> None:
@@ -195,6 +196,8 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
 
 @dataclass(eq=False)
 class _FolderWriter:
+    """Writes entries into a folder; an entry that fails goes into the report."""
+
     view: Snapshot
     reader: EntryReader
     folders: _Folders
@@ -240,7 +243,8 @@ class _FolderWriter:
     # Folders
 
     def _make_folder(self, index: int) -> bool:
-        """Make a folder that we can write into; return whether it gets the dataset's attributes."""
+        """Make a folder with write permission for us; return whether `_finish_folder` must set the
+        dataset's attributes later."""
         above, name = self._destination_of(index)
         mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to its final mode
         try:
@@ -275,6 +279,7 @@ class _FolderWriter:
     # Files and links
 
     def _must_write(self, index: int) -> bool:
+        """Whether a file or link must be written. If not, it is counted as unchanged or failed."""
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             try:
@@ -347,6 +352,7 @@ class _FolderWriter:
             self._count_entry()
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
+        """The descriptor of an entry's folder (as `_Folders` gives it), and the name in it."""
         name = self.names.get(index) or _safe_name(self.view, index)
         return self.folders[self.view.parent(index)], name
 
@@ -360,7 +366,7 @@ class _FolderWriter:
 
 
 class _EntryErrors:
-    """Turns an error inside `with` into a failure of one entry; a full disk ends the whole get.
+    """A context in which an error becomes a failure of one entry; a full disk ends the whole get.
 
     A class, since a generator function would take three times as long for each entry.
     """
@@ -432,6 +438,7 @@ def _whole_files(
 
 
 def _pieces(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
+    """The content of a file, extent by extent."""
     done = 0
     for extent in view.extents(index):
         content = reader.read(index, extent.start, extent.size)
@@ -529,8 +536,8 @@ def _grant_owner(above: int, name: bytes, mode: int) -> None:
 
 @contextmanager
 def _named_at_end(name: bytes, folder: int) -> Iterator[str]:
-    """A temporary name in a folder; the entry is renamed to `name` when the `with` ends, or removed
-    after an error."""
+    """A temporary name, under which the caller makes an entry in `folder` (a descriptor). It is
+    renamed to `name` when the `with` ends, or removed after an error."""
     temporary = temporary_name()
     try:
         yield temporary

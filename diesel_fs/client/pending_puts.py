@@ -37,6 +37,11 @@ _SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length i
 
 
 class PendingPuts:
+    """The puts since the last flush: a session on the dataset, and a packer with their contents.
+
+    `view` is the version that the dataset shows, `compress` as in `connect`.
+    """
+
     def __init__(self, repository: Repository, view: Snapshot, compress: str) -> None:
         self._repository = repository
         self._name = view.dataset
@@ -44,16 +49,18 @@ class PendingPuts:
         self._newest = view  # `load_meta` may go back to an older version
         self._process = os.getpid()
         self._writing: tuple[WriteSession, Packer] | None = None
-        self._folders: set[bytes] = set()  # put, and not in the version that is shown
-        self._files: set[bytes] = set()  # likewise
+        # Paths that were put and that the shown version does not have yet
+        self._folders: set[bytes] = set()
+        self._files: set[bytes] = set()
 
     def note_version(self, view: Snapshot) -> None:
+        """Check later puts against `view`, if no newer version is known."""
         self._newest = max(self._newest, view, key=_version)
 
     def add(
         self, view: Snapshot, source: Source, path: PathText, mode: int, mtime_ns: int | None
     ) -> None:
-        """Put a file; `view` is the version that the dataset shows. Raises as `Dataset.put`."""
+        """Put a file; `view` is the version that the dataset shows now. Raises as `Dataset.put`."""
         packer = self._begun(view)[1]
         target = self._target(path)
         mode = whole_number("mode", mode, 0, _MODE_MAX)
@@ -97,7 +104,7 @@ class PendingPuts:
         return report
 
     def forget_paths(self) -> None:
-        """The next shown version has the paths that were put."""
+        """Forget the paths that were put, because the version shown next has them."""
         self._folders.clear()
         self._files.clear()
 
@@ -112,6 +119,7 @@ class PendingPuts:
         self.forget_paths()
 
     def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
+        """The session and its packer, which the first put after a flush begins."""
         if self._process != os.getpid():
             self._forget()
         if self._writing is None:
@@ -140,7 +148,7 @@ class PendingPuts:
             raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
 
     def _target(self, path: PathText) -> bytes:
-        """Raises UsageError, and ConflictError for a folder."""
+        """The path of a put, as bytes. Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
             raise UsageError(
@@ -161,6 +169,7 @@ class PendingPuts:
         return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
+        """Put the missing folders above `target`. Raises ConflictError if one of them is a file."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._folders:
@@ -177,7 +186,8 @@ class PendingPuts:
 
 
 def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
-    """Raises UsageError for other objects than files, and for text."""
+    """Copy the rest of a binary file object to `spool`. Raises UsageError for another object or a
+    file of text."""
     read = getattr(source, "read", None)
     if not callable(read):
         raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)

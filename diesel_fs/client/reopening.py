@@ -1,7 +1,7 @@
 """Pickles an open dataset as a reference, from which another process opens the same version.
 
 A pickle may be stored anywhere, so it holds neither a key nor an address with a password. The other
-process takes those from its own environment, as `dlcmd` does. Safe from any thread.
+process takes these secrets from its own environment, as `dlcmd` does. Safe from any thread.
 """
 
 import os
@@ -33,8 +33,8 @@ class DatasetReference:
 
     @classmethod
     def of(cls, repository: Repository, view: Snapshot, task: TaskOptions) -> Self:
-        """Raises UsageError if another process with our environment would not find the same
-        repository, account and task.
+        """The reference to `view`. Raises UsageError if another process with our environment would
+        not find the same repository, account and task.
         """
         url, credentials = repository.url, repository.credentials
         has_password = "@" in url.meta  # if wrongly true, only DIESEL_URL must be set
@@ -62,15 +62,16 @@ class DatasetReference:
 
     @property
     def task_options_with_key(self) -> TaskOptions:
+        """The task's options, with the key from this process's environment ("" if it has none)."""
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
         return replace(self.task_options, task_key=key)
 
     def repository(self) -> Repository:
-        """Raises ConfigError for a missing secret, and as `open_repository`."""
+        """Open the repository. Raises as `open_repository`; ConfigError for a missing secret."""
         return open_repository(*self.address())
 
     def snapshot(self, repository: Repository) -> Snapshot:
-        """Raises as `same_view`."""
+        """The version's snapshot. Raises as `same_view`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 
     def address(self) -> tuple[RepositoryUrl, Credentials | None]:

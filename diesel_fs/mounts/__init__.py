@@ -1,18 +1,18 @@
 """Mounts: a dataset as a read-only folder. SEMANTICS.md says what each call does.
 
 In a *native* mount the kernel has the whole tree (EROFS, from an image that `tree/images.py`
-keeps), and asks only for contents, in one virtual file (`tree/content_file.py`). In a FUSE mount it
-also asks for names.
+keeps), and requests only contents, from one virtual file (`tree/content_file.py`). In a FUSE mount
+the kernel also requests names.
 
-Read `tree/vfs.py` first (the file system, without FUSE), then `sessions/` (how the kernel asks:
+Read `tree/vfs.py` first (the file system, without FUSE), then `sessions/` (which answer the kernel:
 native, kernel, pyfuse3), `daemon/` (the three processes of a mount), `prefetch/` (when contents go
 into the kernel's page cache), `plans/` (orders that programs announce), `versions/` (mounts that
 follow their dataset), `launcher.py` (mounting and unmounting) and `warmup.py` (loading the files
 below a path).
 
-The folders form layers. Each imports only names that stand before it in this line: statistics,
-mountpoints, options < tree < source, sessions < prefetch < plans < launcher, versions < daemon,
-warmup, mounted.
+The folders and modules form layers. In this line, each imports only names to the left of its own
+group: statistics, mountpoints, options < tree < source, sessions < prefetch < plans < launcher,
+versions < daemon, warmup, mounted.
 
 The names exported here are for programs. Importing them loads neither FUSE, trio nor numpy.
 """

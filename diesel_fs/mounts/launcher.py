@@ -1,7 +1,8 @@
-"""Mounts, unmounts and queries mounts, for `dlcmd` and the Python API.
+"""Mounts, unmounts, and queries mounts, for `dlcmd` and the Python API.
 
-`mount` starts the processes of a mount (`daemon/supervisor.py`) and waits until they serve it;
-`umount` ends them. This module imports neither numpy, trio nor FUSE, because a user waits for it.
+`mount` starts the daemon of a mount (`daemon/supervisor.py`, which starts the mount's other
+processes) and waits until the mount is served; `umount` ends them. This module imports neither
+numpy, trio nor FUSE, because a user waits for it.
 Functions may be called from any thread.
 """
 
@@ -58,8 +59,8 @@ from .plans.socket_folder import remove_dead_sockets
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long each step of a mount's start may take: to fetch the snapshot, and to try each session,
-one of which may have to make a tree of millions of entries."""
+"""How long each step of a mount's start may take. The steps are to fetch the snapshot, and to try
+each session; the native session may have to build an image of millions of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ class Patience:
     """How long `umount` waits for the daemon of a mount that it has unmounted."""
 
     idle_s: float = 5.0
-    """How long the daemon may live without using processor time. It needs milliseconds, unless the
-    kernel knows millions of files: it forgets them first, 200,000 a second."""
+    """How long the daemon may live without using processor time. It ends within milliseconds,
+    unless the kernel knows millions of files: the kernel forgets them first, 200,000 a second."""
     total_s: float = 600.0
+    """How long the daemon may live in all."""
     log_interval_s: float = 5.0
+    """The interval of warnings that the daemon still works."""
     before_signal_s: float = 1.0
     """After this time the daemon gets SIGTERM."""
 
@@ -78,9 +81,9 @@ class Patience:
 PATIENCE = Patience()
 
 OWN_PROCESSES_BUSY_S = 10.0
-"""How long the mount's own prefetch worker may keep it busy: the worker of an ordinary user opens
-folders of the mount, and closes them after each piece of work. That takes milliseconds, unless the
-machine is overloaded."""
+"""How long the mount's own prefetch worker may keep the mount busy. If an ordinary user has
+mounted, the worker opens folders of the mount, and closes them after each piece of work; that takes
+milliseconds, unless the machine is overloaded."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.mounts.daemon.supervisor")
 FOREGROUND = "--foreground"
@@ -144,7 +147,8 @@ def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> 
 
 
 def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
-    """Turns this process into the daemon, which ends with the mount. Raises DieselError."""
+    """Turns this process into the daemon of a mount; the process ends with the mount. Raises
+    DieselError."""
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
@@ -167,12 +171,13 @@ def umount(
 ) -> None:
     """Unmounts and waits for the daemon's end.
 
-    A mount in use stays, and BusyError names the processes that use it. `lazy` removes it from the
-    tree at once, and it ends with its last user. `force` ends it now, and its users get errors.
+    A mount in use stays, and BusyError names the processes that use it. With `lazy`, the mount
+    vanishes from its path at once, and ends with its last user. With `force`, it ends now, and its
+    users get errors.
 
     If the file system is also mounted elsewhere, for example in another mount namespace, the daemon
-    goes on serving it there. The call waits for a slow daemon as long as it uses processor time. In
-    both cases the logger `diesel.mount` warns.
+    goes on serving it there. The call waits for a slow daemon as long as the daemon uses processor
+    time. In both cases the logger `diesel.mount` warns.
 
     Raises DeadlineError if a daemon neither ends nor works, PermissionDenied for another user's
     mount.
@@ -200,11 +205,11 @@ def umount(
     if not ends_within(daemon, patience.before_signal_s):
         now = other_mounts_of(found, retired)
         left = {each: now[each] for each in now if each in others}
-        if left:  # only earlier ones: the device number may belong to a new mount now
+        if left:  # without mounts made since: the device number may belong to a new mount now
             _warn_still_mounted(left, found.path, daemon)
             return
         if not lazy:
-            with suppress(ProcessLookupError):  # a read ahead may keep it alive
+            with suppress(ProcessLookupError):  # a read ahead may keep the daemon alive
                 os.kill(daemon, signal.SIGTERM)
     _wait(own, found.path, patience)
 
@@ -212,8 +217,8 @@ def umount(
 def stats(
     directory: str | os.PathLike[str], *, deadline_s: float | None = None
 ) -> dict[str, object]:
-    """The statistics of a mount (`.diesel/stats`). The mount may take as long to answer as in
-    `is_alive`. Raises DieselError."""
+    """The statistics of a mount (`.diesel/stats`). `deadline_s` is as for `is_alive`. Raises
+    DieselError."""
     found = our_mount(directory)
     try:
         text = read_through(f"{found.hidden_folder}/stats", deadline_s=deadline_s)
@@ -226,8 +231,8 @@ def stats(
 
 
 def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> list[str]:
-    """The paths of a mount's files in the order of an epoch: the current one of `.diesel/filelist`,
-    or `epoch` with the same seed and group size.
+    """The paths of a mount's files in the order of an epoch: of `epoch`, or of the current one
+    (`.diesel/filelist`), with the mount's seed and group size.
 
     By reading the list, the caller announces that it will read the files in this order. Raises
     DieselError; UsageError for a bad epoch.
@@ -291,7 +296,8 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
 
 
 def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
-    """Waits while only the mount's own processes keep it busy. Raises BusyError."""
+    """Unmounts. While only the mount's own processes keep it busy, waits for them, at most
+    `OWN_PROCESSES_BUSY_S`. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
         # A busy tree would be noticed only after `.diesel` had been unmounted, so look for users
@@ -306,20 +312,21 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
                 now = mounted_at(found.path)
                 if not found.is_native or now is None or now.device != found.device:
                     return
-                found = now  # the tree below: the mount was switching to another one
+                found = now  # the tree below this one: the mount was switching to another tree
                 continue
         others = [pid for pid in pids if pid not in own]
         if others or not own or time.monotonic() > deadline_s:
             raise _busy(found.path, others)
         time.sleep(0.01)
-        found = mounted_at(found.path) or found  # the mount on `.diesel` is another one now
+        found = mounted_at(found.path) or found  # `unmount` may have mounted `.diesel` anew
 
 
 def _retired_trees(found: DatasetMount) -> dict[int, str]:
-    """The devices of earlier trees that are still in use, by the ID of their mounts. Empty if the
-    daemon is dead or does not answer."""
+    """The trees of earlier versions that are still in use, after a native mount has switched to
+    another version: their devices, by the IDs of their mounts. Empty if the daemon is dead or does
+    not answer."""
     trees: dict[int, str] = {}
-    if found.is_native and "@" not in found.source:  # it follows its dataset
+    if found.is_native and "@" not in found.source:  # the mount follows its dataset
         with suppress(DieselError):
             match stats(found.path).get("follow"):
                 case {"retired_trees": list(some)}:
@@ -328,14 +335,15 @@ def _retired_trees(found: DatasetMount) -> dict[int, str]:
 
 
 def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
-    """Raises BusyError if a file of an earlier version stays in use; the daemon's figures may be a
-    second old. A tree that is mounted elsewhere does not count."""
+    """Waits until no file of an earlier version is in use, at most `OWN_PROCESSES_BUSY_S`, then
+    raises BusyError: the daemon's figures may be a second old. Does nothing if a tree of an earlier
+    version is mounted elsewhere."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while trees := _retired_trees(found):
         if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):
             return
         holders = holders_of_trees(trees)
-        if holders and not {*holders} - {*own}:  # the worker takes over its contents
+        if holders and not {*holders} - {*own}:  # only the worker, which takes over its contents
             return
         if time.monotonic() > deadline_s:
             raise _busy(found.path, [pid for pid in holders if pid not in own])
@@ -343,17 +351,19 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
-    """The connection ends first, so that no later step can wait for the daemon."""
+    """Unmounts by force. The connection with the kernel ends first, so that no later step can wait
+    for the daemon."""
     path, device = found.path, found.device
     abort_file = syscalls.open_abort(device)
     try:
-        if is_mounted(path, device):  # otherwise it has ended by itself
+        if is_mounted(path, device):  # otherwise the mount has ended by itself
             end_connection(abort_file, path, device)
     finally:
         if abort_file >= 0:
             os.close(abort_file)
     if daemon is not None:
-        # They may be stopped. The daemon comes last, as it cleans up after its children.
+        # The processes may be stopped (SIGSTOP). The daemon comes last, as it cleans up after its
+        # children.
         for pids in (children_of(daemon), [daemon]):
             if ends_within(daemon, 1.0):
                 break
@@ -364,7 +374,7 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
         while is_mounted(path, device):  # twice, if a switch to another tree was not finished
             unmount(path, lazy=True)
     except DieselError:
-        if is_mounted(path, device):  # otherwise its daemon has unmounted it meanwhile
+        if is_mounted(path, device):  # otherwise the daemon has unmounted it meanwhile
             raise
     stuck = killed_servants_of(path)
     for pid in stuck:
@@ -399,8 +409,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the end of the processes, the daemon first, as long as they use processor time: the
-    kernel may have to forget millions of files. Raises DeadlineError."""
+    """Waits for the end of the processes, the first of which is the daemon, as long as they use
+    processor time: the kernel may have to forget millions of files. Raises DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

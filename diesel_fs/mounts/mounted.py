@@ -1,6 +1,6 @@
 """`diesel_fs.mount`: mounts from Python, which last as long as a `with` statement.
 
-Not part of `launcher.py` because it imports `Dataset`, and so numpy.
+It is not part of `launcher.py` because it imports `Dataset`, and so numpy.
 """
 
 import inspect
@@ -19,12 +19,13 @@ from .options import MountRequest
 
 
 class Mounted:
-    """A mount that this process has made; leaving `with` unmounts it."""
+    """A mount that this process has made. The end of a `with` unmounts it; after an error, also if
+    files of the mount are still open."""
 
     def __init__(self, path: Path, metrics: str = "") -> None:
         self.path = path
         self.metrics = metrics
-        """The address at which Prometheus gets the metrics; empty without."""
+        """The address at which Prometheus gets the mount's metrics; "" if there is none."""
 
     def __enter__(self) -> Self:
         return self
@@ -52,15 +53,16 @@ def mount(
     metrics: str | None = None,
     **task: Unpack[TaskKwargs],
 ) -> Mounted:
-    """Mounts a dataset (an open one, or one by name and `url`); reads work when it returns.
+    """Mounts a dataset: an open one, or a dataset given by its name and `url`. Reads of the files
+    work when this function returns.
 
     The folder must be empty or missing; a missing one is created, and removed when the mount ends.
 
     A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
-    opened at one. Files that an open dataset has not flushed are not shown. `metrics`, as
-    `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is any
-    free one. `task` are the options of a task's shared cache, as of `connect`; without any, an open
-    dataset's own are used. Raises DieselError with the reason.
+    opened at a kept version. Files that an open dataset has not flushed are not shown. `metrics`,
+    as `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is
+    any free one. `task` are the options of a task's shared cache, as of `connect`; if none is
+    given, the options of an open dataset are used. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0

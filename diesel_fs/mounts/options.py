@@ -1,6 +1,7 @@
-"""The options of a mount: one value, which its daemon reads from a pipe and not from arguments.
+"""The options of a mount: one value, which the mount's daemon reads from a pipe.
 
-Every user of the machine can read arguments, and the options contain a key.
+They are not passed as arguments of the process, since every user of the machine can read those, and
+the options contain a key.
 """
 
 import os
@@ -19,7 +20,7 @@ from ..system.daemons import DaemonRequest
 from ..urls import HostPort, parse_url
 
 LOOPBACK = "127.0.0.1"
-ID_MAX = (1 << 32) - 2  # of users and groups; one more means none
+ID_MAX = (1 << 32) - 2  # the greatest ID of a user or group; the next number means none
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,20 @@ class MountRequest(DaemonRequest):
     made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
+        """This request with a user and key for a DIESEL-FS server; None changes nothing."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """Raises ConfigError."""
+        """The user and key for a DIESEL-FS server; None if no user is named. Raises ConfigError for
+        a bad key."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
-        """Raises UsageError for options that exclude each other, and for too much memory."""
+        """Checks the options. Raises UsageError for options that exclude each other, for a bad
+        value, and for too much memory."""
         self.task_options.check()
         if self.metrics:
             parse_endpoint(self.metrics, default_host=LOOPBACK)
@@ -99,12 +103,13 @@ class MountRequest(DaemonRequest):
 
     @property
     def metrics_endpoint(self) -> HostPort | None:
-        """By default only this machine can reach it. Raises ConfigError."""
+        """The address at which Prometheus gets the metrics; None if none is wanted. Without a host,
+        only this machine can reach it. Raises ConfigError."""
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
     def log_folder(self) -> str:
-        """The folder for order logs; empty if the mount keeps none."""
+        """The folder for order logs (`cache/ORDER_LOG.md`); "" if the mount keeps none."""
         options = self.task_options
         return "" if options.cache_layout == "chunks" else options.cache_dir
 
@@ -116,6 +121,7 @@ class MountRequest(DaemonRequest):
 
     @property
     def owner_ids(self) -> tuple[int, int]:
+        """The user ID and group ID that all files of the mount show."""
         return (
             os.getuid() if self.uid < 0 else self.uid,
             os.getgid() if self.gid < 0 else self.gid,

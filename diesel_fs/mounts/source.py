@@ -1,12 +1,14 @@
 """Opens the contents of a mount. No other module of `mounts` knows repositories.
 
-It opens the snapshot that a `MountRequest` names, decides whether a snapshot that is not current
-may be mounted, makes the readers of contents, and divides the mount's memory. In a *task* (a
-training job on machines that share a cache, `peers/`), contents come from that cache; the task's
-*master* is the process with this machine's part of it.
+This module opens the snapshot that a `MountRequest` names, decides whether a snapshot that is not
+current may be mounted, makes the readers of contents, and divides the mount's memory. In a *task*
+(a training job on machines that share a cache, `peers/`), contents come from that cache; the task's
+*master* is the process with this machine's part of the cache. A mount *pushes* if it has a prefetch
+worker (`daemon/prefetch_worker.py`), which writes contents into the kernel's page cache before they
+are read.
 
-"The server" is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server. It
-and the prefetch worker (`daemon/prefetch_worker.py`) have a `MountSource` each.
+"The server" is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server. The
+server and the prefetch worker have a `MountSource` each.
 """
 
 import logging
@@ -62,18 +64,22 @@ this: it reads only files that have not been pushed."""
 
 LOGS_DIVISOR = 8
 STAGED_BYTES_MIN, SEGMENT_BYTES_MIN = 1 << 20, 4 << 20
-"""Order logs get an eighth of a mount's memory for pages: half of it for bytes that wait to be
-written, in two pieces, and half for the segments that are being read. With little memory they take
-more, since an SSD is slow in smaller pieces."""
+"""Order logs (`cache/ORDER_LOG.md`) get an eighth of a mount's memory for pages: half of that for
+bytes that wait to be written, in two pieces, and half for the segments that are being read. With
+little memory the logs take more, since an SSD is slow in smaller pieces."""
 
 MASTER_SHARE = 3, 4
 """The task's master on this machine gets this part (numerator, denominator) of the memory left by
-the server. No machine fetches again the chunks of a master, and pages that the kernel has dropped
-come back from there; the kernel's part must hold the files that are read next."""
+the server. A chunk that a master has is not fetched again by any machine, and the contents of pages
+that the kernel has dropped come back from the master; the kernel's part must only hold the files
+that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSnapshot:
+    """A snapshot that may be mounted, and a warning for the user if it may not be current; "" for
+    none."""
+
     snapshot: Snapshot
     warning: str = ""
 
@@ -97,21 +103,22 @@ class MemorySplit:
         )
 
     def server_bytes(self, *, pushes: bool) -> int:
-        """For chunks in the server. A mount that does not push gives it everything but the master's
-        part."""
+        """The bytes for chunks in the server's memory. A mount that does not push gives the server
+        everything except the master's part."""
         if not pushes:
             return self.total_bytes - self.task_bytes
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
     def task_bytes(self) -> int:
-        """For chunks in the task's master on this machine, if this mount starts it."""
+        """The bytes for chunks in the task's master on this machine, if this mount starts the
+        master; 0 without a task."""
         left = self.total_bytes - min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
         return left * MASTER_SHARE[0] // MASTER_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
-        """For contents that are pushed into the kernel's page cache."""
+        """The bytes for contents that are pushed into the kernel's page cache."""
         return self.total_bytes - self.server_bytes(pushes=True) - self.task_bytes
 
 
@@ -128,7 +135,8 @@ class MountSource:
         self._is_registered = False  # as a job in a cache folder
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """Raises DieselError."""
+        """Opens the snapshot that a request names. Raises DieselError; ConflictError if it is stale
+        and the request refuses stale ones."""
         with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
@@ -140,7 +148,7 @@ class MountSource:
             if warning and request.stale == "refuse":
                 raise ConflictError(
                     warning,
-                    advice="mount by `dlcmd mount --stale warn`, or when the metadata is back",
+                    advice="mount with `dlcmd mount --stale warn`, or when the metadata is back",
                 )
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
@@ -195,8 +203,9 @@ class MountSource:
         push_bytes: int,
         addresses: LogAddresses,
     ) -> OrderLogs | None:
-        """The order logs of a mount with `push_bytes` for pages; None without a usable folder for
-        them. Raises DieselError."""
+        """The order logs of a mount with `push_bytes` for pages; None if the mount keeps none, or
+        if their folder or the repository cannot be used. `addresses` tells the server where entries
+        lie in the logs."""
         if not request.log_folder:
             return None
         piece_bytes = push_bytes // LOGS_DIVISOR // 4
@@ -209,8 +218,8 @@ class MountSource:
                     by_references=request.task_options.evict == "lrfu",
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
-                    # Otherwise the task's master does. This process holds the pin until it ends,
-                    # for all versions.
+                    # With other layouts the task's master registers the job. This process holds
+                    # the pin of the dataset until it ends, for all versions.
                     CacheJobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
@@ -237,24 +246,25 @@ class MountSource:
             return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
-        """Sends plans to the task's cache for a version; None if this process did not join it."""
+        """The sender of plans for a version to the task's cache; None if this process has not
+        joined the cache."""
         store = self._stores.get(snapshot.version)
         return None if store is None else PlanSender(snapshot, store.send_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Reports to the task's cache that the mount has switched to a version. Blocks for a
-        moment."""
+        """Tells the task's cache that the mount has switched to this version, and leaves the cache
+        for all other versions. Blocks for a moment."""
         before = self._stores.get(self._current_version)
         if before is not None and self._current_version != snapshot.version:
             before.switch_version(snapshot)
         if (store := self._stores.get(snapshot.version)) is not None:
             store.retry()
-            store.connect()  # before the old one closes: a master ends with its last connection
+            store.connect()  # before the old store closes: a master ends with its last connection
         self.keep_only(snapshot)
 
     def keep_only(self, snapshot: Snapshot) -> None:
-        """Makes this the current version, and leaves the task's cache for all others: files that
-        are still open in those are read from the store."""
+        """Makes this the current version, and leaves the task's cache for all other versions: files
+        of those that are still open are read from the store."""
         self._current_version = snapshot.version
         for version in [each for each in self._stores if each != snapshot.version]:
             self._stores.pop(version).close()
@@ -265,8 +275,8 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def cache_reads(self) -> dict[str, int]:
-        """The parts of chunks that came from the task's cache (`cache_hits`) and from the store
-        (`cache_misses`). Empty without a task."""
+        """The numbers of parts of chunks that came from the task's cache (`cache_hits`) and from
+        the store (`cache_misses`). Empty without a task."""
         store = self._stores.get(self._current_version)
         if store is None:
             return {}
@@ -280,7 +290,8 @@ class MountSource:
         objects: ObjectStore,
         snapshot: Snapshot,
     ) -> ObjectStore:
-        """The task's cache if there is a task, otherwise `objects`, the repository's store."""
+        """The task's cache if there is a task, and the version is not older than the current one;
+        otherwise `objects`, the repository's store. Joins the cache if need be."""
         if not request.task_options or snapshot.version < self._current_version:
             return objects
         store = self._stores.get(snapshot.version)
@@ -301,12 +312,12 @@ class MountSource:
 
 
 def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> int:
-    """Describes a switch to the prefetch worker: makes a file in memory and returns its descriptor.
-    Raises OSError.
+    """Makes a file in memory that describes a switch to another version to the prefetch worker.
+    Returns its descriptor. Raises OSError.
 
-    It has columns with a value for each entry of the new version: its inode number (FUSE's node),
-    except in a native mount, and its indices in the old version by `diff.same_path` and
-    `diff.unchanged`.
+    The file has columns with a value for each entry of the new version: its inode number (FUSE's
+    node; no such column in a native mount, which has `nodes` None), and its indices in the old
+    version by `diff.same_path` and `diff.unchanged`.
     """
     descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
@@ -320,7 +331,8 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
-    """The columns of a file of `node_map_file`."""
+    """The columns of a file that `node_map_file` has made: nodes (None in a native mount),
+    `same_path`, `unchanged`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -329,6 +341,8 @@ def read_node_map(
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
+    """The snapshot in an open file, mapped. It is not verified: another process of the mount has
+    done so."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
@@ -338,12 +352,12 @@ def _open_repository(request: MountRequest) -> Repository:
 
 
 def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
-    """The warning for a snapshot file that is not the current version; empty for none.
+    """The warning for a snapshot file that is not of the current version; "" if it is.
 
-    An older snapshot is stale. A newer one means that the metadata store has lost something, which
-    does not prevent reading. Raises ForeignError for a snapshot of another dataset, ConflictError
-    for a stale one with `--stale refuse`, and MetadataError if the current version is unknown,
-    unless `offline`.
+    A snapshot that is older than the current version is stale. A newer one means that the metadata
+    store has lost something, which does not prevent reading. Raises ForeignError for a snapshot of
+    another dataset, ConflictError for a stale one with `--stale refuse`, and MetadataError if the
+    current version is unknown, unless `offline`.
     """
     info = _dataset_info(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
@@ -361,7 +375,7 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
         warning = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
         if request.stale == "refuse":
             raise ConflictError(
-                warning, advice="save it again, or mount by `dlcmd mount --stale warn`"
+                warning, advice="save it again, or mount with `dlcmd mount --stale warn`"
             )
     elif head_version < snapshot.version:
         warning = (
@@ -371,7 +385,8 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
 
 
 def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo | None:
-    """None only with `offline`, if the metadata store does not answer. Raises DieselError."""
+    """The metadata store's record of the dataset. None only with `offline`, if the metadata store
+    does not answer. Raises DieselError."""
     try:
         if repository.meta_problem is not None and not request.offline:
             raise repository.meta_problem
@@ -383,5 +398,5 @@ def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo 
             return None
         raise MetadataError(
             f"cannot find out whether {request.snapshot_file} is current: {error.message}",
-            advice="mount it by `dlcmd mount --offline`, which does not ask",
+            advice="mount it with `dlcmd mount --offline`, which does not check",
         ) from error

@@ -4,10 +4,11 @@ The way depends on the mount:
 
 - The mount pushes contents into the kernel's page cache: as many files as fit its memory are
   announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
-- The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
-  `--cache-dir`): all files are announced, and the reported position of the plan's reader stays half
-  of the memory behind. So every chunk passes through that cache. A cache on a disk keeps only as
-  much as it can write in time, so the pass is repeated as long as the cache gains chunks.
+- The mount pushes, and also reads through a cache of chunks (of the nodes of a task, or on a disk
+  with `--cache-dir`): all files are announced, and the reported position of the plan's reader
+  follows half of the memory behind the pushes. So every chunk passes through that cache. A cache on
+  a disk keeps only as much as it can write in time, so the pass is repeated as long as the cache
+  gains chunks.
 - The mount pushes nothing (the pyfuse3 session): the files are read.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
@@ -46,15 +47,16 @@ from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Called with the number of files that had their turn, the number of all files, and the bytes of
-the former."""
+"""Shows progress: called with the number of files that had their turn, the number of all files, and
+the content bytes of the files that had their turn."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
 """How often the mount's progress is queried: often at first, since small folders are quick."""
 
 WINDOW_ENTRIES = 1 << 18
-"""The greatest distance, in files, between the pushed files and the plan's reported reader. A mount
-pushes only twice as far ahead of a reader, since it watches one file in 256 of these."""
+"""The greatest distance, in files, between the pushed files and the reported position of the plan's
+reader. A mount pushes at most twice as far ahead of a reader, since it watches one file in 256 of
+those ahead."""
 
 NO_ROOM_S = 2.0
 """If a mount has waited for room this long, it will get none: plans of other programs hold the
@@ -65,9 +67,9 @@ FAILING_S = 30.0
 waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
-"""The greatest age of figures in a mount's statistics: those of its prefetch worker (sent four
-times a second), those of its task (fetched once a second), and the file itself (made once a
-second)."""
+"""The greatest age, in seconds, of figures in a mount's statistics: of the prefetch worker's
+figures (sent four times a second), of the task's figures (fetched once a second), and of the file
+`.diesel/stats` (made once a second)."""
 
 SAMPLE_ENTRIES = 1024
 """Files in a sample that shows whether the kernel has freed pushed files. If it has freed one in
@@ -84,13 +86,16 @@ PASSES_MAX = 16
 """The greatest number of passes over the files, if a cache on a disk has not kept all of them."""
 
 VERSIONS_TRIED = 3
-"""A mount that follows its dataset may switch to another version just before it gets the plan."""
+"""How often to try: a mount that follows its dataset may switch to another version just before it
+gets the plan."""
 
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE)
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
+    """A number of files, and the bytes of their contents."""
+
     files: int = 0
     content_bytes: int = 0
 
@@ -103,13 +108,16 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
+    """The result of a warm-up: where its files are now. Each file counts in one of the amounts
+    below `total`, or in `left`."""
+
     total: Amount
     in_memory: Amount
     in_cache: Amount
-    """In the cache of chunks only. If the cache had no room for all, this is estimated from the
-    part of the reads that it served."""
+    """The files that are only in the cache of chunks. If the cache had no room for all, this is
+    estimated from the part of the reads that it served."""
     failed: tuple[tuple[bytes, str], ...]
-    """Paths, and reasons."""
+    """The files that could not be loaded: their paths, and the reasons."""
     failed_amount: Amount
 
     @property
@@ -131,7 +139,8 @@ class Warmup:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Warmup":
-        """The path is a mount point, or a folder or file below one.
+        """Finds the mount of a path, which is a mount point or a folder or file below one, and
+        reads the mount's snapshot.
 
         Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if
         the mount hangs, and DieselError if it is dead.
@@ -147,7 +156,7 @@ class Warmup:
             )
         found = cls(mount, inside, launcher.stats(mount.path))
         with _errors_of(mount.path), found._control() as control:
-            if control is not None:  # its worker knows the budget before the mount reports it
+            if control is not None:  # the worker knows the budget before `.diesel/stats` has it
                 found._stats = control.stats()
         return found
 
@@ -174,8 +183,8 @@ class Warmup:
 
     @property
     def room(self) -> Amount:
-        """The files that fit the page cache, by the mount's options; if the mount pushes nothing,
-        by the free memory."""
+        """The files that fit the page cache: the mount's memory for contents, or, if the mount
+        pushes nothing, the free memory."""
         return self._amount(self._fitting())
 
     def memory_wanted_bytes(self) -> int:
@@ -211,7 +220,7 @@ class Warmup:
 
     @contextmanager
     def _control(self) -> Iterator[Control | None]:
-        """None if the mount takes no plans."""
+        """A connection to the mount's control socket; None if the mount takes no plans."""
         if not os.path.lexists(os.path.join(self._mount.hidden_folder, "control")):
             yield None
             return
@@ -257,8 +266,9 @@ class Warmup:
         )
 
     def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
-        """Pushes all files until the cache of chunks gains no more of them. Returns the last
-        result, and the part of its reads that the cache served."""
+        """Pushes all files, again and again, until the cache of chunks gains no more chunks.
+        Returns the result of the last pass, and the part of its reads that the cache served (0 to
+        1)."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
         if not len(order):
@@ -270,7 +280,7 @@ class Warmup:
             time.sleep(TASK_STATS_LAG_S)
             after = control.stats()
             fetched, gained = _changes(before, after)
-            # A fetched chunk that replaced another one of these is no gain.
+            # A fetched chunk that replaced another chunk of these files is no gain.
             missing = (_served_to_worker(after) - _served_to_worker(before)).missing
             missing += max(fetched - gained, 0) / chunk_count
             if not missing or gained <= 0 or len(pushed.reached) < len(order):
@@ -280,6 +290,8 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
+        """Has the mount push the files of `order`, as a plan. `window_bytes`: how far the plan's
+        reported reader stays behind the pushes; `ENDLESS_BYTES`: it stays at the beginning."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
@@ -297,8 +309,8 @@ class Warmup:
         return default_memory_bytes()
 
     def _fitting(self) -> npt.NDArray[np.bool_]:
-        """The first files that fit the page cache's budget, together with the kernel's memory for
-        names."""
+        """For each file, whether it is among the first ones that fit the page cache's budget,
+        together with the kernel's memory for names."""
         budget = self._budget_bytes
         known = 0
         match self._stats.get("residency"):
@@ -315,7 +327,7 @@ class Warmup:
         return fits
 
     def _pushable(self) -> npt.NDArray[np.bool_]:
-        """Which files are pushed; larger ones come by READs."""
+        """For each file, whether the mount can push it; larger ones come by READ requests."""
         mask: npt.NDArray[np.bool_] = (
             self._costs <= self._budget_bytes * (KNOWN_DIVISOR - 1) // KNOWN_DIVISOR
         )
@@ -353,8 +365,8 @@ class Warmup:
         )
 
     def _read_files(self, chosen: Indices, show: Show) -> dict[int, str]:
-        """Reads the files at these places of the order. Returns error texts by entry. Raises
-        DieselError if the mount has ended."""
+        """Reads the files at these positions of `_files`. Returns the error texts of files that
+        cannot be read, by entry. Raises DieselError if the mount has ended."""
         failed: dict[int, str] = {}
         done = done_bytes = 0
         with ThreadPoolExecutor(READERS, "warmup") as readers:
@@ -374,8 +386,8 @@ class Warmup:
         return failed
 
     def _read_one(self, at: int) -> str | None:
-        """Returns an error text if the file cannot be read. Raises OSError if the mount has
-        ended."""
+        """Reads the file at this position of `_files`. Returns an error text if it cannot be read,
+        else None. Raises OSError if the mount has ended."""
         inside = self.snapshot.path(int(self._files[at]))
         try:
             file = os.open(os.path.join(os.fsencode(self.mountpoint), inside), os.O_RDONLY)
@@ -393,6 +405,8 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pushed:
+    """The result of one pass of pushes."""
+
     reached: Indices
     """The files that had their turn; the others had no room."""
     failed: Indices
@@ -470,7 +484,8 @@ class _Pushing:
         return _Pushed(self._order[:pushed], np.concatenate(self._failed))
 
     def _frontier(self, stats: Mapping[str, object]) -> int:
-        """The number of files that had their turn."""
+        """The number of files of the plan that had their turn: they were pushed, or could not
+        be."""
         streams = stats["streams"]
         assert isinstance(streams, list)
         for each in streams:
@@ -482,9 +497,9 @@ class _Pushing:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
     def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
-        """Reports the position of the plan's reader: as far behind the pushed files as the window
-        allows, or close behind them if room is needed. The report also shows that the reader is
-        alive."""
+        """Reports the position of the plan's reader (this process) to the mount: as far behind the
+        pushed files as the window allows, or close behind them if room is needed. Without reports
+        the mount would take the reader for dead."""
         moves = self._window_bytes < ENDLESS_BYTES
         behind_bytes = 0 if moves and needs_room else self._window_bytes
         before = self._pages_before[pushed] - behind_bytes
@@ -494,7 +509,8 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Moves the reader on, and notes which of the passed files are missing."""
+        """Moves the reader on, and notes which of the passed files are not resident: their pushes
+        have failed."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -549,8 +565,8 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
-    """Between two statistics: the chunks that this node's master fetched from the store, and the
-    chunks of its own share that it gained."""
+    """The changes between two statistics: the number of chunks that this node's master fetched from
+    the store, and by how many more chunks of its own share it holds now."""
     counts = []
     for stats in (before, after):
         match stats.get("task"):
@@ -571,7 +587,7 @@ def _ended(mountpoint: str) -> DieselError:
 
 @contextmanager
 def _errors_of(mountpoint: str) -> Iterator[None]:
-    """If the mount has ended, turns any error into the error that says so."""
+    """Replaces an error of the code inside by a plain message if the mount has ended."""
     try:
         yield
     except (OSError, DieselError) as error:

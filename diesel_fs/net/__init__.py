@@ -2,8 +2,9 @@
 
 Read `WIRE.md` first, then `messages.py` and `frames.py`, `client_connection.py` and `client.py`,
 `channel.py` and `tls.py` (between the masters of a task, see `peers/PEERS.md`). Bytes from the
-network are not trusted: they decode to a value or raise one error, and no memory is allocated for a
-length before it is checked.
+network are not trusted: a parser returns a value or raises one error, and allocates no memory for a
+length that it has not checked.
 
-`messages`, `frames` and `breaker` are pure. The package imports nothing of storage or repositories.
+`messages`, `frames` and `breaker` do no I/O. The package imports nothing of storage or
+repositories.
 """

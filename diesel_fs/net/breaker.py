@@ -5,8 +5,9 @@ no request is sent. Then it is *half open*: one request at a time may try, and i
 the breaker or opens it for a longer pause.
 
 A `CircuitBreaker` guards a disk, a metadata store, or the master of a client's own node; a
-`PeerBreaker` another node's master. Both are pure: the time is an argument, in seconds of any one
-clock. They hold no lock; threads that share one without a lock may leave a failure uncounted.
+`PeerBreaker` guards another node's master. Neither reads a clock: the time is an argument, in
+seconds of any one clock. They hold no lock: if several threads call one breaker at once, a failure
+may not be counted.
 
 `admit` gives each caller a ticket, to be returned with the outcome. Outcomes with a ticket from
 before the breaker last opened or closed are ignored, so requests that failed together count as one
@@ -16,20 +17,25 @@ failure.
 from enum import Enum
 
 FAILURES_MAX = 3
+"""Failures in a row after which a peer is not asked."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
 """The first and the longest pause for a peer."""
 
 DAMAGED_MAX = 3
+"""Damaged parts after which a peer is not asked for `QUARANTINE_S`."""
 QUARANTINE_S = 60.0
 
 TIMEOUT_MIN_S = 0.05
-"""A busy machine may not run a process for this long: a shorter time-out would fail healthy peers.
+"""The shortest time-out. On a busy machine, a process may not run for this long, so a shorter
+time-out would count failures of healthy peers.
 """
 
 TIMEOUT_MAX_S = 1.0
+"""The longest time-out, before the time for the bytes in flight is added."""
 TIMEOUT_PER_P95 = 4
+"""The time-out is this many times the 95th percentile of the peer's latencies."""
 RATE_MIN_BYTES_PER_S = 8 << 20
-"""The object store is faster than a peer with a slower connection."""
+"""The rate that is expected of a peer: the object store is faster than a slower peer."""
 
 _SAMPLES = 128
 _SAMPLES_PER_UPDATE = 16  # finding the percentile takes some microseconds
@@ -37,7 +43,7 @@ _SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network mo
 
 
 class BreakerState(Enum):
-    """The values are shown in statistics."""
+    """The state of a breaker; its value is shown in statistics."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -46,18 +52,21 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
+    """The breaker of one service."""
+
     def __init__(self, failures_max: int, pause_s: float, pause_max_s: float | None = None) -> None:
         """Open after `failures_max` failures in a row, first for `pause_s`. Each further pause is
         twice as long, up to `pause_max_s` (None: all are `pause_s`).
         """
         self.is_clean = True
-        """If true, `admit` admits and a success changes nothing, so neither need be called."""
+        """Whether the service has answered all requests of late: then `admit` returns a ticket and
+        `record_success` changes nothing, so that callers may leave out both calls."""
 
         self._failures_max = failures_max
         self._first_pause_s = self._pause_s = pause_s
         self._pause_max_s = pause_s if pause_max_s is None else pause_max_s
         self.ticket = 1
-        """The current ticket; never 0."""
+        """The ticket that `admit` gives now; never 0."""
         self._failures = 0
         self._open_until_s: float | None = None  # None: closed
         self._is_probing = False
@@ -68,6 +77,7 @@ class CircuitBreaker:
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
     def is_open(self, now_s: float) -> bool:
+        """Whether no request may be sent at this time."""
         return self._open_until_s is not None and now_s < self._open_until_s
 
     def admit(self, now_s: float) -> int:
@@ -105,8 +115,8 @@ class CircuitBreaker:
         return self.open(now_s)
 
     def record_refusal(self, ticket: int, now_s: float) -> bool:
-        """Open the breaker at once: the service is unreachable or rejects us. Returns whether it
-        has."""
+        """Open the breaker at once, as the service is unreachable or rejects this process. Returns
+        whether this has opened it (the ticket was current)."""
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
@@ -115,7 +125,7 @@ class CircuitBreaker:
             self._is_probing = False
 
     def open(self, now_s: float) -> bool:
-        """Always returns True."""
+        """Open the breaker at once, for the next pause. Always returns True."""
         self._set_open_until(now_s + self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True

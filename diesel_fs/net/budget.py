@@ -1,4 +1,4 @@
-"""A memory budget: a thread that wants a buffer beyond the limit waits.
+"""A memory budget: a thread that wants a buffer beyond the limit waits until others are freed.
 
 A buffer counts until its last view has been garbage-collected, so an answer counts until a slow
 client has received it. Callable from any thread.
@@ -25,6 +25,7 @@ class MemoryBudget:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of all buffers that count now."""
         return self._used_bytes
 
     def allocate(self, size: int, deadline_s: float) -> memoryview:

@@ -2,10 +2,10 @@
 
 A channel first tries to send or receive at once, and enters trio's loop only if it must wait:
 trio's own sockets cost two turns of the loop for each call, more than the rest of a small request.
-An end that is too slow is disconnected.
+If the other end is too slow (`RATE_BYTES_PER_S`), the connection is closed.
 
-Concurrency: one task receives. Any task may send whole frames, which leave in the order of the
-calls of `send_now`; the next task in `drain` sends the remainder.
+Concurrency: one task receives. Any task may send whole frames, which are sent in the order of the
+calls of `send_now`. The task that calls `drain` next sends what the socket did not take.
 """
 
 import socket
@@ -22,7 +22,7 @@ from .tls import TLS_RECEIVED_BYTES, TlsEngine
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
-"""The lowest rate of a frame after its first `GRACE_S` seconds."""
+"""The lowest rate of a frame after its first `GRACE_S` seconds; a slower end is disconnected."""
 
 _TLS_PIECE_BYTES = 256 << 10  # encrypted before any of it is sent
 _of_thread = threading.local()
@@ -42,7 +42,7 @@ OPTIONS: SocketOptions = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS),
 )
-"""For a TCP connection to another machine."""
+"""The options of a TCP connection to another machine."""
 
 
 class ConnectionClosed(Exception):
@@ -50,11 +50,12 @@ class ConnectionClosed(Exception):
 
 
 class Channel:
-    """A connection without TLS, which owns the socket. Methods raise ConnectionClosed, except where
-    noted."""
+    """A connection without TLS. It closes its socket. Methods raise ConnectionClosed, unless they
+    name other errors."""
 
     buffers_internally = False
-    """Whether received bytes may wait in a buffer, so that the socket is not readable."""
+    """Whether received bytes may wait in a buffer of the channel while the socket is not readable
+    (TLS)."""
 
     _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` passes to `send_some` at once
 
@@ -69,7 +70,8 @@ class Channel:
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
-        """Receive bytes that have arrived. Also raises BlockingIOError."""
+        """Receive bytes that have arrived; returns their number. Also raises BlockingIOError if
+        none have."""
         try:
             count = self._socket.recv_into(room)
         except BlockingIOError:
@@ -95,6 +97,7 @@ class Channel:
                 await self.wait_readable()
 
     async def receive_exactly(self, size: int) -> bytearray:
+        """Receive `size` bytes."""
         content = bytearray(size)
         left = memoryview(content)
         while len(left):
@@ -102,8 +105,8 @@ class Channel:
         return content
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Send parts of `size` bytes in total. Returns whether all have left. If not, a task must
-        call `drain`, and the parts must not change until then."""
+        """Send parts of `size` bytes in total. Returns whether the socket has taken all. If not, a
+        task must call `drain`, and the parts must not change until it returns."""
         sent = 0
         if not self._unsent:
             try:
@@ -119,7 +122,7 @@ class Channel:
         return False
 
     async def drain(self) -> None:
-        """Wait until all bytes have left."""
+        """Send what `send_now` has left, and wait until the socket has taken all."""
         async with self._draining:
             begun_s = trio.current_time()
             moved = 0
@@ -144,11 +147,12 @@ class Channel:
                 dropped += await self.receive(sink)
 
     def end_sending(self) -> None:
-        """Raises OSError."""
+        """Tell the other end that no more bytes come. Raises OSError."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Repeatable."""
+        """Close the connection; tasks that wait for it get ConnectionClosed. May be called
+        again."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
@@ -157,17 +161,18 @@ class Channel:
 
     @property
     def has_received(self) -> bool:
-        """Whether received bytes, or the end, wait in a buffer of the channel."""
+        """Whether received bytes, or the end of the connection, wait in a buffer of the channel."""
         return False
 
     @property
     def receive_some(self) -> Callable[[memoryview], int]:
-        """As `receive_now`; 0 at the end of the connection. Raises OSError."""
+        """A function: as `receive_now`, but it returns 0 at the end of the connection, and raises
+        OSError."""
         return self._socket.recv_into
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
-        """As `send_some`, for one buffer."""
+        """A function: as `send_some`, for one buffer."""
         return self._socket.send
 
     def fileno(self) -> int:
@@ -175,12 +180,12 @@ class Channel:
         return self._socket.fileno()
 
     def close_socket(self) -> None:
-        """As `close`, if no task waits for the connection."""
+        """As `close`, for a thread without trio: no task may wait for the connection."""
         self._socket.close()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        """Send some of these bytes now; returns their number. Raises BlockingIOError if none can
-        leave now, and OSError."""
+        """Send as many of these bytes as the socket takes now; returns their number. Raises
+        BlockingIOError if it takes none, and OSError."""
         return self._socket.sendmsg(parts if len(parts) <= BUFFERS_MAX else parts[:BUFFERS_MAX])
 
     async def wait_writable(self) -> None:
@@ -207,10 +212,11 @@ class TlsChannel(Channel):
         """The caller must call `do_handshake` next."""
         super().__init__(connected, options)
         self._engine = TlsEngine(context, accepted=accepted)
-        self._encrypted = memoryview(b"")  # and not sent yet
-        self._encrypted_from = 0  # the plain bytes in it, which do not count as sent yet
+        self._encrypted = memoryview(b"")  # bytes that are encrypted and not sent yet
+        self._encrypted_from = 0  # the number of their plain bytes, which do not count as sent yet
 
     async def do_handshake(self) -> None:
+        """Do the TLS handshake. Bytes may be sent and received only after it."""
         try:
             is_done = False
             while not is_done:
@@ -263,12 +269,14 @@ class TlsChannel(Channel):
                 raise ConnectionClosed(str(error)) from error
 
     def _feed(self) -> None:
+        """Pass bytes that have arrived to the TLS engine. Raises BlockingIOError if there are
+        none."""
         room = _received_room()
         count = self._socket.recv_into(room)
         self._engine.feed(room[:count])
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Joins small parts into one TLS record."""
+        """As `Channel.send_now`; small parts are joined into one TLS record."""
         return super().send_now(join_small(parts), size)
 
     @property
@@ -281,6 +289,7 @@ class TlsChannel(Channel):
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
+        """As `Channel.send_one`, with the rule of `send_some`."""
         return self._send_one
 
     def _send_one(self, content: Bytes) -> int:
@@ -354,8 +363,8 @@ def join_small(parts: Sequence[Bytes]) -> list[Bytes]:
 
 
 async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
-    """Wait while a frame keeps the minimum rate, with `moved` bytes since `begun_s`. Raises
-    ConnectionClosed."""
+    """Wait for `wait`, as long as a frame that began at `begun_s` and has moved `moved` bytes keeps
+    the minimum rate. Raises ConnectionClosed."""
     with trio.CancelScope(deadline=begun_s + GRACE_S + moved / RATE_BYTES_PER_S) as scope:
         await wait()
     if scope.cancelled_caught:
@@ -371,6 +380,7 @@ class FrameReader:
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
+        """`size` is the first length of the buffer."""
         self.buffer = memoryview(bytearray(size))
         self.start = self.end = 0  # the unread part of the buffer
         self._channel = channel
@@ -381,6 +391,7 @@ class FrameReader:
         self._moved = 0  # bytes received since then
 
     def begin_frame(self) -> None:
+        """Note that the next bytes begin a frame: the wait for its first byte has no limit."""
         self._begun_s = None
 
     async def fill_buffer(self, size: int) -> None:
@@ -407,6 +418,7 @@ class FrameReader:
         return size
 
     async def skip(self, size: int) -> None:
+        """Receive and drop `size` bytes."""
         while size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -416,6 +428,7 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
+        """Move the unread bytes to the start of the buffer, which gets at least `size` bytes."""
         unread = bytes(self.buffer[self.start : self.end])
         if size > len(self.buffer):
             self.buffer = memoryview(bytearray(size))

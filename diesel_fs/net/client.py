@@ -3,8 +3,8 @@ fails (`WIRE.md`).
 
 The servers of one address (`diesel://a:9300,b:9300`) share one store, and any can answer any
 request. `ServerLink` chooses the server, keeps connections and repeats requests. It serves many
-threads; each call has its own connection. A forked child first closes its parent's connections, and
-makes its own.
+threads; each call has a connection for itself. A forked child first closes its copies of the
+parent's connections, and makes its own.
 """
 
 import os
@@ -34,18 +34,20 @@ from .tls import verifying_context
 __all__ = ["Answer", "RpcClient", "ServerLink"]
 
 DEADLINE_S = 60.0
-"""The time for a request and its answer, with all attempts."""
+"""The default time limit of a request and its answer, with all attempts."""
 
 FIRST_CONNECT_S = 5.0
-"""The time to find a server if none has ever answered: the address may be wrong."""
+"""The time limit for finding a server if none has ever answered: the address may be wrong."""
 
 CONNECT_S = 10.0
-"""The time to connect to one server, with the login: a machine that is gone does not answer."""
+"""The time limit for connecting to one server, with the login: a machine that is gone does not
+answer."""
 
 SILENCE_S = 5.0
-"""With several servers, one may be silent for at least this long before another is tried."""
+"""With several servers, the least time for which one may be silent before another is tried."""
 
 IDLE_CONNECTIONS_MAX = 16
+"""The most idle connections that are kept."""
 IDLE_S = 60.0
 """How long idle connections are kept; a server closes them later."""
 
@@ -59,7 +61,8 @@ class RpcClient(Protocol):
 
     @property
     def store_id(self) -> UUID:
-        """The UUID of the object store behind the server. May connect."""
+        """The UUID of the object store behind the server. Connects if no server has answered
+        yet."""
         ...
 
     def call(
@@ -89,12 +92,13 @@ class RpcClient(Protocol):
         ...
 
     def close_idle(self) -> None:
-        """Repeatable; the next request makes a new connection."""
+        """Close the connections that no call uses. May be called again; the next request makes a
+        new connection."""
         ...
 
     def close(self) -> None:
-        """Close the idle connections, and each other one after its call. Later calls fail.
-        Repeatable."""
+        """Close the idle connections, and each other one when its call ends. Later calls fail. May
+        be called again."""
         ...
 
 
@@ -199,7 +203,8 @@ class ServerLink(RpcClient):
         may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
-        """Send a request until a server answers it. The first answer is no error."""
+        """Send a request until a server answers it. Returns the connection and the first answer,
+        which is no error."""
         pause_s = _PAUSE_S
         while True:
             connection = self._acquire(deadline)
@@ -255,6 +260,7 @@ class ServerLink(RpcClient):
         return self._connect(deadline)
 
     def _release(self, connection: Connection) -> None:
+        """Keep a connection as idle; close those that are too many, the longest idle first."""
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
@@ -265,6 +271,7 @@ class ServerLink(RpcClient):
             each.close()
 
     def _abandon(self, connection: Connection) -> None:
+        """Close a failed connection, and try another server first from now on."""
         connection.close()
         if self._addresses[self._first] == connection.address:
             self._first = (self._first + 1) % len(self._addresses)
@@ -290,13 +297,13 @@ class ServerLink(RpcClient):
                 return connection
             self._first = (first + 1) % count  # if time is up, the next call starts with another
             if previous and all(isinstance(broken.error, DeadlineError) for broken in failed):
-                failed = previous  # the last round had little time, so its errors tell less
+                failed = previous  # the last round had little time, so its errors say less
             if all(broken.is_permanent for broken in failed) or not _pause(pause_s, deadline):
                 raise _connect_error(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _open_connection(self, address: HostPort, deadline: Deadline) -> Connection:
-        """Raises ConnectionBroken, PermissionDenied."""
+        """A new connection to one server. Raises ConnectionBroken, PermissionDenied."""
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = verifying_context()
         try:
@@ -351,7 +358,8 @@ def _unknown(error: DieselError) -> DieselError:
 
 
 def _connect_error(failed: Sequence[ConnectionBroken]) -> DieselError:
-    """Temporary failures come first, so that the error says that trying again may help."""
+    """The error if no server could be reached, with all reasons. Its class is that of a temporary
+    failure if there is one, so that it shows that trying again may help."""
     ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:

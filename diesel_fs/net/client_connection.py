@@ -39,15 +39,17 @@ from .tls import certificate_digest
 PORT = 9300
 
 PAYLOAD_BYTES_MAX = 64 << 20
-"""The largest payload that is received without memory from the caller: accounts, and pieces of
+"""The largest payload of an answer for which the caller gives no memory: accounts, and pieces of
 snapshots."""
 
 _BUFFER_BYTES = 16 << 10
-"""Smaller pieces are received into a buffer, so that a small answer takes one system call."""
+"""The connection's buffer. Pieces smaller than it are received through it, so that a small answer
+takes one system call; larger ones go straight into the caller's memory."""
 
 _TLS_PIECE_BYTES = 256 << 10
 _EARLY_ANSWER_S = 1.0
-"""The time to wait for the reason from a server that has closed the connection during a request."""
+"""If the connection breaks while a request is sent, how long to wait for the server's answer, which
+has the reason."""
 
 _KEEP_ALIVE = (  # to notice between requests that a server's machine is gone
     (socket.TCP_KEEPIDLE, 30),
@@ -67,6 +69,8 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
+    """The message of an answer, and the bytes that came with it."""
+
     message: Message
     payload: memoryview
 
@@ -87,7 +91,7 @@ class Deadline:
 
 
 class ConnectionBroken(Exception):
-    """A connection failed or could not be made.
+    """A connection failed or could not be made; `error` is the reason for the user.
 
     `may_have_arrived`: the server may have the whole request. `is_permanent`: another attempt at
     this server is unlikely to succeed.
@@ -103,7 +107,7 @@ class ConnectionBroken(Exception):
 
 
 def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
-    """Raises ConfigError."""
+    """The addresses of the servers in a URL. Raises ConfigError."""
     try:
         return [HostPort.parse(each, PORT) for each in url.host.split(",")]
     except ValueError as error:
@@ -114,6 +118,9 @@ def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
 
 
 class Connection:
+    """A connection to one server, logged in as one user. `store_id` is the ID of the object store
+    that the server serves."""
+
     def __init__(
         self,
         address: HostPort,
@@ -140,7 +147,7 @@ class Connection:
             self._log_in(credentials, program, deadline)
         except DieselError as error:
             self.close()
-            if error.retry:  # for example, it cannot read its accounts now: another server may
+            if error.retry:  # if this server cannot read its accounts now, another one may
                 raise ConnectionBroken(error) from error
             raise
         except BaseException:
@@ -148,8 +155,8 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Close the socket without sending anything, since in a forked child it is the parent's.
-        Repeatable."""
+        """Close the socket without sending anything: in a forked child, the connection is still the
+        parent's. May be called again."""
         with suppress(OSError):
             self._socket.close()
 
@@ -166,9 +173,9 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request and receive its first answer, the payload into `room`, which it must fill
-        exactly. Raises ConnectionBroken, CorruptError; UsageError for a request that is too large,
-        before anything is sent."""
+        """Send a request and receive its first answer. If `room` is given, the payload of the
+        answer is received into it, and must fill it. Raises ConnectionBroken, CorruptError;
+        UsageError for a request that is too large, before anything is sent."""
         self._last_id += 1
         views = byte_views(payload)
         size = sum(map(len, views))
@@ -183,7 +190,7 @@ class Connection:
         return self.receive(room, deadline)
 
     def receive(self, room: memoryview | None, deadline: Deadline) -> Answer:
-        """The next answer to the request. Raises ConnectionBroken, CorruptError."""
+        """The next answer to the last request. Raises ConnectionBroken, CorruptError."""
         answer = self._receive_frame(wire.ANSWER_LIMITS, room, deadline)
         if answer.message.get("id") != self._last_id:
             error = parse_error(answer.message)
@@ -293,7 +300,8 @@ class Connection:
             raise CorruptError(f"{self.address} did not report its store") from None
 
     def _binding(self) -> bytes:
-        """The part of the login's signature for this connection (`frames.login_challenge`)."""
+        """What ties the login's signature to this connection: the SHA-256 of the server's
+        certificate (`frames.login_challenge`)."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return wire.NO_BINDING
         certificate = self._socket.getpeercert(binary_form=True)
@@ -365,7 +373,8 @@ class Connection:
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
     ) -> T:
-        """Repeat a call on the socket until it does not have to wait."""
+        """The result of `work`, a call on the socket, which is repeated whenever it would have to
+        wait."""
         try:
             while True:
                 try:
@@ -383,6 +392,7 @@ class Connection:
             ) from error
 
     def _wait(self, ready: select.poll, deadline: Deadline) -> None:
+        """Wait until the socket is ready. Raises ConnectionBroken at the deadline."""
         if not ready.poll(deadline.left_s * 1000):
             raise ConnectionBroken(
                 DeadlineError(f"{self.address} did not answer in time"),
@@ -391,6 +401,7 @@ class Connection:
 
 
 def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
+    """A connection to the first address of a host that accepts one. Raises ConnectionBroken."""
     reason = "its name has no address"
     for family, socket_address in _resolve_in_time(address, deadline):
         connected = None
@@ -412,7 +423,8 @@ _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 def _resolve_in_time(
     address: HostPort, deadline: Deadline
 ) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
-    """The addresses of a host. Name look-ups have no time-out, so they run in a thread."""
+    """The addresses of a host. Name look-ups have no time-out, so they run in a thread, which is
+    abandoned at the deadline. Raises ConnectionBroken."""
     with suppress(OSError):
         return _looked_up(address, socket.AI_NUMERICHOST)
     found: list[tuple[socket.AddressFamily, _SocketAddress]] = []

@@ -1,4 +1,5 @@
-"""Addresses at which a program listens: parsing, reach, and the sockets."""
+"""Addresses at which a program listens: parses them, tells who can reach them, and makes the
+sockets."""
 
 import errno
 import socket
@@ -9,7 +10,8 @@ from ..errors import ConfigError, ConflictError
 from ..urls import HostPort
 
 BACKLOG = 1024
-"""Connections that wait to be accepted: all processes of a training task connect at once."""
+"""The most connections that wait to be accepted: all processes of a training task connect at
+once."""
 
 _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
@@ -31,7 +33,7 @@ def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
 
 
 def addresses_of(place: HostPort) -> list[tuple[socket.AddressFamily, str]]:
-    """Raises ConfigError."""
+    """The addresses of an endpoint's host, each with its family. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(
             place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -79,6 +81,7 @@ def listen(place: HostPort) -> list[socket.socket]:
 
 
 def _bind(made: socket.socket, family: socket.AddressFamily, address: str, port: int) -> None:
+    """Listen at an address and a port. Raises OSError."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:  # `::` stands for all addresses of both kinds
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))

@@ -2,9 +2,11 @@
 
 A connection begins with a greeting of the client and a welcome (or refusal) of the server. A login
 follows, then frames: each is two lengths, a *head* (a message in msgpack) and a *payload* (raw
-bytes). The masters of a task greet each other alike, hence `GreetingCodec`.
+bytes). The masters of a task greet each other in the same form, with other names: both use
+`GreetingCodec`.
 
-Any bytes decode to a value or raise one error. Pure: no sockets, time or requests.
+For any bytes, a parser returns a value or raises one error. Nothing here knows sockets, time or the
+meaning of requests.
 """
 
 import struct
@@ -79,6 +81,7 @@ class GreetingCodec:
         return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
 
     def refusal(self, sentence: str) -> bytes:
+        """Refuses a greeting; `sentence` is the reason."""
         tail = sentence.encode()[:REFUSAL_BYTES_MAX]
         return _WELCOME.pack(self.magic, self.version, _REFUSED, len(tail)) + tail
 
@@ -103,7 +106,8 @@ class GreetingCodec:
         return Welcome(outcome == _ACCEPTED, version, length)
 
     def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
-        """A MetadataError, as for any unusable server, so that callers try another one."""
+        """The error for a refusal with this version and tail. It is a MetadataError, as for any
+        server that cannot be used, so that callers try another one."""
         reason = f"it speaks version {version} of the wire"
         if version == self.version:
             reason = "it gave no reason"
@@ -160,26 +164,28 @@ class FrameLimits:
 BEFORE_LOGIN_LIMITS = FrameLimits(4 << 10, 64, 0)
 REQUEST_LIMITS = FrameLimits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
-"""Bytes that one request may read: a whole chunk, the largest range."""
+"""The most bytes that one request may read: as many as the largest range, a whole chunk."""
 
 ANSWER_LIMITS = FrameLimits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
 class Lengths(NamedTuple):
+    """The bytes of a frame's head and of its payload."""
+
     head: int
     payload: int
 
 
 def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> bytes:
-    """The lengths and head of a frame, after which the caller sends the payload. Raises UsageError
-    beyond the limits."""
+    """The lengths and the head of a frame; the caller sends the payload after them. Raises
+    UsageError beyond the limits."""
     head: bytes = msgpack.packb(message)
     _check(Lengths(len(head), payload_bytes), limits)
     return _LENGTHS.pack(len(head), payload_bytes) + head
 
 
 def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
-    """Raises CorruptError beyond the limits."""
+    """The lengths with which a frame begins. Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
         _check(lengths, limits)
@@ -189,7 +195,7 @@ def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
 
 
 def parse_head(content: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
-    """Raises CorruptError."""
+    """The message in a frame's head. Raises CorruptError."""
     return unpack(content, limits.items)
 
 

@@ -1,8 +1,9 @@
 """Messages between DIESEL-FS programs: maps in msgpack, decoded strictly, and their fields.
 
-The sender is not trusted. Any bytes decode to a message or raise one CorruptError, in linear time:
-`_check_items` counts the items and their depth before any object is built. `Fields` then checks
-each field by its exact type and refuses unknown ones. Errors are sent as messages, too. Pure.
+The sender is not trusted. For any bytes, `unpack` returns a message or raises one CorruptError, in
+linear time: `_check_items` counts the items and their depth before any object is built. `Fields`
+then checks each field by its exact type and refuses unknown ones. Errors are sent as messages, too.
+Does no I/O.
 """
 
 import math
@@ -19,15 +20,15 @@ Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, V
 Message: TypeAlias = dict[str, Value]
 
 ITEMS_MAX = 1024
-"""Items of one message (values, and keys of maps), unless the caller allows more. An item takes up
-to some 100 bytes of memory."""
+"""The most items of one message (values, and keys of maps), unless the caller allows more. An item
+takes up to some 100 bytes of memory."""
 
 DEPTH_MAX = 8
 INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 4096
 
 LENGTH = struct.Struct("<I")
-"""The length in bytes before a message on a mount's sockets."""
+"""On a mount's sockets, the length of a message in bytes, which is sent before it."""
 
 
 def frame(message: Message, bytes_max: int) -> bytes:
@@ -39,7 +40,7 @@ def frame(message: Message, bytes_max: int) -> bytes:
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
-    """Raises CorruptError."""
+    """The message in `body`. Raises CorruptError."""
     _check_items(body, items_max)
     try:
         message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
@@ -51,6 +52,8 @@ def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> 
 
 
 def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
+    """The pairs of a map as a dict. Raises ValueError for repeated keys, and keys that are not
+    text."""
     found = dict(pairs)
     if len(found) != len(pairs) or not all(type(key) is str for key in found):
         raise ValueError("repeated keys, or keys that are not text")
@@ -128,7 +131,7 @@ class Fields:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """At most `TEXT_MAX` characters."""
+        """A text of at most `TEXT_MAX` characters."""
         value = self._take(name, default)
         if type(value) is not str or len(value) > TEXT_MAX:
             self.bad(name, "it is a short text")
@@ -164,6 +167,7 @@ class Fields:
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":
+        """A list of at most `most` maps."""
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")
@@ -192,12 +196,13 @@ class Fields:
         return self._values.pop(name)
 
     def bad(self, name: str, rule: str) -> NoReturn:
+        """Raise UsageError: the field breaks `rule`."""
         raise UsageError(f"{self._what}: bad {name!r}: {rule}")
 
 
 def error_message(error: DieselError) -> Message:
-    """Encode an error. A private subclass becomes the class of `errors` that it extends, which the
-    receiver knows."""
+    """An error as a message. If its class is not one of `errors.py`, the class there that it
+    extends is sent, which the receiver knows."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 

@@ -1,7 +1,7 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
-It speaks only the HTTP that these two need. Unlike the servers of HTTP libraries, it limits the
-number of connections and the time of each. Each has its own task.
+It understands only the HTTP that these two requests need. Unlike the servers of HTTP libraries, it
+limits the number of connections and the time of each. Each connection has its own task.
 """
 
 import logging
@@ -23,13 +23,14 @@ _OK, _UNAVAILABLE = "200 OK", "503 Service Unavailable"
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """The metrics in Prometheus's text format (None: not now), and whether the program can work now
-    (for `/healthz`)."""
+    """Serves what two functions return: `text` gives the metrics in Prometheus's text format (None:
+    there are none now), `is_healthy` whether the program can work now (for `/healthz`)."""
 
     text: Callable[[], str | None]
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Answer requests on these listening sockets until cancelled."""
         limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
         async with trio.open_nursery() as nursery:
 

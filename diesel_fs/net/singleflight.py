@@ -17,12 +17,15 @@ T = TypeVar("T")
 
 
 class _Outcome(Generic[V]):
+    """The result or the error of a run, once it has ended."""
+
     def __init__(self) -> None:
         self._over = trio.Event()
         self._result: list[V] = []  # the one value, when there is one
         self._error: Exception | None = None
 
     async def wait(self) -> V:
+        """The result, after the end of the run. Raises the run's error."""
         await self._over.wait()
         if self._error is not None:
             raise self._error
@@ -38,9 +41,9 @@ class _Outcome(Generic[V]):
 
 
 class SingleFlight(Generic[K, V]):
-    """Runs an `async` function, once at a time for each key. A caller gets the outcome of a run
-    that begins after the call, and shares it with all that called before that run began. A run
-    continues when its callers are cancelled."""
+    """Runs an `async` function, for each key at most once at a time. A caller gets the outcome of a
+    run that begins at or after its call; all callers that called before that run began share the
+    outcome. A run continues when its callers are cancelled."""
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
@@ -52,7 +55,8 @@ class SingleFlight(Generic[K, V]):
         return await self.start(key).wait()
 
     def start(self, key: K) -> _Outcome[V]:
-        """Begin a run without waiting for it, unless one is waiting to begin."""
+        """Begin a run without waiting for it, and return its outcome, to be awaited. If a run of
+        this key is going on, the new one begins after it."""
         outcome = self._waiting.get(key)
         if outcome is None:
             outcome = self._waiting[key] = _Outcome()
@@ -73,7 +77,8 @@ class SingleFlight(Generic[K, V]):
 
 
 class ThreadSingleFlight(SingleFlight[K, V]):
-    """A `SingleFlight` of a blocking function, which runs in one of the `threads`."""
+    """A `SingleFlight` of a blocking function, which runs in a thread; `threads` limits how many
+    run."""
 
     def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
         async def in_thread(key: K) -> V:
@@ -84,14 +89,16 @@ class ThreadSingleFlight(SingleFlight[K, V]):
 
 @dataclass(eq=False)
 class _Waiting(Generic[T, V]):
+    """An item that waits for its run."""
+
     item: T
     size: int
     outcome: _Outcome[V] = field(default_factory=_Outcome)
 
 
 class GroupCommit(Generic[K, T, V]):
-    """Runs a function on items, once at a time for each key. Items that are added during a run go
-    together into the next run, up to `size_max` in size.
+    """Runs a blocking function on groups of items, for each key at most once at a time. Items that
+    are added during a run go together into the next run, up to a total size of `size_max`.
 
     If `run` fails for several items with an error for which `retry_singly` is true, each item is
     tried by itself.
@@ -111,7 +118,8 @@ class GroupCommit(Generic[K, T, V]):
         self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
 
     async def add(self, key: K, item: T, size: int) -> V:
-        """The outcome of the run with this item. Raises the errors of `run`."""
+        """Have `item` be part of a run; returns the result of that run. Raises the errors of
+        `run`."""
         waiting = _Waiting[T, V](item, size)
         queue = self._waiting.get(key)
         if queue is None:

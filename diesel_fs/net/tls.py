@@ -2,9 +2,9 @@
 
 A server loads its certificate from files, and its clients check it against the authorities that
 they trust. A master makes its own certificate when it starts, with a key that is never written to a
-disk; the SHA-256 is part of its registration (`peers/members/membership.py`). So no authority signs
-it, and nobody checks its names and dates. Logins and handshakes sign the SHA-256 (`WIRE.md`,
-section 3).
+disk. The SHA-256 of the certificate is part of the master's registration
+(`peers/members/membership.py`), so no authority need sign it, and nobody checks its names and
+dates. Logins and handshakes sign this SHA-256 (`WIRE.md`, section 3).
 
 Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` works in
 memory, so that one call sends or receives many records: answers of a master's data plane are about
@@ -25,23 +25,24 @@ from ..errors import ConfigError
 from ..format.entries import Bytes
 
 TLS_RECEIVED_BYTES = 256 << 10
-"""The maximum that one call receives: the records of some answers."""
+"""The most bytes that one call receives: the records of some answers."""
 
 _PEM_BYTES_MAX = 1 << 20
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
-_VALID = dt.timedelta(days=3650)  # nobody checks it, but the format demands dates
+_VALID = dt.timedelta(days=3650)  # nobody checks the dates, but the format demands them
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The context that accepts TLS, and the SHA-256 of its certificate."""
+    """A certificate for accepting connections: the TLS context that uses it, and its SHA-256."""
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
 
 
 class TlsEngine:
-    """One end of a TLS connection, without the connection: bytes in, bytes out."""
+    """One end of a TLS connection, without a socket: the caller passes received bytes to it, and
+    sends the bytes that it returns."""
 
     def __init__(self, context: ssl.SSLContext, *, accepted: bool) -> None:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -91,12 +92,13 @@ class TlsEngine:
         return got
 
     def encrypt(self, content: Bytes) -> None:
-        """Raises ssl.SSLError."""
+        """Encrypt these bytes for `take_encrypted`. Raises ssl.SSLError."""
         left = memoryview(content)
         while len(left):
             left = left[self._object.write(left) :]
 
     def take_encrypted(self) -> bytes:
+        """Remove and return the bytes that are to be sent."""
         return self._to_send.read()
 
     @property
@@ -108,12 +110,13 @@ class TlsEngine:
 class TlsSocket:
     """A connector's end of a TLS connection, over a blocking socket.
 
-    One thread may receive while another one sends. A signal handler may do either in the middle of
-    its thread's call.
+    One thread may receive while another one sends. A signal handler may receive or send, too, even
+    if it has interrupted such a call of its thread.
     """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext) -> None:
-        """Perform the handshake. The caller keeps the socket. Raises ssl.SSLError, OSError."""
+        """Perform the handshake. If it fails, the caller closes `plain`. Raises ssl.SSLError,
+        OSError."""
         self.plain = plain
         self._engine = engine = TlsEngine(context, accepted=False)
         self._lock = threading.RLock()
@@ -128,11 +131,12 @@ class TlsSocket:
 
     @property
     def peer_certificate(self) -> bytes:
+        """The other end's certificate as DER; empty if there is none."""
         return self._engine.peer_certificate
 
     def recv_into(self, room: memoryview) -> int:
-        """As a socket's. Raises ssl.SSLError for bytes that are not TLS, which end the
-        connection."""
+        """As `socket.recv_into`; 0 at the end of the connection. Raises ssl.SSLError for bytes that
+        are not TLS; nothing more is received after them."""
         engine = self._engine
         while not self._has_ended:
             with self._lock:
@@ -152,7 +156,7 @@ class TlsSocket:
         return 0
 
     def sendall(self, content: Bytes) -> None:
-        """As a socket's; for one thread at a time."""
+        """As `socket.sendall`; for one thread at a time."""
         with self._lock:
             self._engine.encrypt(content)
             encrypted = self._engine.take_encrypted()
@@ -177,8 +181,8 @@ def verifying_context() -> ssl.SSLContext:
 
 
 def client_context() -> ssl.SSLContext:
-    """The context of a master's client, which checks no chain, name or date: after the handshake
-    the caller must compare the other end's certificate with the expected one."""
+    """The context of a process that connects to a master. It does not check the master's
+    certificate: after the handshake the caller must compare that with the expected one."""
     context = _strict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -203,6 +207,7 @@ def load_certificate(certificate: Path, key: Path) -> Certificate:
 
 
 def make_certificate() -> Certificate:
+    """A new self-signed certificate for a master, with a new key in memory only."""
     # Imports for 50 ms, and only masters make certificates
     from cryptography import x509  # noqa: PLC0415
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
@@ -224,7 +229,7 @@ def make_certificate() -> Certificate:
     )
     context = _accepting_context()
     context.num_tickets = 0  # connections last; none is resumed
-    file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads it from a path only
+    file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads keys from a path only
     try:
         os.write(file, pem)
         context.load_cert_chain(f"/proc/self/fd/{file}")
@@ -245,6 +250,7 @@ def _strict(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def _pem(path: Path) -> bytes:
+    """The first bytes of a PEM file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             return file.read(_PEM_BYTES_MAX)
@@ -253,6 +259,7 @@ def _pem(path: Path) -> bytes:
 
 
 def _first_der(pem: bytes, path: Path) -> bytes:
+    """The first certificate in `pem` as DER. Raises ConfigError."""
     start = pem.find(_BEGIN)
     end = pem.find(_END, start)
     try:

@@ -2,8 +2,9 @@
 (`PEERS.md`, section 3).
 
 `connect` (in trio) and `connect_blocking` (for a reader) are the connecting end, `accept_tls` and
-`authenticate` the accepting one. Each end proves that it knows the task's secret. A process without
-it learns only that its proof was wrong, and nothing but its hello is read before.
+`authenticate` the accepting one. Each end proves that it knows the task's secret. A process that
+does not know it learns only that its proof was wrong; before the proof is checked, nothing but the
+hello is read.
 """
 
 import hmac
@@ -35,7 +36,7 @@ from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
-"""For the whole handshake, at both ends."""
+"""The time limit of the whole handshake, at both ends."""
 
 _SILENT, _CLOSED = "the other master does not answer", "the other master closed the connection"
 
@@ -61,6 +62,7 @@ class LocalIdentity:
 
     @property
     def connector(self) -> "Connector":
+        """This master as the connecting end."""
         return Connector(
             self.rank, self.instance, self.identity, self.version, self.task.digest, self.secret,
             has_tls=self.certificate is not None, is_client=False,
@@ -82,7 +84,8 @@ class Connector:
 
 
 class HandshakeRejected(Exception):
-    """`why` is for the log; `reply` is sent to the connector, and may be empty."""
+    """A connector was refused. `why` is for the log; `reply` are the bytes to send to the
+    connector, and may be empty."""
 
     def __init__(self, why: str, reply: bytes = b"") -> None:
         super().__init__(why)
@@ -93,11 +96,13 @@ class HandshakeRejected(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 _Proving = Generator[bytes | int, bytearray, None]
-"""Yields bytes to send, or a number of bytes to receive, and is sent those."""
+"""The steps of the connecting end. Yields bytes to send, or the number of bytes to receive, which
+are then sent into the generator."""
 
 
 async def connect(me: Connector, member: Member) -> Channel:
-    """On return, both ends have proved that they know the secret. Raises DieselError."""
+    """Connect to the master `member`. When this returns, both ends have proved that they know the
+    secret. Raises DieselError."""
     channel: Channel | None = None
     is_ready = False
     try:
@@ -118,7 +123,7 @@ async def connect(me: Connector, member: Member) -> Channel:
 
 
 def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
-    """As `connect`, for a thread. Each of the few messages takes at most `HELLO_S`."""
+    """As `connect`, for a thread. Each send or receive of the handshake takes at most `HELLO_S`."""
     plain: socket.socket | None = None
     is_ready = False
     try:
@@ -192,7 +197,8 @@ async def _prove(channel: Channel, me: Connector, member: Member) -> None:
 
 
 def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
-    """`certificate` is empty without TLS. Raises DieselError."""
+    """The connecting end's dialogue. `certificate` is the master's, empty without TLS. Raises
+    DieselError."""
     binding = certificate_digest(certificate) if certificate else NO_BINDING
     if member.certificate and binding != member.certificate:
         raise PermissionDenied("the other master's certificate is not the registered one")
@@ -201,7 +207,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
     tail = bytes((yield length))
     if not goes_on:
         error = wire.refusal_error(version, tail)
-        if me.is_client:  # it must tell this from a master that cannot be reached
+        if me.is_client:  # a client must know a refusal from a master that cannot be reached
             raise PermissionDenied(error.message)
         raise error
     ours = Hello(
@@ -220,7 +226,8 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
 
 
 def _why(error: OSError) -> str:
-    """trio tries all addresses of a host; the cause of its error has those of all."""
+    """The reason of an error, in a few words. trio tries all addresses of a host; then the cause of
+    its error has the errors of all."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -232,7 +239,7 @@ def _why(error: OSError) -> str:
 
 
 async def accept_tls(channel: Channel) -> None:
-    """Raises HandshakeRejected."""
+    """The accepting end of the TLS handshake; nothing without TLS. Raises HandshakeRejected."""
     if isinstance(channel, TlsChannel):
         try:
             await channel.do_handshake()

@@ -1,11 +1,12 @@
 """Finds the master of a task on this node, and starts it if there is none. Any thread and process.
 
 A task has a folder in the user's runtime folder, and in it a folder for each of its nodes on this
-machine. That has three files: `socket`; `lock`, which a process holds while it starts a master; and
-`options`, the request that started the master, without secrets and without addresses that may hold
-passwords. A master that ends by itself removes `options`. So `options` beside a dead socket means
-that the master was killed, and says which node it was: a process that joins without a rank must not
-become another. The next job removes old remains, the last master the folders.
+machine. A node's folder has three files: `socket`; `lock`, which a process locks while it starts a
+master; and `options`, the request that started the master, without secrets and without addresses
+that may hold passwords. A master that ends by itself removes `options`. So if `options` is beside a
+dead socket, the master was killed. A process that joins without a rank then restarts the master
+with these options, so that the node keeps its rank. The next job removes what was left of old jobs,
+and the last master removes the folders.
 """
 
 import fcntl
@@ -47,20 +48,23 @@ log = logging.getLogger("diesel.task")
 MASTER = (sys.executable, "-m", "diesel_fs.peers")
 
 START_DEADLINE_S = 60.0
-"""A master may have to fetch a snapshot first."""
+"""How long a starting master may be silent: it may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""Other processes of a node wait for the first one, where users look for errors."""
+"""How long other processes of a node wait until its first process has started the master: users
+look for errors in the output of the first one."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""How often a master marks that it is alive; and how long after its last mark it is restarted, if
-it was killed, by a process that joins without a rank. Its former clients restart it at any time."""
+"""The interval at which a master marks that it is alive; and how long after its last mark a killed
+master is restarted by a process that joins without a rank. Its former clients restart it at any
+time."""
 
 DESCRIPTORS_MIN = 512
-"""Open files of a master for clients and chunks, besides its connections to other nodes."""
+"""Open files that a master needs for clients and chunks, besides its connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""Making or removing folders takes microseconds, unless the process was stopped."""
+"""How long to wait for another process that makes or removes folders, which takes microseconds
+unless that process was stopped."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 
@@ -83,10 +87,11 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which `program` starts if none is alive. A master that has
-    readers keeps its options; a warning names those in which the request differs. One without
-    readers (of a mount that has just ended) makes way. Raises the error that kept the master from
-    starting, with the end of its log; UsageError for a bad rank or address."""
+    """The socket of this node's master, which `program` starts if none is alive. If a running
+    master has other options, it keeps them while it has readers, and a warning names the differing
+    options. If it has none (its mount has just ended), it is ended and another one is started.
+    Raises the error that kept the master from starting, with the end of its log; UsageError for a
+    bad rank or address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
     running = _running_request(socket_path)
     if (
@@ -111,8 +116,9 @@ def _find_or_start(
     first_process_wait_s: float,
     start_deadline_s: float,
 ) -> Path:
-    """Without a rank, a task of one node has the only live master on this machine, else the only
-    killed one, restarted as the node that it was."""
+    """The socket of a live master. For a request without a rank, in a task of one node, that is the
+    only live master of this task on this machine; if there is none, the only killed one, which is
+    restarted."""
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
@@ -136,18 +142,19 @@ def _find_or_start(
 
 
 def _running_request(socket_path: Path) -> TaskRequest | None:
+    """The request by which the running master was started; None if it is not known."""
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
-            return None  # of an earlier master that was killed
+            return None  # the file is of an earlier master, which was killed
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
-        return None  # it is starting or ending, or has another version of this program
+        return None  # the master is starting or ending, or is of another version of this program
 
 
 def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
-    """End a master without readers; returns whether it ended. It ends when a client comes for
-    another version of the dataset; no version is 0."""
+    """End a master that has no readers; returns whether it ended. Such a master ends when a client
+    asks for another version of the dataset, so this asks for version 0, which does not exist."""
     with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
         client.settimeout(_ANSWER_S)
         connect_unix(client, socket_path)
@@ -161,7 +168,8 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _readers(client: socket.socket) -> int:
-    """-1 if the master does not answer that. Raises OSError, CorruptError."""
+    """The number of readers that the master has; -1 if its answer does not tell. Raises OSError,
+    CorruptError."""
     client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
@@ -179,8 +187,8 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`;
-    after a permanent error, does nothing."""
+    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`.
+    After a permanent error the master counts as ended, so that no further process tries."""
     if is_alive(socket_path):
         return False
     try:
@@ -192,6 +200,7 @@ def restart_killed(
 
 
 def mark_ended(socket_path: Path) -> None:
+    """Note that the node's master has ended by itself, so that it is not restarted."""
     with suppress(OSError):
         socket_path.with_name(_OPTIONS).unlink()
 
@@ -211,6 +220,7 @@ def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S)
 
 
 def mark_alive(socket_path: Path) -> None:
+    """Note that the node's master was alive at this time (`ALIVE_MARK_S`)."""
     with suppress(OSError):
         os.utime(socket_path.with_name(_OPTIONS))
 
@@ -250,11 +260,12 @@ def has_successor(socket_path: Path) -> bool:
 
 
 def is_alive(socket_path: Path) -> bool:
+    """Whether a master accepts connections at a socket, or hangs."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_S)
         try:
             connect_unix(probe, socket_path)
-        except TimeoutError:  # the master hangs; another would, too
+        except TimeoutError:  # the master hangs; a second one would hang, too
             return True
         except OSError:
             return False
@@ -262,15 +273,18 @@ def is_alive(socket_path: Path) -> bool:
 
 
 def default_log(request: TaskRequest) -> Path:
+    """The log file of a master whose request names none."""
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
 
 
 def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
+    """Wait until no master is alive at a socket; returns False if one is after `timeout_s`."""
     return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """SLURM and torchrun set variables."""
+    """Whether this is the node's first process, by the variables of SLURM or torchrun; true without
+    them."""
     values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
     return next(values, "0").strip() == "0"
 
@@ -278,8 +292,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """Meanwhile no other process starts a master at the socket, or removes its folder, which is
-    made if it is missing. Raises BusyError."""
+    """A lock for one node: while it is held, no other process starts a master at the socket, or
+    removes its folder, which is made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -291,6 +305,8 @@ def _locked(
 
 
 def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager[None]:
+    """A lock for all tasks of the user: while it is held, no other process makes or removes their
+    folders. Raises BusyError."""
     tasks = _tasks()
     return _held(
         lambda: _try_lock(tasks / _LOCK), timeout_s, _POLL_S / 10,
@@ -314,6 +330,7 @@ def _held(
 
 
 def _try_lock(path: Path) -> int | None:
+    """A descriptor of the locked file; None if another process has locked it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -326,7 +343,7 @@ def _try_lock(path: Path) -> int | None:
 def _poll(
     attempt: Callable[[], _Found | None], timeout_s: float, every_s: float = _POLL_S
 ) -> _Found | None:
-    """The first result of `attempt` that is not None; None after the time."""
+    """The first result of `attempt` that is not None; None if there was none within `timeout_s`."""
     until_s = time.monotonic() + timeout_s
     while (found := attempt()) is None and time.monotonic() <= until_s:
         time.sleep(every_s)
@@ -336,6 +353,7 @@ def _poll(
 def _start_locked(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
+    """Start a master at a socket, unless one is alive by the time that the lock is held."""
     try:
         with _locked(socket_path, deadline_s + _CONNECT_S):
             if not is_alive(socket_path):
@@ -347,8 +365,8 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """False if the master ended by itself. Options that the request does not give stay. Raises
-    DieselError."""
+    """Restart a master with its former options, except those that the request gives. Returns False
+    if the master ended by itself. Raises DieselError."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
@@ -365,7 +383,8 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """The file gets no secrets, and no addresses that may hold a password."""
+    """Write `options`, by which a killed master is restarted, without secrets and without addresses
+    that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -374,7 +393,7 @@ def _save_options(request: TaskRequest, socket_path: Path) -> None:
     except OSError:  # no space: this master will not be started again
         with suppress(OSError):
             new.unlink()
-        mark_ended(socket_path)  # removes the options of an earlier one
+        mark_ended(socket_path)  # removes the options of an earlier master
 
 
 def _start(
@@ -424,12 +443,14 @@ def _check_descriptors(world: int) -> None:
 
 
 def _is_registered(request: TaskRequest) -> bool:
+    """Whether the repository has a registry of members (a Redis, or a server that has one)."""
     url = parse_url(request.url)
     return url.scheme in SERVER_SCHEMES or bool(url.meta)
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """`request` has a rank. The socket's folder exists while a master runs or starts."""
+    """The socket of a node's master; `request` has a rank. The socket's folder exists while a
+    master runs or starts."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 

@@ -1,7 +1,8 @@
-"""Every byte of the local protocol, between a master and the readers on its own node, its clients
+"""Every byte of the local protocol, between a master and its clients: the readers on its own node
 (`PEERS.md`, section 4).
 
-Any bytes give a value or one error; no length is allocated before it is known to be allowed. Pure.
+For any bytes, a parser returns a value or raises one error; it allocates nothing for a length that
+it has not checked. No function here does I/O.
 """
 
 import struct
@@ -28,6 +29,7 @@ from .members.membership import (
 from .wire import FAILED, HEAD_BYTES, LOAD, PLAN_BYTES_MAX, TASK_DIGEST_BYTES, Sizes
 
 VERSION = 3
+"""The version of the local protocol."""
 
 (
     HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS,
@@ -36,7 +38,8 @@ VERSION = 3
 OK, REFUSED = range(2)
 
 UNPINNED_MAX = 1 << 16
-"""Most chunks that a client unpins, or a master revokes, in one message."""
+"""The most chunks that one message may name: those that a client has unpinned, or those that it
+should unpin."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """The longest answer to STATS or MEMBERS."""
@@ -93,7 +96,7 @@ def request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> byt
 
 
 def parse_request(content: Bytes) -> LocalRequestHead:
-    """Raises CorruptError."""
+    """The head of a client's request. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _HEAD.unpack(content)
@@ -106,7 +109,8 @@ def parse_request(content: Bytes) -> LocalRequestHead:
 
 
 class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer. The numbers of `revoked` chunks end its body."""
+    """The first 16 bytes of a master's answer. The last `revoked` numbers in its body are the
+    chunks that the client should unpin."""
 
     status: int
     counted: int
@@ -115,12 +119,12 @@ class LocalAnswerHead(NamedTuple):
 
 
 def answer(kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()) -> bytes:
-    """`revoked` are chunks to unmap."""
+    """An answer to a request of this kind. `revoked`: the chunks that the client should unpin."""
     return _answer(kind, OK, count, body, revoked)
 
 
 def refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """Rejects the request; `sentence` is the reason."""
+    """An answer that rejects the request; `sentence` is the reason."""
     return _answer(kind, REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
@@ -133,7 +137,8 @@ def _answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[i
 
 
 def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
-    """`kind` and `count` are those of the request. Raises CorruptError."""
+    """The head of a master's answer; `kind` and `count` are those of the request. Raises
+    CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not an answer")
     answered, flags, status, counted, body_bytes, revoked = _HEAD.unpack(content)
@@ -153,6 +158,7 @@ def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
+    """An answer's own body, and the chunks that the client should unpin."""
     view = memoryview(body)
     own_bytes = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
@@ -160,7 +166,7 @@ def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[
 
 
 def parse_refusal(body: Bytes) -> str:
-    """Made printable."""
+    """The reason of a refusal, with only printable characters."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
@@ -169,7 +175,8 @@ def hello(identity: UUID, version: int) -> bytes:
 
 
 def parse_hello(body: Bytes) -> tuple[UUID, int]:
-    """Identity and version. Raises CorruptError; UsageError for another version of the protocol."""
+    """The dataset's identity and version. Raises CorruptError, and UsageError for another version
+    of the protocol."""
     _check_size(_HELLO, body, "hello")
     protocol, zero, identity, version = _HELLO.unpack(body)
     if protocol != VERSION:
@@ -197,8 +204,8 @@ def parse_welcome(body: Bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """What a client needs to ask the masters of other nodes. `rank` is its own node's, `task`
-    SHA-256 of the task's name."""
+    """What a client needs to ask the masters of other nodes. `rank` is that of the client's own
+    node, `task` is SHA-256 of the task's name, `members` are the other nodes' masters."""
 
     rank: int
     task: bytes
@@ -221,7 +228,7 @@ def members_body(view: TaskView) -> bytes:
 
 
 def parse_members(body: Bytes) -> TaskView:
-    """Raises CorruptError, UsageError."""
+    """The answer to MEMBERS. Raises CorruptError, UsageError."""
     fields = Fields(unpack(body, _VIEW_ITEMS_MAX), "answer to members")
     view = TaskView(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -239,7 +246,7 @@ def pinned_body(*, is_pinned: bool) -> bytes:
 
 
 def parse_pinned(body: Bytes) -> bool:
-    """Raises CorruptError."""
+    """Whether the chunk was pinned. Raises CorruptError."""
     _check_size(_PINNED, body, "answer to pin")
     return bool(_PINNED.unpack(body)[0])
 
@@ -249,7 +256,7 @@ def plan_status_body(status: int) -> bytes:
 
 
 def parse_plan_status(body: Bytes) -> int:
-    """Raises CorruptError."""
+    """The status (`wire.py`) of a message about plans. Raises CorruptError."""
     _check_size(_PLAN_STATUS, body, "answer to plan")
     status: int = _PLAN_STATUS.unpack(body)[0]
     if status > FAILED:
@@ -262,7 +269,8 @@ def chunks_body(chunks: Sequence[int]) -> bytes:
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """Raises CorruptError, also for a chunk that does not exist."""
+    """The numbers of chunks in a body. Raises CorruptError, also for a chunk that does not
+    exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()
@@ -285,7 +293,7 @@ def damaged_body(damaged: DamagedPart) -> bytes:
 
 
 def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
-    """Raises CorruptError."""
+    """The part that a client reports as damaged. Raises CorruptError."""
     _check_size(_DAMAGED, body, "part")
     damaged = DamagedPart(*_DAMAGED.unpack(body))
     if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:
@@ -298,7 +306,7 @@ def switch_version_body(version: int) -> bytes:
 
 
 def parse_switch_version(body: Bytes) -> int:
-    """Raises CorruptError."""
+    """The version that a client has switched to. Raises CorruptError."""
     _check_size(_SWITCH_VERSION, body, "version")
     return int(_SWITCH_VERSION.unpack(body)[0])
 

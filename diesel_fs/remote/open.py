@@ -30,13 +30,13 @@ def open_repository(
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
-    """Raises as `open_repository`."""
+    """The repository that the settings name. Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 
 def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """The version that another process of this user has open, most often from the private copy that
-    the other process has just made.
+    """The version of a dataset that another process of this user has open. It is read from the
+    private copy (a file of this user) that the other process has just made, if that is still there.
 
     Raises NotFoundError if the version is no longer kept, and ConflictError if the name belongs to
     another dataset now.

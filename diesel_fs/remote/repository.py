@@ -4,7 +4,7 @@
 The client checks every answer, as a server may be wrong, and keeps private copies of snapshots in
 files, so that no version is fetched twice. It connects at the first request.
 
-Usable from several threads and in forked children, as any `Repository`.
+It can be used from several threads and in forked children, like any `Repository`.
 """
 
 import os
@@ -68,13 +68,15 @@ from .values import (
 
 _JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
 _FINISH_S = 600.0  # making the snapshot of a large dataset takes long
-_FETCH_TRIES = 3  # for a snapshot, if servers stop while they send it
+_FETCH_TRIES = 3  # of a snapshot, if servers stop while they send it
 _HEAD_WAIT_S = 30.0  # the same time that a local writer waits for the metadata store
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0  # between two requests for a head
 _IDS_AT_ONCE = 65_536  # chunk IDs in one request
 
 
 class RemoteRepository(Repository):
+    """The repository of a server; `link` sends the requests."""
+
     snapshots: "RemoteSnapshots"
 
     def __init__(
@@ -88,11 +90,11 @@ class RemoteRepository(Repository):
         self.metadata_error = ""
         """Why the server could not report the head (version and counts) of the dataset in the last
         request; empty if it could."""
-        self._clock_offset_s = 0.0  # by how much the server's clock is ahead of ours
+        self._clock_offset_s = 0.0  # by how much the server's clock is ahead of this host's
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
-        """Raises ConfigError."""
+        """The repository of the servers at a URL, as one user. Raises ConfigError."""
         return cls(ServerLink(url, credentials), url, credentials)
 
     def close(self) -> None:
@@ -100,12 +102,13 @@ class RemoteRepository(Repository):
 
     @property
     def meta_problem(self) -> DieselError | None:
+        """None: the server, not this process, opens the metadata store."""
         return None
 
     @property
     def clock_offset_s(self) -> float:
         """The seconds by which the server's clock was ahead of this host's at the last request for
-        a dataset; 0 before."""
+        a dataset; 0 before the first."""
         return self._clock_offset_s
 
     def _now_s(self) -> float:
@@ -113,6 +116,7 @@ class RemoteRepository(Repository):
         return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
+        """The answer to the request `do`. Raises as `RpcClient.call`."""
         return self._link.call({"do": do, **fields}, deadline_s=deadline_s)
 
     # Finding datasets
@@ -124,6 +128,8 @@ class RemoteRepository(Repository):
         return self._info("dataset", {"dataset": check_dataset_name(name)})
 
     def _info(self, do: str, fields: Message) -> DatasetInfo:
+        """The dataset in the answer to a request; also notes its identity, the server's clock, and
+        `metadata_error`."""
         try:
             answer = self._ask(do, fields).message
         except NoSuchDataset as error:
@@ -156,7 +162,8 @@ class RemoteRepository(Repository):
         return stat
 
     def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
-        """The entries at `paths` as they are now, many in one request; as `Snapshot.stat_many`."""
+        """As `Snapshot.stat_many`, for the entries at `paths` as they are now. One request asks for
+        many."""
         batches = []
         for start in range(0, len(paths), PATHS_MAX):
             batch = paths[start : start + PATHS_MAX]
@@ -222,8 +229,8 @@ class RemoteRepository(Repository):
         self._ask("record_archive", {"identity": identity.bytes, "record": record.pack()})
 
     def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
-        """Make all commits durable, and commit missing ones of these chunks again. Returns the
-        version."""
+        """Make all commits durable; those of `chunks` whose commits were lost are committed again.
+        Returns the version."""
         version = 0
         for start in range(0, len(chunks) or 1, _IDS_AT_ONCE):
             packed = b"".join(chunks[start : start + _IDS_AT_ONCE])
@@ -266,7 +273,8 @@ class RemoteRepository(Repository):
         return Fields(result, "what is reclaimable").integer("bytes")
 
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
-        """Have the server do a job, and report its progress. Returns the result."""
+        """Have the server do a job, and pass its reports on to `progress`. Returns the job's
+        result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         result: Value = None
         for answer in self._link.stream(message, deadline_s=_JOB_ANSWER_S):
@@ -280,7 +288,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """For requests of `peers/members/membership.py`."""
+        """The answer to a request about a task (`peers/members/membership.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:
@@ -293,7 +301,7 @@ class RemoteRepository(Repository):
 
 
 class RemoteWriteSession(WriteSession):
-    """The server checks and commits each chunk when it is put."""
+    """A put through a server, which checks and commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
@@ -319,6 +327,8 @@ class RemoteWriteSession(WriteSession):
         return version
 
     def _head(self) -> DatasetHead:
+        """The dataset's head (version and counts). Waits a while for it if the server cannot report
+        it now. Raises ConflictError, MetadataBehind, MetadataError."""
         end_s, pause_s = time.monotonic() + _HEAD_WAIT_S, _PAUSE_S
         while True:
             try:
@@ -343,6 +353,8 @@ class RemoteWriteSession(WriteSession):
 
 
 class RemoteSnapshots(PublishedVersions):
+    """The published versions of datasets, fetched from the server and kept as private copies."""
+
     def __init__(self, link: RpcClient) -> None:
         self._link = link
 
@@ -369,8 +381,9 @@ class RemoteSnapshots(PublishedVersions):
         return open_private_copy(identity, version) or self._fetch(identity, version, 0)
 
     def _fetch(self, identity: UUID, version: int, copied: int) -> Snapshot:
-        """Fetch a version (0: the current one) from the server, unless it is `copied`, the version
-        of a private copy (0: none)."""
+        """The snapshot of a version (0: the current one). `copied` is the version of this user's
+        private copy (0: none): if the server answers that this is the wanted one, the copy is
+        opened, and nothing is sent."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
@@ -388,7 +401,8 @@ class RemoteSnapshots(PublishedVersions):
             copied = 0  # the copy has been removed meanwhile
 
     def _receive(self, identity: UUID, version: int, copied: int) -> tuple[int, memoryview | None]:
-        """The version that the server sent, and its bytes, or None if that version is `copied`."""
+        """The number of the version that the server sent, and its bytes; None in place of the bytes
+        if that version is `copied`."""
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": copied,
         }  # fmt: skip
@@ -405,7 +419,7 @@ class RemoteSnapshots(PublishedVersions):
         raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
-        """Check that `content` is a snapshot of this version, and make a private copy."""
+        """The snapshot in `content`, checked to be this version; also makes a private copy."""
         snapshot = Snapshot(content, verify=True)
         if (snapshot.identity, snapshot.version) != (identity, version):
             raise CorruptError(

@@ -1,8 +1,9 @@
 """Sends snapshots from a server to its clients in pieces, each an LZ4 block (`WIRE.md`, section 5).
 
 The server compresses each version once and keeps the pieces in a file, in a folder that only the
-server's user can open. The file is replaced by rename, but not synced: every block has a checksum,
-and a damaged file is made again. The client joins the pieces and then checks the whole snapshot.
+server's user can open. The file is written under another name and renamed, but not synced: every
+block has a checksum, and a damaged file is made again. The client joins the pieces and then checks
+the whole snapshot.
 
 Callable from any thread; several processes may share the folder.
 """
@@ -39,7 +40,8 @@ SNAPSHOT_BYTES_MAX = 64 << 30
 piece."""
 
 KEPT = 2
-"""Versions of a dataset with kept pieces, as many as private copies of snapshots."""
+"""The number of versions of a dataset whose pieces are kept: as many as there are private copies of
+snapshots."""
 
 _MAGIC = b"\x93DIESPIE"
 # A file holds the blocks, a table with one row for each, and at its end a trailer
@@ -48,21 +50,25 @@ _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
 class SnapshotPiece(NamedTuple):
-    """`block` decompresses to `raw_bytes` bytes."""
+    """A compressed piece: `block` decompresses to `raw_bytes` bytes."""
 
     raw_bytes: int
     block: bytes | memoryview
 
 
 def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
+    """The pieces of a snapshot, in order."""
     for start in range(0, len(view.buffer), PIECE_BYTES):
         raw = view.buffer[start : start + PIECE_BYTES]
         yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
 class CompressedSnapshots:
+    """The compressed pieces of snapshots, which a server keeps in files."""
+
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is made if missing. Pieces are not kept with None, or in an unusable folder."""
+        """`folder` is for the files; it is made if missing. If it is None or cannot be used, pieces
+        are not kept, but made for each request."""
         self._folder = folder
         self._lock = threading.Lock()
         self._making: dict[tuple[UUID, int], threading.Lock] = {}
@@ -84,6 +90,7 @@ class CompressedSnapshots:
         yield from pieces
 
     def _find(self, identity: UUID, version: int) -> "Iterator[SnapshotPiece] | None":
+        """The kept pieces of a version; None if there are none, or they are damaged."""
         if self._folder is None:
             return None
         try:
@@ -95,7 +102,8 @@ class CompressedSnapshots:
             return None
 
     def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces: from a new file, or directly from the snapshot if none can be written."""
+        """The pieces of a snapshot: from a new file, or if no file can be written, straight from
+        the snapshot."""
         self.made += 1
         try:
             if self._folder is not None:
@@ -113,6 +121,7 @@ class CompressedSnapshots:
         return self._folder / f"{identity.hex}-{version:016x}.lz4"
 
     def _remove_older(self, identity: UUID) -> None:
+        """Remove the files of all but the newest `KEPT` versions of a dataset."""
         assert self._folder is not None
         for old in sorted(self._folder.glob(f"{identity.hex}-*.lz4"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -130,7 +139,7 @@ def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
 
 
 def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
-    """The pieces in a file, the table of which has been checked. Raises OSError, CorruptError."""
+    """The pieces in a file, whose table has been checked. Raises OSError, CorruptError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         rows = _table(file, version)
@@ -141,6 +150,8 @@ def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
 
 
 def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
+    """The table of a file: a row for each piece (raw bytes, stored bytes, checksum). Raises
+    CorruptError."""
     size = os.fstat(file).st_size
     trailer = os.pread(file, _TRAILER.size, max(size - _TRAILER.size, 0))
     if len(trailer) < _TRAILER.size:
@@ -158,7 +169,8 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
 
 def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
     """Yield the pieces in a file. At a damaged block, remove the file, so that the next request
-    gets new pieces, and raise CorruptError; earlier pieces have been sent."""
+    gets new pieces, and raise CorruptError; the pieces before the block have been yielded by
+    then."""
     try:
         at = 0
         for raw_bytes, size, checksum in rows:
@@ -174,7 +186,7 @@ def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterat
 
 
 class SnapshotAssembler:
-    """Not thread-safe."""
+    """A client's end: decompresses the pieces and joins them. Not thread-safe."""
 
     def __init__(self, bytes_max: int = SNAPSHOT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max

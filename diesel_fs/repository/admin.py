@@ -50,7 +50,7 @@ class Administration(ABC):
 
     @abstractmethod
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        """Add a user."""
+        """Add a user; with `admin`, one who may administer the whole repository."""
 
     @abstractmethod
     def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
@@ -66,14 +66,14 @@ class Administration(ABC):
 
     @abstractmethod
     def import_text(self, text: bytes, *, replace: bool) -> None:
-        """Add all accounts of a text, or none; `replace` removes all others.
+        """Add all accounts of an exported text, or none; `replace` removes all other accounts.
 
         Raises CorruptError, NewerVersionError.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Repeatable."""
+        """Close the connections. Repeatable."""
 
     def accounts(self) -> Accounts:
         return parse_accounts(self.export_text())

@@ -1,7 +1,7 @@
 """The datasets of an object store: names, identities, and deletions.
 
-Two small objects of each dataset hold these (FORMAT.md, section 2). Thread-safe; nothing is cached
-between calls.
+An object `DATASET` has a dataset's name and identity; an object in `deleted/` marks it as deleted
+(FORMAT.md, section 2). Thread-safe; nothing is cached between calls.
 """
 
 import json
@@ -37,8 +37,8 @@ class Catalogue:
     def all(
         self, heads: Mapping[UUID, DatasetHead]
     ) -> tuple[list[DatasetInfo], list[CorruptError]]:
-        """The datasets that are not deleted, by name; and an error for each with an unknown name,
-        since its object is damaged and it has no head."""
+        """The datasets that are not deleted, in the order of their names; and an error for each
+        dataset whose name is unknown, since its object is damaged and `heads` lacks it."""
         infos: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
         for identity in self._identities():
@@ -75,11 +75,12 @@ class Catalogue:
         return True
 
     def deleted_named(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name that still have objects. A writer that has not noticed a
-        deletion may even add some."""
+        """The identities of deleted datasets of this name that still have objects. A writer that
+        has not noticed a deletion may even add objects."""
         for identity in self._identities():
             with suppress(ObjectMissing, CorruptError):
                 marked = bytes(self._objects.get(deleted_object(identity)))
+                # A mark without a name is of a full disk (see `mark_deleted`)
                 described = None if marked else self._described(identity)
                 if (described[0].encode() if described else marked) == name.encode():
                     yield identity
@@ -96,12 +97,12 @@ class Catalogue:
             try:
                 self._objects.put(deleted_object(identity), [name.encode()])
             except NoSpaceError:
-                # A full disk still takes an empty file. `DATASET`, which is removed last, has the
-                # name
+                # A full disk still takes an empty file. The object `DATASET`, which is removed
+                # last, has the name
                 self._objects.put(deleted_object(identity), [])
 
     def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
-        """The first three fields of `DatasetInfo`; None if the dataset has no such object."""
+        """The first three fields of `DatasetInfo`; None if there is no object `DATASET`."""
         try:
             described = json.loads(bytes(self._objects.get(dataset_object(identity))))
             name, created_ns = described["name"], described["created_ns"]

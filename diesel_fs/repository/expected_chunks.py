@@ -1,16 +1,16 @@
 """Determines the chunks that a dataset's state consists of, and reads their headers to rebuild it.
 
-A state is a fold over chunks: of the entries of one path, the newest counts. Without one chunk, its
-files would be "no such file", so absence needs proof (FORMAT.md, section 5). Three sources name the
-chunks that must exist: a listing of the object store, the live metadata (in the metadata store),
-and the newest published snapshot. No decision rests on one of them alone. A chunk that is named and
-cannot be read is a **loss**: it is reported, and no state without it replaces another unless the
-user accepts that.
+A state is a fold over chunks: of the entries of one path, the newest counts. If a chunk were left
+out, its files would seem not to exist, so absence needs proof (FORMAT.md, section 5). Three sources
+name the chunks that must exist: a listing of the object store, the live metadata (in the metadata
+store), and the newest published snapshot. No decision rests on one source alone. A chunk that is
+named and cannot be read is a **loss**: it is reported, and no state without it replaces another
+unless the user accepts that.
 
 Damaged bytes are read once more, then count as a loss. An unreachable store is tried again for some
 seconds; then the work ends with the store's error.
 
-No state is kept between calls. One thread works; others read headers ahead for it.
+No state is kept between calls. One thread works; other threads read headers ahead for it.
 """
 
 import logging
@@ -58,13 +58,14 @@ from .versions import VersionStore
 log = logging.getLogger("diesel.repository")
 
 HEADERS_AHEAD = 16
-"""Headers that are read in parallel: some hundreds a second from a store with a latency of 20 ms.
-"""
+"""The number of headers that are read in parallel. From a store with a latency of 20 ms, this gives
+some hundreds of headers a second."""
 
 FILES_NAMED_MAX = 1000
 """How many lost files are listed; the others are only counted."""
 
-_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # in all headers that are read ahead: up to some 700 bytes each
+# The most entries in all headers that are read ahead; an entry takes up to some 700 bytes
+_ENTRIES_AHEAD = 2 * ENTRIES_MAX
 _PAUSES_S = (0.1, 0.5, 2.0)  # before new attempts at a failing store, beyond its own retries
 _NO_CHUNKS: frozenset[ChunkId] = frozenset()
 
@@ -96,13 +97,14 @@ class ExpectedChunks:
     empty: frozenset[ChunkId] = _NO_CHUNKS
     """Chunks in the metadata store with only replaced or deleted entries."""
     published: Snapshot | None = None
+    """The newest readable snapshot."""
     damaged: Mapping[int, str] = field(default_factory=dict)
     """Newer published versions with unreadable snapshots, and the reasons."""
 
     @property
     def needed(self) -> frozenset[ChunkId]:
-        """The chunks without which an entry would be missing. A snapshot also lists chunks with
-        only tombstones; only the metadata store shows that a chunk is empty."""
+        """The chunks without which an entry would be missing. A snapshot lists chunks that have
+        only tombstones, too; which chunks are empty is known from the metadata store alone."""
         listed = self.published.chunk_ids if self.published else ()
         return self.live.union(listed) - self.empty
 
@@ -120,14 +122,15 @@ def expected_chunks(
             for record in meta.chunks(identity):
                 (empty if record.holes == record.entries else live).add(record.id)
         except (MetadataBehind, CorruptError) as error:
-            log.warning("the metadata store cannot say which chunks there are: %s", error.message)
+            log.warning("the metadata store cannot list its chunks: %s", error.message)
     return ExpectedChunks(frozenset(live), frozenset(empty), published, damaged)
 
 
 def newest_readable(
     versions: VersionStore, identity: UUID
 ) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest readable published snapshot, and the reason for each newer version."""
+    """The newest readable published snapshot, or None; and for each newer version, why its snapshot
+    cannot be read."""
     damaged = dict[int, str]()
     for version in reversed(versions.versions(identity)):
         try:
@@ -153,9 +156,9 @@ class AbsentChunks:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
-    """Not in the store."""
+    """Those that the store does not have."""
     unlisted: frozenset[ChunkId]
-    """In the store, so the listing was short."""
+    """Those that the store has, so the listing was incomplete."""
 
 
 def absent_chunks(
@@ -198,8 +201,8 @@ class LostChunks(CorruptError):
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[LostChunk]:
-    """The losses of chunks (with reasons). The files of a chunk come from the first of `views` that
-    knows the chunk."""
+    """A `LostChunk` for each of `chunks` (which have the reasons). The files of a chunk come from
+    the first of `views` that knows the chunk."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
@@ -212,7 +215,7 @@ def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[
 
 
 def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[ChunkId, bytes]]:
-    """The files of a view with an extent in one of these chunks: the chunk and the path."""
+    """For each file of a view with an extent in one of these chunks: the chunk and the path."""
     wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
     indices = view.files()
     numbers = view.chunk_of(indices)  # of the first extent
@@ -225,7 +228,8 @@ def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[Chu
 
 
 def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
-    """A line for each chunk, and for each of up to FILES_NAMED_MAX files."""
+    """A line for each chunk, and then for each lost file, of which at most FILES_NAMED_MAX are
+    named."""
     lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
     for loss in losses:
         named = loss.files[:left]
@@ -242,8 +246,8 @@ def first_of(texts: Sequence[str]) -> str:
 
 
 def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") -> LostChunks:
-    """The error for a state that is not replaced, since the new one would lack these chunks. `text`
-    replaces their list if they are unknown."""
+    """The error of an operation that changes nothing, since the new state would lack these chunks.
+    If the chunks are unknown, `text` is the message instead of their list."""
     files = [shown(path) for loss in losses for path in loss.files]
     if not text:
         chunks = first_of([chunk_id_text(loss.chunk) for loss in losses])
@@ -289,7 +293,7 @@ class RebuildSource:
         self._progress = progress
         self._report = report or Findings()
         self._known: frozenset[ChunkId] = _NO_CHUNKS  # to the metadata store
-        self._folded: set[ChunkId] = set()  # their entries have been yielded
+        self._folded: set[ChunkId] = set()  # chunks whose entries have been yielded
         self._missing: set[ChunkId] = set()
         self._unusable: dict[ChunkId, FormatError] = {}
         self._expected = ExpectedChunks()
@@ -341,8 +345,8 @@ class RebuildSource:
         return expected_chunks(self._reader.snapshots, self._known_meta, self._identity)
 
     def _check_snapshots(self) -> None:
-        """Raise LostChunks if a damaged snapshot of a version later than all other sources may name
-        further chunks."""
+        """Raise LostChunks if a snapshot cannot be read whose version is later than those of all
+        other sources: it may name chunks that no other source names."""
         expected, report = self._expected, self._report
         known = max(
             self._head.version if self._head else 0,
@@ -353,7 +357,7 @@ class RebuildSource:
             if version <= known:
                 report.notes.append(text)
                 continue
-            text += ": which chunks only it names cannot be told"
+            text += ": it may name chunks that nothing else names"
             if not self._forget_lost:
                 report.problems.append(text)
                 raise lost_chunks_error(self._name, [], text)
@@ -433,7 +437,7 @@ def skipped_entries(header: ChunkHeader) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class UnknownChunks:
-    """The chunks of a listing and of the newest snapshot that a dataset's live metadata lack."""
+    """The chunks that a listing or the newest snapshot has and a dataset's live metadata lack."""
 
     unknown: Sequence[ChunkId] = ()
     """Durable chunks that no put under way can own."""
@@ -516,7 +520,7 @@ def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) 
     rows = meta.changes(identity, 0).rows
     numbers = [number for number, chunk in enumerate(rows.chunks) if chunk in damaged]
     indices = set(np.flatnonzero(np.isin(rows.chunk, numbers)).tolist())
-    for i, tail in rows.tails.items():  # for a file of several extents, the tail holds them
+    for i, tail in rows.tails.items():  # the tail of a file of several extents holds the extents
         if rows.records["extents"][i] > 1:
             chunks = np.frombuffer(tail, EXTENT)["chunk"]
             if any(chunk.tobytes() in damaged for chunk in chunks):
@@ -540,15 +544,14 @@ def read_chunk(
 
 
 Outcome = Callable[[], ChunkHeader]
-"""Returns the header, or raises the reason for its absence."""
+"""A function that returns a chunk's header, or raises the error of its reading."""
 
 
 def prefetch_headers(
     reader: HeaderReader, identity: UUID, chunks: Iterable[ChunkId]
 ) -> Generator[tuple[ChunkId, Outcome]]:
-    """Headers in the order of `chunks`, some of which are read ahead while the caller works.
-
-    Fewer are read ahead if the earlier headers were large, and at first.
+    """Each chunk with its `Outcome`, in the order of `chunks`. Threads read headers ahead while the
+    caller works: fewer at first, and fewer if the earlier headers were large.
     """
     waiting, left = deque[tuple[ChunkId, Future[ChunkHeader]]](), iter(chunks)
     entries = ENTRIES_MAX  # a guess for the next header
@@ -587,6 +590,6 @@ def read_with_retries(read: Callable[[], T]) -> T:
                 raise
             is_damaged = True
         except ObjectStoreError as error:
-            log.info("the object store is asked again in %s s: %s", pause_s, error.message)
+            log.info("another try at the object store in %s s: %s", pause_s, error.message)
             time.sleep(pause_s)
     return read()

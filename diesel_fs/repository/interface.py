@@ -32,7 +32,7 @@ from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
-"""Called with the numbers of a job's done chunks and of all its chunks."""
+"""A callback of the long jobs. Gets the number of chunks that are done, and of all chunks."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -44,10 +44,10 @@ class Findings:
     """The results of `recover` or `verify`: damage (`problems`), chunks that the store failed to
     deliver (`unreachable`), and remarks about sound data (`notes`)."""
 
-    chunks: int = 0  # with headers that were read, or could not be
-    entries: int = 0  # in these headers, with replaced ones and tombstones
+    chunks: int = 0  # all whose headers were tried
+    entries: int = 0  # of the headers that were read, including replaced entries and tombstones
     files: int = 0  # of the current version
-    bytes: int = 0  # in these files
+    bytes: int = 0  # the size of these files
     folded: int = 0  # chunks that the metadata store did not know
     problems: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
@@ -76,7 +76,7 @@ MAX_UNUSED_PPM = 50_000
 """The unused part of a chunk, in parts per million (5 %), above which a purge rewrites it."""
 
 AS_POLICY = -1
-"""Stands for the number in the dataset's retention policy."""
+"""As `keep` or `grace_s` of a purge: the number in the dataset's retention policy counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ class PurgeOptions:
 
 @dataclass(slots=True)
 class PurgeReport:
-    """Sizes are in bytes."""
+    """The work of a purge; after a dry run, the work that a purge would do."""
 
-    rewritten: int = 0  # chunks whose entries were copied
-    unused_bytes: int = 0  # in them
-    written: int = 0  # new chunks
-    copied_bytes: int = 0
+    rewritten: int = 0  # chunks whose live entries were copied into new chunks
+    unused_bytes: int = 0  # of replaced and deleted entries in the rewritten chunks
+    written: int = 0  # new chunks (0 after a dry run)
+    copied_bytes: int = 0  # of the entries in the new chunks
     deleted: int = 0  # chunks
     deleted_bytes: int = 0
     waiting: int = 0  # empty chunks that the grace period, a version or a reader still needs
     waiting_bytes: int = 0
-    tombstones: int = 0  # that were dropped
+    tombstones: int = 0  # dropped ones
     versions_removed: int = 0
     versions_kept: int = 0
     leftovers: int = 0  # half-written objects of dead processes that were removed
@@ -205,7 +205,8 @@ class Repository(ABC):
     def view_at(self, name: str, version: int) -> Snapshot:
         """A dataset at a kept version. Raises NoSuchDataset, NotFoundError."""
         identity = self.dataset(name).identity
-        if version not in self.snapshots.versions(identity):  # only a private copy may be left
+        # Checked first: this machine may still have a cached copy of a removed snapshot
+        if version not in self.snapshots.versions(identity):
             raise NotFoundError(
                 f"version {version} of {name!r} is not kept",
                 advice=f"`dlcmd ls {name}@` lists those that are",
@@ -218,12 +219,13 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """Why `view` may not be current, or the losses of the metadata store, with the view's age;
-        else empty. A user without access to the metadata store gets snapshots without a warning."""
+        """A warning that `view` may not be current, with its age and the reason: the metadata store
+        cannot be used, or has lost a version. "" if there is no such reason, and for a user without
+        access to the metadata store, who always gets snapshots."""
 
     def loss_warning(self, info: DatasetInfo) -> str:
-        """The metadata store's losses for a dataset, and the cure, or "". A server repairs its own
-        losses."""
+        """A warning that the metadata store has lost versions of a dataset, with the cure; "" if it
+        has not. Always "" with a server, which repairs its own losses."""
         return ""
 
     @abstractmethod
@@ -268,8 +270,8 @@ class Repository(ABC):
 
     @abstractmethod
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
-        """The paths in missing or short chunks, as far as known without reading chunks. Putting
-        these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
+        """The paths whose chunks are missing or too short, as far as the sizes of the objects show.
+        Putting these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
 
     @abstractmethod
     def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
@@ -319,8 +321,8 @@ class Repository(ABC):
         *,
         forget_lost: bool = False,
     ) -> Findings:
-        """Build the metadata of a dataset again from its chunks: all of them into a fresh state, or
-        those since a time (seconds since 1970).
+        """Build the metadata of a dataset again from its chunks. By default all chunks make a fresh
+        state; with `since_s` (seconds since 1970), the chunks since then are added to the state.
 
         All chunks in the live metadata or the newest snapshot must exist. If one is lost or
         damaged, the problems name it with its files, and the state is not changed. `forget_lost`
@@ -340,8 +342,9 @@ class Repository(ABC):
         """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
         Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError if a
-        purge deletes chunks too fast; the reason if the metadata store cannot be used. The loss of
-        an embedded one counts as damage; one that a reader may not open is not checked.
+        purge deletes chunks too fast; the reason if the metadata store cannot be used. But if a
+        SQLite database is lost, that is damage, and a metadata store that this user may not open
+        is not checked.
         """
 
     @abstractmethod
@@ -362,7 +365,8 @@ class Repository(ABC):
     @abstractmethod
     def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
         """About how many bytes of chunks, without headers, belong to no file of the current
-        version. `view` saves loading it. Raises NoSuchDataset, MetadataError."""
+        version. `view` is the snapshot of that version, if the caller has it already. Raises
+        NoSuchDataset, MetadataError."""
 
 
 _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is enough
@@ -370,10 +374,11 @@ _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is 
 
 def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
     if forget_lost and since_s is not None:
-        raise UsageError("what is lost is found by looking at all chunks: leave out `--since`")
+        raise UsageError("lost chunks are found only by reading all chunks: leave out `--since`")
 
 
 def staleness_text(view: Snapshot, why: DieselError) -> str:
+    """The text of `Repository.staleness_warning`; `why` is the reason."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
     text = (
         f"{why.message.rstrip('.')}; this is version {view.version} of {view.dataset},"

@@ -1,9 +1,9 @@
 """Leases: small objects that name a process and the version that it reads, or its purge.
 
 A lease is valid for some minutes; a thread of its holder renews it (FORMAT.md, section 6). A purge
-keeps the versions in readers' leases, and holds a lease that only one process can hold. A reader
-that cannot write its lease is protected only by the grace period. In a forked child, a `ReadLease`
-does nothing.
+keeps the versions in readers' leases, and itself holds a lease that only one process can hold. A
+reader that cannot write its lease is protected only by the grace period (for which versions stay
+after they were current). In a forked child, a `ReadLease` does nothing.
 """
 
 import json
@@ -41,7 +41,7 @@ LEASE_S = 600.0
 this time."""
 
 RENEW_S = 150.0
-"""Interval between renewals: three may fail before the lease is over."""
+"""Interval between renewals: three renewals may fail before the lease is over."""
 
 LEASE_ALLOWANCE_S = 300.0
 """The largest difference between the clocks of two hosts."""
@@ -57,7 +57,7 @@ FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
 cannot be looked up here, but no object takes a week to write."""
 
 EVERY_VERSION = -1
-"""The version of an unreadable lease."""
+"""Counts as the version of an unreadable lease, which protects all versions."""
 
 NO_VERSION = 0
 """The version of a dataset before its first commit, with nothing to protect."""
@@ -66,17 +66,17 @@ CLEANUP_ONE_IN = 64
 """One renewal in 64 lists the leases, and removes those that ended long ago."""
 
 STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
-"""No lease is valid for longer than this after it was written."""
+"""Age at which the object of a lease is removed. It exceeds the validity of every lease."""
 
 PURGE = "purge"  # the token in the name of the lease of a purge
 POLICY = "policy"  # the object of this name, beside the leases, holds the retention policy
-_BYTES_MAX = 4096  # the bytes of a lease that are read; real ones are far shorter
+_BYTES_MAX = 4096  # the bytes of a lease that are read; real leases are far shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The content of a lease. `host` to `pid` identify the holder: `boot` is the run of the
-    machine, `space` its PID namespace."""
+    """The content of a lease. `host`, `boot`, `space` and `pid` identify the holder: `boot` is the
+    run of the machine, `space` the PID namespace."""
 
     token: str  # random: distinguishes two leases of one process
     version: int
@@ -96,7 +96,7 @@ class Lease:
 
     @classmethod
     def from_json(cls, text: bytes | bytearray) -> Self:
-        """Raises ValueError."""
+        """Parse the content of a lease. Raises ValueError if it is not one."""
         values = json.loads(bytes(text))
         types = {each.name: each.type for each in fields(cls)}
         if not isinstance(values, dict) or {k: type(v) for k, v in values.items()} != types:
@@ -108,8 +108,9 @@ class Lease:
     def is_valid(self, now_s: float, written_s: float) -> bool:
         """Whether the lease has time left, and its process is not known to be dead.
 
-        `written_s` is the time at which its object was written, by the store's clock. It counts if
-        `until` is impossible, because the holder's clock is behind or far ahead.
+        `written_s` is the time at which its object was written, by the store's clock. If `until` is
+        impossible, because the holder's clock is behind or far ahead, the validity counts from
+        `written_s`.
         """
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
@@ -118,7 +119,8 @@ class Lease:
 
     @property
     def holder_is_dead(self) -> bool:
-        """Whether its process is known to have ended: it ran in this boot and this namespace."""
+        """Whether the holder is known to have ended. That is known only of a process of this boot
+        and this PID namespace."""
         return (self.host, self.boot, self.space) == _process_namespace() and not is_alive(self.pid)
 
 
@@ -143,7 +145,7 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 @cache
 def _process_namespace() -> tuple[str, str, str]:
-    """Host, boot and namespace, in which a number identifies a process."""
+    """The host, the boot and the PID namespace in which a PID identifies a process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
@@ -183,7 +185,8 @@ class ReadLease:
     def take(
         cls, objects: ObjectStore, identity: UUID, version: int, *, renew_s: float = RENEW_S
     ) -> Self:
-        """If the lease cannot be written, this is logged, and it does nothing."""
+        """Write a lease, and renew it every `renew_s` until `close`. If it cannot be written, this
+        is logged, and the returned lease does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
             _start_renewing(lease._renew, lease._ended, renew_s)
@@ -210,7 +213,7 @@ class ReadLease:
                     self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Returns False if another try cannot help."""
+        """Write the lease's object. Returns False if another try cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -229,11 +232,11 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """One time in CLEANUP_ONE_IN, remove leases of killed readers, since a dataset may never be
-    purged.
+    """In one call of CLEANUP_ONE_IN, remove leases that ended long ago. A purge does that, too, but
+    a dataset may never be purged.
 
-    `own` is the name of a lease that has just been written. Its time by the store's clock is "now",
-    since the clock of this host may be wrong.
+    `own` is the name of a lease that has just been written. The store's time of that object counts
+    as now, since the clock of this host may be wrong.
     """
     if secrets.randbelow(CLEANUP_ONE_IN):
         return
@@ -251,7 +254,7 @@ def write_lease_for(
 ) -> None:
     """Write a lease for a client of this server, which must renew it in time; 0 seconds end it.
 
-    It names no process, since this process and the client end independently.
+    The lease names no process, since this process and the client end independently.
     """
     name = lease_object(identity, token)
     if seconds <= 0:
@@ -264,7 +267,7 @@ def write_lease_for(
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
     """The readers' leases of a dataset: the object's name, the lease, and whether it is valid. An
-    unreadable one counts as a lease on EVERY_VERSION for a day."""
+    unreadable lease counts as one on EVERY_VERSION for UNREADABLE_S."""
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
         name = info.name.removeprefix(prefix)
@@ -289,7 +292,7 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
-    """The versions that are being read; EVERY_VERSION if a lease cannot be read."""
+    """The versions in valid leases, and EVERY_VERSION if a lease cannot be read."""
     versions = (
         lease.version for _, lease, is_valid in leases(objects, identity, now_s) if is_valid
     )
@@ -317,8 +320,8 @@ class PurgeLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Raises BusyError if another process has the lease, and ObjectStoreRefused if this host's
-        clock is ahead."""
+        """Write the lease, and renew it until the context ends. Raises BusyError if another process
+        has the lease, and ObjectStoreRefused if this host's clock is ahead."""
         lease = cls(objects, identity)
         for _ in range(3):  # an ended lease is removed; then another process may be faster
             renewed_s = time.monotonic()
@@ -386,6 +389,7 @@ class PurgeLease:
 
 
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
+    """Whether a process holds a valid `PurgeLease` of the dataset."""
     try:
         return _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())[1]
     except ObjectMissing:
@@ -393,7 +397,7 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Raises BusyError if the lease is valid."""
+    """Delete a purge's lease if it is over. Raises BusyError if it is valid."""
     try:
         lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:
@@ -409,5 +413,5 @@ def _end_if_over(objects: ObjectStore, name: str) -> None:
 def _lost_error() -> BusyError:
     return BusyError(
         "the purge has lost its lease to another, or could not renew it in time",
-        advice="nothing is lost; run it again",
+        advice="nothing is lost; run the purge again",
     )

@@ -6,7 +6,7 @@ from .stored import StoredRepository
 
 
 class LocalRepository(StoredRepository):
-    """The long jobs are functions over the methods of `StoredRepository`."""
+    """A `StoredRepository` with the long jobs, which are functions over its methods."""
 
     recover = recover.recover
     verify = verify.verify

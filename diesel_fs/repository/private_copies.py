@@ -1,8 +1,9 @@
 """Snapshots in files: this user's private mapped copies, and files that a user saved.
 
-Only files in the user's own private folder are mapped, since a process that maps a file is killed
-if another one truncates it. Other snapshots are read into memory, checked whole, and written to the
-private folder once per node, user and version. Thread-safe; files are replaced by rename only.
+Only files in the user's own private folder are mapped into memory, since a process that maps a file
+is killed if another process truncates the file. Other snapshots are read, checked whole, and
+written to the private folder once per node, user and version. Thread-safe; files are replaced by
+rename only.
 """
 
 import logging
@@ -36,7 +37,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _COPY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\..+")
 
 PRIVATE_KEPT = 2
-"""Copies kept per dataset, node and user: the newest, and one for its readers."""
+"""Copies kept per dataset, node and user: the newest version, and the one before it, which may
+still have readers."""
 
 
 def save_snapshot(view: Snapshot, file: Path) -> None:
@@ -72,8 +74,8 @@ def open_snapshot_file(file: Path) -> Snapshot:
 
 
 def _map_private(path: Path) -> Snapshot:
-    """Map a file of this user's private folder, and compare its checksums. Raises OSError,
-    ValueError for an empty file, FormatError."""
+    """Map a file of this user's private folder, and compare its checksums (`verify=False` leaves
+    out only slower checks). Raises OSError, ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
@@ -91,8 +93,8 @@ def _private_path(identity: UUID, version: int) -> Path:
 
 
 def snapshot_descriptor(snapshot: Snapshot) -> int:
-    """A descriptor of a file with the snapshot, for another process on this machine. Raises
-    OSError."""
+    """A new descriptor of a file with the snapshot, which the caller passes to another process on
+    this machine and closes. Raises OSError."""
     try:
         path = _private_path(snapshot.identity, snapshot.version)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,10 +106,9 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 
 
 def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
-    """This user's private copy of a version, mapped, or None.
+    """This user's private copy of a version, mapped; None if there is no sound copy.
 
-    All checksums are compared first. A damaged copy is removed, and the caller loads the version
-    again.
+    All checksums are compared first. A damaged copy is removed: the caller loads the version again.
     """
     try:
         path = _private_path(identity, version)
@@ -123,7 +124,7 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
 
 
 def newest_private_copy(identity: UUID) -> int:
-    """The version, or 0 for none."""
+    """The newest version of which this user has a private copy; 0 for none."""
     try:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):
@@ -133,10 +134,10 @@ def newest_private_copy(identity: UUID) -> int:
 
 
 def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:
-    """Write a checked snapshot (its parts) to the private folder and map it; None if that is
+    """Write a checked snapshot, given in parts, to the private folder and map it; None if that is
     impossible.
 
-    It is not synced, which would take as long as making it, and so is used only until the next
+    The copy is not synced, which would take as long as making it; so it is used only until the next
     boot.
     """
     try:
@@ -145,7 +146,7 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
             file.writelines(parts)
         copies = sorted(path.parent.glob(f"{identity.hex}-*"))
         for old in copies[:-PRIVATE_KEPT]:
-            if old != path:  # a kept version may be older than those
+            if old != path:  # the new copy may be of an older version than PRIVATE_KEPT others
                 old.unlink(missing_ok=True)
         return _map_private(path)
     except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
@@ -153,8 +154,8 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
 
 
 def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
-    """The private copies of this user, of all boots, that another process uses (`cache` is its
-    XDG_CACHE_HOME), by identity and version. Raises OSError."""
+    """This user's private copies in another process's cache folder (`cache`, its XDG_CACHE_HOME),
+    of all boots: their paths by identity and version. Raises OSError."""
     found = {}
     with suppress(FileNotFoundError):
         for path in (cache / "diesel" / "snapshots").iterdir():

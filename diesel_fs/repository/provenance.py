@@ -1,9 +1,9 @@
 """Records the archives that the entries of a dataset came from, for each archive and target folder.
 
-With a record, a put skips an archive that it has put before (DLCache, section III-C.1). A lost
-record only means that the archive is fetched again and its members are compared one by one.
-`LiveFiles.has_all` checks that a version of the dataset still has its content. FORMAT.md, section
-2, has the object's name.
+With a record, a put skips an archive that was put before (DLCache, section III-C.1), if
+`LiveFiles.has_all` finds that the dataset still has the archive's content. A lost record only means
+that the archive is fetched again and its members are compared one by one. FORMAT.md, section 2, has
+the names of the records' objects.
 """
 
 import hashlib
@@ -28,8 +28,9 @@ from .retention import extent_counts
 log = logging.getLogger("diesel.provenance")
 
 RECORD_BYTES_MAX = 4 << 20
+"""The limit for a packed record."""
 OTHERS_BYTES_MAX = 1 << 20
-"""The limit for paths of links and folders. An archive with more has no record."""
+"""The limit for `ArchiveRecord.others`. An archive with more bytes of paths gets no record."""
 
 _ID_BYTES = 16
 _READS = 16  # parallel reads of records
@@ -40,36 +41,39 @@ class ArchiveRecord:
     """An archive that was put whole."""
 
     source: str
-    """Its address, without the query, which may hold a secret."""
+    """The archive's address, without the query, which may hold a secret."""
     source_id: bytes
     """The first 16 bytes of the SHA-256 of the whole address."""
     target: bytes
-    """The folder of the dataset that it was put to."""
+    """The folder of the dataset to which the archive was put."""
     tag: str
-    """The ETag of these bytes at their place. Equal tags mean only "unchanged at this address"."""
+    """The ETag of the archive at its address. Equal tags mean only "unchanged at this address"."""
     size: int
+    """The bytes of the archive."""
     sha256: bytes
     """The SHA-256 of the whole archive; empty if not known."""
     seconds: float
-    """The time to fetch, decompress and pack it: the cost of restoring it."""
+    """The time to fetch, decompress and pack the archive: the cost of restoring it."""
     entries: int
     is_alone: bool
-    """Whether its chunks hold no other files."""
+    """Whether the archive's chunks hold no other files."""
     chunks: tuple[ChunkId, ...]
+    """The chunks that hold the archive's files."""
     files: tuple[int, ...]
-    """The number of live files (extents, for files with several) in each of the chunks."""
+    """The number of live files (extents, for files with several) in each of `chunks`."""
     others: tuple[bytes, ...]
-    """The paths of its links and folders in the dataset."""
+    """The paths of the archive's links and folders in the dataset."""
     writer: str = ""
-    """The user who put it, according to a server; empty for an administrator, and without a server.
-    A record cannot be checked without the archive, so other users trust only the empty value."""
+    """The user who put the archive, as a server recorded it; empty for an administrator, and
+    without a server. A record cannot be checked without the archive, so a server lets a user copy
+    only from archives with the empty value or with that user's own name here."""
     yields_to: tuple[bytes, ...] = ()
-    """The `source_id` of each archive that came later in the same put and had a file or link at one
-    of its paths. The dataset has the archive's content only together with theirs."""
+    """The `source_id` of each archive that came later in the same put and replaced a file or link
+    of this one. This archive's content is complete only together with theirs."""
 
     @property
     def name(self) -> str:
-        """The name of its object, made of target and source."""
+        """The last part of the name of the record's object; made of target and source."""
         return hashlib.sha256(self.source_id + self.target).hexdigest()[:32]
 
     def pack(self) -> bytes:
@@ -95,7 +99,7 @@ class ArchiveRecord:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview) -> Self:
-        """Raises CorruptError, UsageError."""
+        """Parse the result of `pack`. Raises CorruptError, UsageError."""
         if len(packed) > RECORD_BYTES_MAX:
             raise UsageError(f"a record of an archive has at most {RECORD_BYTES_MAX} bytes")
         sent = Fields(unpack(packed), "a record of an archive")
@@ -131,13 +135,13 @@ def _split(ids: bytes) -> list[bytes]:
 
 
 def source_id(address: str) -> bytes:
-    """Identifies a source by its whole address, without revealing it."""
+    """An ID of 16 bytes for an archive's whole address, which it does not reveal."""
     return hashlib.sha256(address.encode("utf-8", "surrogateescape")).digest()[:16]
 
 
 class LiveFiles:
-    """The number of a version's files in each of its chunks, without those in lost chunks (the
-    indices `unreadable`)."""
+    """The contents that a version has, to compare records with: the number of its readable files in
+    each of its chunks. `unreadable` has the indices of the entries in lost chunks."""
 
     def __init__(self, view: Snapshot, unreadable: Collection[int] = ()) -> None:
         self._view = view
@@ -147,7 +151,7 @@ class LiveFiles:
             np.subtract.at(self._counts, view.chunk_of(lost), 1)
 
     def counts(self, chunks: Iterable[ChunkId]) -> list[int]:
-        """The counts of these chunks; 0 for a chunk that the version lacks."""
+        """The number of files in each of these chunks; 0 for a chunk that the version lacks."""
         ids = self._view.chunk_ids
         found = []
         for chunk in chunks:
@@ -156,7 +160,7 @@ class LiveFiles:
         return found
 
     def others(self, record: ArchiveRecord) -> tuple[bytes, ...]:
-        """The links and folders of a record that the version has."""
+        """The paths of those links and folders of a record that the version has."""
         found = self._view.lookup_many(record.others).tolist() if record.others else []
         return tuple(
             path
@@ -172,6 +176,7 @@ class LiveFiles:
 
 
 def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
+    """The position of a chunk in the ascending IDs, or -1."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

@@ -62,16 +62,16 @@ from .writing import WriteSession, seal_and_store
 log = logging.getLogger("diesel.purge")
 
 UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
-"""Smaller chunks are merged, since each chunk costs a request and a line of a listing."""
+"""Chunks below this size are merged, since each chunk costs a request and a line of a listing."""
 
 LEFTOVER_AGE_S = 86_400
-"""A leftover (half-written object) of a dead process is removed only at this age: the process
-number may be that of a container with the same host name."""
+"""Age in seconds at which a leftover (half-written object) of a dead process is removed. A younger
+one stays, since the process may live in another container with the same host name."""
 
 _ENDED_LEASE_AGE_S = 86_400  # age at which the object of an ended lease is removed
-_LEASE_CHECK_S = 10.0  # how often a deletion looks for new readers
-_HEADER_ENTRY_BYTES = 60  # of an entry in a chunk's header, with a name of some 20 bytes
-_UNUSED = ChunkUse(0, 0)  # of a chunk that a version does not name
+_LEASE_CHECK_S = 10.0  # interval at which a deletion looks for new readers
+_HEADER_ENTRY_BYTES = 60  # an entry's usual share of a chunk's header, with a name of 20 bytes
+_UNUSED = ChunkUse(0, 0)  # for a chunk that a version does not name
 
 
 def purge(
@@ -122,7 +122,8 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
 
 
 def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
-    """`Repository.reclaimable_bytes`. Loads a snapshot only if a chunk has holes."""
+    """`Repository.reclaimable_bytes`. Without `view`, a snapshot is loaded only if a chunk has
+    holes."""
     identity = repository.dataset(name).identity if view is None else view.identity
     records = [each for each in repository.meta.chunks(identity) if each.holes]
     if not records:
@@ -161,7 +162,8 @@ class _Purge:
         self._session = session
         self._lease = lease
         self._report = PurgeReport()
-        self._left_alone: set[ChunkId] = set()  # damaged, of a newer format, or with bad entries
+        # Chunks that are damaged, of a newer format, or with bad entries
+        self._left_alone: set[ChunkId] = set()
         self._droppable: dict[ChunkId, set[int]] = {}  # by chunk, places of tombstones to drop
         self._planned: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
         self._versions_before = frozenset(self._versions.versions(self._identity))
@@ -170,7 +172,8 @@ class _Purge:
         self._policy, self._grace_s = self._update_policy()
 
     def _update_policy(self) -> tuple[RetentionPolicy, float]:
-        """Apply the options to the dataset's retention policy. Returns it, and the grace period."""
+        """Apply the options to the dataset's retention policy. Returns the new policy, and the
+        grace period of this purge in seconds."""
         options = self._options
         policy = RetentionPolicy()
         if options.keep < 0:
@@ -204,7 +207,7 @@ class _Purge:
         self._sweep()
         if no_space is not None:
             no_space.advice = (
-                "what could go was deleted: run it again" if self._report.deleted else ""
+                "unneeded chunks were deleted: run it again" if self._report.deleted else ""
             )
             raise no_space
         return self._report
@@ -229,7 +232,7 @@ class _Purge:
         return self._repository.read_header(self._identity, chunk)
 
     def _purgeable_header(self, chunk: ChunkId) -> ChunkHeader | None:
-        """The header of a chunk; None for a chunk that cannot be purged, which is noted."""
+        """The header of a chunk; None if the chunk must stay as it is, which the report notes."""
         if chunk in self._left_alone:
             return None
         try:
@@ -251,6 +254,8 @@ class _Purge:
     def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
     ) -> None:
+        """Set `_droppable` and `_listing_complete`; `used` is of the current version. Nothing is
+        droppable if the listing is incomplete."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
         unlisted = [record for record in records if record.id not in listed]
@@ -276,7 +281,7 @@ class _Purge:
         self._droppable = droppable_tombstones(old, with_dead, self._header)
 
     def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
-        """Whether every unlisted chunk is an empty one with an interrupted deletion.
+        """Whether every unlisted chunk is an empty chunk whose deletion was interrupted.
 
         Otherwise the listing is incomplete, or the object store was set back to an older copy: then
         a chunk that looks empty may hold the only copies.
@@ -313,8 +318,8 @@ class _Purge:
     def _choose(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
-        """The chunks to rewrite, in order of their IDs: wasteful ones, and small ones if merging
-        gives fewer chunks."""
+        """The chunks to rewrite, in the order of their IDs: those with too many unused bytes, and
+        small ones if merging gives fewer chunks."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
             dead = self._dead_entries(record)
@@ -337,7 +342,8 @@ class _Purge:
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
-        """Whether too many bytes of a chunk are unused, counted exactly."""
+        """Whether too many bytes of a chunk are unused, counted exactly from its header. Adds them
+        to the report."""
         header = self._purgeable_header(record.id)
         if header is None:
             return False
@@ -396,7 +402,7 @@ class _Purge:
 
     def _store(self, session: WriteSession, builder: ChunkBuilder) -> None:
         """Store a chunk, then commit it as written by a purge: its entries replace only entries
-        with equal stamps. If the lease is lost in between, nothing is lost."""
+        with equal stamps. If the purge loses its lease in between, no data is lost."""
         chunk, _, header = seal_and_store(builder, self._objects, self._identity, session.new_id)
         self._check_lease()
         batch = replace(batch_of(header, stored=True), by_purge=True)
@@ -408,7 +414,8 @@ class _Purge:
     # Deleting
 
     def _reclaim(self) -> None:
-        """Remove unneeded versions and chunks, from the metadata before the objects."""
+        """Remove unneeded versions and chunks; chunks from the metadata first, then from the
+        store."""
         newest = LOWEST if self._planned else self._meta.head(self._info.name).newest
         empty = {
             record.id: record
@@ -448,15 +455,16 @@ class _Purge:
         report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk is lost or readable, so that the contents to be deleted are
-        known."""
+        """Whether an empty chunk may be deleted: it is gone already, or its header can be read. A
+        chunk of unknown content stays."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._purgeable_header(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
-        """Remove versions that need not be kept. Returns the others, ascending, with the time of
-        each publication (us since 1970); `planned` are a dry run's versions, in the same form."""
+        """Remove versions that need not be kept (a dry run only counts them). Returns the others,
+        ascending, with the time of each publication (us since 1970); `planned` are the versions
+        that a dry run assumes, in the same form."""
         published = self._versions.published(self._identity)
         retained = retained_versions(
             self._versions, self._identity, published, self._policy, self._grace_s, planned
@@ -478,8 +486,8 @@ class _Purge:
     def _delete(
         self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks in the metadata, then delete the objects that stay `unreferenced`; returns
-        the deleted chunks."""
+        """Make the metadata store forget `chunks`, then delete those that are still in the result
+        of `unreferenced`, which is called again from time to time. Returns the deleted chunks."""
         if not chunks:
             return []
         self._check_lease()
@@ -505,8 +513,8 @@ class _Purge:
         return deleted
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Make the metadata store forget chunks, with the tombstones in them that hide nothing.
-        Returns the forgotten chunks."""
+        """Make the metadata store forget chunks and the droppable tombstones in them. Returns the
+        forgotten chunks."""
         plain = [chunk for chunk in chunks if chunk not in self._droppable]
         with_tombstones = [chunk for chunk in chunks if chunk in self._droppable]
         forgotten = self._meta.forget(self._identity, plain)
@@ -515,6 +523,7 @@ class _Purge:
     # Leftovers
 
     def _sweep(self) -> None:
+        """Remove leftovers of dead writers and leases that ended long ago."""
         now_s = time.time()
         for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):

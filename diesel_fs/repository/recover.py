@@ -1,7 +1,7 @@
 """`recover`: builds the metadata of a dataset again from its chunks, which are the truth.
 
 `expected_chunks.py` reads the chunks, decides which count as lost, and refuses a rebuild that would
-lose files. Blocking; one thread, for which others read headers ahead.
+lose files. Blocking; one thread, for which other threads read headers ahead.
 """
 
 from contextlib import suppress
@@ -52,7 +52,7 @@ def recover(
         else:
             # A chunk committed at `since_s` may be this much older, by a clock that was behind
             first = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
-            for batch in list(chunks.since(first)):  # all are read before any is committed
+            for batch in list(chunks.since(first)):  # reads all chunks before any is committed
                 repository.commit_batches(info.identity, batch)
     except LostChunks as error:
         findings.notes.append(f"{error.message}: {error.advice}")
@@ -69,8 +69,9 @@ def recover(
 
 
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
-    """The effects of an accepted loss. A chunk's replacements and deletions are lost with it, so an
-    older version of a file may show again, and a deleted file may be back."""
+    """Lines for the report: the effects of an accepted loss. A lost chunk may have replaced or
+    deleted entries, so an older version of a file may show again, and a deleted file may be back.
+    """
     diff = diff_snapshots(before, after)
     forgotten = np.ones(len(before), np.bool_)
     forgotten[diff.same_path[diff.same_path >= 0]] = False
@@ -89,6 +90,7 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findings) -> None:
+    """Rename a damaged metadata store, make a new one, and fold all datasets but `name` into it."""
     problem = repository.meta_problem
     assert problem is not None
     findings.notes.append(f"{problem.message}: it was renamed, and a new one made")
@@ -97,5 +99,5 @@ def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findi
         if other.name != name:
             try:
                 repository.begin(other.name)
-            except LostChunks as error:  # it has no metadata, and readers get its snapshot
+            except LostChunks as error:  # `other` has no metadata: readers get its snapshot
                 findings.problems.append(error.message)

@@ -2,8 +2,8 @@
 
 The rules are in FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace period
 keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of them
-hides an older entry. This module only decides, except that it removes expired versions and the
-objects of a deleted dataset; `purge.py` does the rest. Blocking; one thread.
+hides an older entry. This module removes expired versions and the objects of a deleted dataset. It
+only decides about chunks: `purge.py` removes them. Blocking; one thread.
 """
 
 import json
@@ -48,18 +48,19 @@ GRACE_S = 86_400
 
 _RECENT = 8
 _PERIODS = 8
-"""The newest `_RECENT` versions within a grace period are kept, and of the others the last one in
-each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
+"""Of the versions within a grace period, the newest `_RECENT` are kept, and of the older ones the
+last in each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The greatest value in a policy: more seconds do not fit into the times of clocks and files."""
+"""The greatest `grace_s` of a policy: more seconds do not fit into the times of clocks and files.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The number of last versions to keep (`keep`), and the seconds for which a version stays after
-    it was current. `grace_s` may lengthen the usual grace period, never shorten it."""
+    """The versions of a dataset that a purge must leave: the last `keep` ones, and each for
+    `grace_s` seconds after it was current. `grace_s` counts only if it is longer than GRACE_S."""
 
     keep: int = 0
     grace_s: int = 0
@@ -84,7 +85,7 @@ def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPoli
 
 
 def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
-    """Durable on return."""
+    """Set a dataset's policy. Durable on return."""
     text = json.dumps(asdict(policy)).encode() + b"\n"
     objects.replace(lease_object(identity, POLICY), [text])
 
@@ -100,8 +101,9 @@ def retained_versions(
     grace_s: float,
     planned: Mapping[int, int] = NONE_PLANNED,
 ) -> set[int]:
-    """The published versions to keep, apart from their readers. `published` has the versions,
-    ascending, and the time of each publication (us since 1970).
+    """The published versions that the policy and the grace period keep; the caller adds those with
+    leases. `published` has the versions, ascending, and the time of each publication (us since
+    1970).
 
     `planned` are versions of a dry run, in the same form: they count as published, with the content
     of the newest published one.
@@ -115,7 +117,7 @@ def retained_versions(
 def _last_distinct(
     versions: VersionStore, identity: UUID, published: Sequence[int], count: int
 ) -> set[int]:
-    """The last `count` versions (they ascend). Of neighbours with equal content only the newest
+    """The last `count` of the ascending versions. Of neighbours with equal content only the newest
     counts."""
     last, later_mark = set[int](), b""
     for version in reversed(published):
@@ -169,14 +171,16 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class ChunkUse(NamedTuple):
-    """A version's entries of files, and bytes of bodies, in a chunk."""
+    """The part of a chunk that a version uses: the number of its files' extents in the chunk, and
+    the bytes of their bodies."""
 
     entries: int
     stored_bytes: int
 
 
 def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
-    """The number of extents in each chunk, by its number, of all files, with shadowed ones."""
+    """For each chunk of a version, by its number: how many extents of files are in it. Files that a
+    folder of the same path hides count, too."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers = [columns.extents["chunk"]]
     for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
@@ -186,6 +190,7 @@ def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
+    """The chunks that hold files of a version."""
     return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
@@ -196,9 +201,10 @@ def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
 
 
 class DeletableChunks:
-    """Decides which of the `candidates`, chunks that are empty in the current state, can go.
+    """Decides which of the `candidates` can be deleted: chunks that are empty in the current state.
 
-    They are also empty in `planned_version`, a version of a dry run.
+    `planned_version` is the version that a dry run assumes, or 0: the candidates are empty in it,
+    too.
     """
 
     def __init__(
@@ -218,14 +224,15 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are the published ones, as in `retained_versions`; `leased` are those with
-        readers. A reader without a lease may still use the version that was current at `before_us`.
-        Raises FormatError if a version cannot be read, and ObjectMissing if it was removed
-        meanwhile: then the chunks that it needs are unknown.
+        `versions` are the published ones and the times of their publication, as in
+        `retained_versions`; `leased` are the versions with leases. A reader without a lease may
+        still use the version that was current at `before_us` (us since 1970). Raises FormatError if
+        a version cannot be read, and ObjectMissing if it was removed meanwhile: then the chunks
+        that it needs are unknown.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
-            if version not in versions:  # it counts as the last one before it
+            if version not in versions:  # the last published version before it counts
                 oldest_in_use.add(max((v for v in versions if v <= version), default=0))
         if 0 in oldest_in_use or EVERY_VERSION in leased:
             return frozenset()
@@ -233,12 +240,13 @@ class DeletableChunks:
         for version in versions:
             table, used = self._candidates_of(version)
             left -= used
-            if version in oldest_in_use:  # it shows that they were already empty
+            # Only chunks in its table are known to have been empty then, and not made later
+            if version in oldest_in_use:
                 left &= table
         return left
 
     def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """The candidates in a version's table, and those that hold files of it."""
+        """The candidates that a version lists as chunks, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
@@ -249,10 +257,11 @@ class DeletableChunks:
 # Which tombstones can go
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""Age from which a tombstone can be dropped. A chunk sealed before the tombstone is refused if its
-commit comes this late, so nothing older can still arrive."""
+"""Age in seconds from which a tombstone can be dropped. A chunk that was sealed before the
+tombstone is refused if its commit comes this late, so no older entry can still arrive."""
 
 ReadHeader = Callable[[ChunkId], ChunkHeader]
+"""Reads and checks a chunk's header. Raises FormatError, ObjectStoreError."""
 
 
 class ActiveTombstone(NamedTuple):
@@ -260,7 +269,7 @@ class ActiveTombstone(NamedTuple):
 
     stamp: Stamp
     chunk: ChunkId
-    place: int
+    place: int  # of the entry in the chunk
 
 
 def active_tombstones(
@@ -276,8 +285,8 @@ def active_tombstones(
 def old_enough(
     tombstones: Mapping[bytes, ActiveTombstone], began_s: float
 ) -> dict[bytes, ActiveTombstone]:
-    """The tombstones older than TOMBSTONE_AGE_S at `began_s`, a time before the listing of
-    chunks."""
+    """The tombstones that were older than TOMBSTONE_AGE_S at `began_s` (seconds since 1970), when
+    the purge began: before it listed the chunks."""
     limit_s = began_s - TOMBSTONE_AGE_S
     return {
         path: each
@@ -291,10 +300,11 @@ def droppable_tombstones(
     suspects: Iterable[ChunkId],
     read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
-    """The places, for each chunk, of the tombstones (`old_enough`) that hide nothing any more.
+    """Those of the `tombstones` (results of `old_enough`) that hide no older entry any more, as
+    places for each chunk.
 
     `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
-    those that the metadata store lacks. If one cannot be read, no tombstone is dropped.
+    those that the metadata store lacks. If a suspect cannot be read, the result is empty.
     """
     left = dict(tombstones)
     for chunk in suspects if left else ():
@@ -321,7 +331,8 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """The numbers of removed objects, and of those left because they are still read or written."""
+    """The numbers of objects that were removed, and that were left because they are still read or
+    written."""
 
     removed: int
     left: int
@@ -338,11 +349,11 @@ class Deletion:
 def remove_dataset(
     objects: ObjectStore, versions: VersionStore, identity: UUID, *, but_name: bool = False
 ) -> Deletion:
-    """Remove the objects of a deleted dataset, except those that leases pin and those that are
-    being written.
+    """Remove the objects of a deleted dataset, except those that leases pin or that are being
+    written.
 
-    Repeatable: the object with the dataset's name goes last, since the others are found through it.
-    With `but_name` it stays.
+    Repeatable: the object with the dataset's name is removed last, since the other objects are
+    found through it. With `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
@@ -374,7 +385,8 @@ def remove_dataset(
 def _pinned_chunks(
     versions: VersionStore, identity: UUID, leased: Collection[int]
 ) -> tuple[frozenset[ChunkId], bool]:
-    """The chunks that leased versions need, and whether that may be all chunks."""
+    """The chunks that leased versions need; and True if these versions may need any chunk, since
+    one of them is unknown or cannot be read."""
     pinned = frozenset[ChunkId]()
     if EVERY_VERSION in leased:
         return pinned, True

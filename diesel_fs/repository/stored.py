@@ -64,12 +64,15 @@ from .writing import WriteSession
 
 log = logging.getLogger("diesel.repository")
 
-_DIGESTS_MAX = 1 << 16  # per dataset, some 200 bytes each; older ones are dropped, not compared
-_RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
+# Digests kept per dataset (some 200 bytes each). Older ones are dropped: `publish` cannot check
+# their chunks
+_DIGESTS_MAX = 1 << 16
+_RESTARTS_MAX = 5  # restarts of the metadata store that one commit survives
 
 
 class StoredRepository(Repository):
-    """Datasets over an object store and a metadata store; read-only without the latter (None)."""
+    """Datasets over an object store and a metadata store. Without a metadata store (None), they
+    can only be read."""
 
     snapshots: VersionStore
 
@@ -84,7 +87,8 @@ class StoredRepository(Repository):
         self._maybe_behind: set[UUID] = set()
         self.catalogue = Catalogue(objects)
         self.clock = StoreClock(lambda: self.meta.now_s())  # noqa: PLW0108 (`meta` may change)
-        # For each dataset, by the chunks that this process has committed and not yet published
+        # By dataset and chunk: digests of the entries of chunks that this process has committed
+        # and not yet published
         self._digests: dict[UUID, dict[ChunkId, EntryDigest]] = {}
 
     @classmethod
@@ -100,7 +104,8 @@ class StoredRepository(Repository):
         return repository
 
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
-        """Open the metadata store. `replace_damaged` first renames an unusable embedded one.
+        """Open the metadata store; `create` makes a missing one. `replace_damaged` first renames
+        an unusable embedded store (a SQLite file beside the objects).
 
         If the store cannot be opened, reading continues without it, and `meta` raises the reason.
         """
@@ -129,7 +134,7 @@ class StoredRepository(Repository):
 
     @property
     def meta(self) -> MetadataStore:
-        """Raises the reason if the metadata store cannot be used."""
+        """The metadata store. Raises the reason if this process cannot use it."""
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
@@ -164,14 +169,14 @@ class StoredRepository(Repository):
             except (NoSuchDataset, MetadataBehind):
                 pass
             else:
-                with suppress(CorruptError):  # its object is damaged: search all
+                with suppress(CorruptError):  # the dataset's object is damaged: search all datasets
                     info = self.catalogue.describe(head.identity, head)
                     if info is not None and info.name == name:
                         return info
         known, damaged = self.catalogue.all(self._heads())
         same = [info for info in known if info.name == name]
         if not same and damaged:
-            raise damaged[0]  # the damaged one may have this name: absence needs proof
+            raise damaged[0]  # the damaged dataset may have this name: absence needs proof
         if not same:
             near = get_close_matches(name, [info.name for info in known], 1)
             advice = f"did you mean {near[0]}?" if near else ""
@@ -303,7 +308,7 @@ class StoredRepository(Repository):
             for batch in self._batches_of(info.head, unknown):
                 try:
                     self.commit_batches(info.identity, batch)
-                except NoSpaceError as error:  # a session that is to make room must begin
+                except NoSpaceError as error:  # a session that deletes to make room must begin
                     if batch.chunk.id in unknown.acknowledged:
                         raise
                     text = chunk_id_text(batch.chunk.id)
@@ -323,7 +328,8 @@ class StoredRepository(Repository):
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """The metadata store lets one of several writers win."""
+        """Create a dataset. If several writers create it at once, the metadata store lets one win,
+        and all get its identity."""
         try:
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
@@ -337,8 +343,8 @@ class StoredRepository(Repository):
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
         """Repair a dataset's metadata if the metadata store, restarted since they were last
-        confirmed, may have lost its last commits. `run` is the ID of the store's new run, if
-        known."""
+        confirmed, may have lost its last commits. `run` is the ID of the store's new run, or "" if
+        the caller does not know whether the store was restarted."""
         run = run or self.meta.needs_repair(identity)
         head = self._heads().get(identity) if run else None  # read from the new run
         if head is not None:
@@ -442,11 +448,12 @@ class StoredRepository(Repository):
         return Deletion(removed, left)
 
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
+        """Remove the metadata and objects of a dataset that is marked as deleted. Repeatable."""
         removed_before = 0
         if not self.meta_is_lost:
             try:
                 self.meta.drop(identity)  # first: a deleted dataset is found by its last object
-            except NoSpaceError:  # its chunks lie on the same full disk, and make the room
+            except NoSpaceError:  # the chunks lie on the same full disk: remove them first
                 removed_before = remove_dataset(
                     self.objects, self.snapshots, identity, but_name=True
                 ).removed

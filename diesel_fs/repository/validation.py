@@ -1,10 +1,10 @@
 """Checks whether a chunk may be committed.
 
 A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
-before all others. By FORMAT.md, section 5, the chunk must not be older than the put window, its ID
-must not be from the future, and a client may choose its stamps (which order the versions of a
-path). A chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any
-thread.
+before all others. So a chunk must not be older than the put window, its ID must not be from the
+future, and its stamps (which order the versions of a path) must be such as a client may choose
+(FORMAT.md, section 5). A chunk that fails is deleted, so that no recovery takes it for an orphan.
+Safe from any thread.
 """
 
 import math
@@ -22,10 +22,12 @@ from ..storage.metadata.store import COMMIT_LOCK_S_MAX, CommitBatch, MetadataSto
 from ..storage.objects.store import ObjectStore
 
 PUT_WINDOW_S = 3600
-"""How long a chunk may take from its sealing to its commit; how far back recovery must look."""
+"""How long a chunk may take from its sealing to its commit, and so how far before its `since_s` a
+recovery must look."""
 
 CLOCK_ALLOWANCE_S = 300
-"""How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
+"""How far an ID may be ahead of the metadata store's clock. The limit is small because all later
+IDs must be greater than this ID."""
 
 FOLLOW_ALLOWANCE_S = 60
 """How far an ID may be ahead of the newest committed ID if that one is ahead of the clock: a writer
@@ -67,7 +69,8 @@ class StoreClock:
 
 
 class StaleChunk(BusyError):
-    """A chunk, older than the put window at its commit, has been deleted."""
+    """A chunk was older than the put window at its commit, and has been deleted. `paths` are those
+    of its entries."""
 
     def __init__(self, message: str, paths: Sequence[bytes]) -> None:
         super().__init__(message, advice="put these files again")
@@ -104,13 +107,14 @@ def validate_chunk(
         _delete_stale(objects, meta, identity, parsed, stale)
     try:
         check_claims(parsed, meta, clock)
-    except CorruptError:  # a later recovery must not take it for an orphan
+    except CorruptError:  # a later recovery must not take the chunk for an orphan
         objects.delete(chunk_object(identity, front.id))
         raise
     return as_validated(parsed)
 
 
 def check_age(header: ChunkHeader) -> None:
+    """Raise StaleChunk if a chunk is older than the put window."""
     chunk = header.preamble.id
     if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
         paths = [header.path(place) for place in range(len(header))]
@@ -150,7 +154,8 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
 
 
 def as_validated(header: ChunkHeader) -> ValidatedChunk:
-    """A file of several extents counts in the chunk of its last one."""
+    """The result for a chunk with this header. A file of several extents counts in the chunk of
+    its last extent."""
     files = header.records["kind"] == Kind.FILE
     for place, part in header.extents.items():
         files[place] = part.number == part.total - 1
@@ -165,7 +170,7 @@ def _delete_stale(
     header: ChunkHeader,
     stale: StaleChunk,
 ) -> None:
-    """Delete a late chunk and raise `stale`; do nothing if a recovery has committed it."""
+    """Delete a late chunk and raise `stale`; do nothing if a recovery has committed the chunk."""
     chunk = header.preamble.id
     # The lock keeps a recovery from committing the chunk between the check and the deletion
     with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):

@@ -2,8 +2,8 @@
 
 It folds the chunks (of the entries of one path, the newest counts) into a temporary metadata store,
 and compares the live metadata and the newest published snapshot with that. It changes nothing.
-`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, for which others read
-headers ahead.
+`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, for which other
+threads read headers ahead.
 """
 
 import tempfile
@@ -67,7 +67,7 @@ def verify(
 ) -> Findings:
     """`Repository.verify`."""
     if not (repository.meta_is_lost or _metadata_forbidden(repository)):
-        _ = repository.meta  # raises the reason if it cannot be used
+        _ = repository.meta  # raises the reason if the metadata store cannot be used
     info = repository.dataset(name)
     findings = Findings()
     published = _published(repository, info.identity, findings)  # before the live metadata
@@ -130,7 +130,7 @@ class _Check:
         self._folded: set[ChunkId] = set()
 
     def run(self, progress: ReportProgress) -> None:
-        """Read all chunks. Raises BusyError if a purge deletes chunks faster than that."""
+        """Read all chunks. Raises BusyError if a purge deletes chunks faster than they are read."""
         for _ in range(_ATTEMPTS):
             known = self._read_live()  # before the listing
             self._read(known, progress)
@@ -148,7 +148,7 @@ class _Check:
             self._findings.notes.append(text)
 
     def _read_live(self) -> set[ChunkId]:
-        """Returns the chunks in the live metadata."""
+        """Read the live metadata; returns the chunks in it."""
         self.live = live = _live(self._repository, self._info, self._findings)
         if live is None:
             return set()
@@ -203,7 +203,7 @@ class _Check:
         return header
 
     def _header(self, chunk: ChunkId, outcome: Outcome) -> ChunkHeader | None:
-        """None if it cannot be read, which is noted."""
+        """The header of a chunk; None if it cannot be read, which the findings then have."""
         try:
             return outcome()
         except ObjectMissing:
@@ -222,6 +222,7 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
+        """Whether the metadata store has forgotten one of these chunks, as for a purge."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -229,8 +230,8 @@ class _Check:
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
-    """Report and return the chunks in the metadata or the newest snapshot that the store lacks or
-    has damaged."""
+    """Report the chunks in the metadata or the newest snapshot that are missing or damaged in the
+    store, and return these and all other damaged chunks."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -245,7 +246,7 @@ def _report_lost_chunks(
             views.append(repository.view_of(info))
         findings.problems += loss_lines(losses_in(why, views))
     findings.notes += [
-        f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
+        f"{lost_text(chunk)}; it had no live entries, and the next purge forgets it"
         for chunk in sorted(expected.empty - check.listed)
     ]
     return why.keys()
@@ -259,7 +260,7 @@ def _live(
         problem = repository.meta_problem
         why = problem.message if problem else "the metadata store does not know the dataset"
         if _metadata_forbidden(repository):
-            findings.notes.append(f"the metadata were not looked at: {why}")
+            findings.notes.append(f"the metadata were not checked: {why}")
             return None
         findings.problems.append(f"{why}: run `dlcmd recover {info.name}`")
         return None
@@ -278,7 +279,7 @@ def _compare(
     findings: Findings,
 ) -> None:
     """Report the paths that differ between the metadata store and the fold over its chunks, except
-    those in lost chunks, already reported."""
+    paths in lost chunks, which have been reported already."""
     if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
     actual, expected = _by_path(live), _by_path(read_folded())
@@ -288,7 +289,7 @@ def _compare(
         if path not in actual:
             findings.problems.append(f"metadata lacks {shown(path)}")
         elif path not in expected:
-            findings.problems.append(f"metadata has {shown(path)}, no chunk does")
+            findings.problems.append(f"metadata has {shown(path)}, which no chunk has")
         elif expected[path] != actual[path]:
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
 
@@ -296,8 +297,8 @@ def _compare(
 def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
-    """A state as the parts of a snapshot, which are equal for equal states. `read` is called here,
-    so that the merge can free the rows, which are large for millions of entries."""
+    """A snapshot of the state that `read` returns, in parts. Equal states have equal parts. `read`
+    is called here, so that the merge can free the rows, which are large for millions of entries."""
     changes = read()
     head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
@@ -308,8 +309,8 @@ def _parts(
 
 
 def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
-    """A mark that equal states share, whatever their versions; empty for a state that no snapshot
-    can have."""
+    """The content mark of the state that `read` returns: equal for equal states, whatever their
+    versions; empty for a state that no snapshot can have."""
     try:
         return content_mark(_parts(read)[0])
     except (FormatError, UsageError):
@@ -317,7 +318,7 @@ def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
-    """An entry's record, its chunk, and the data outside the record, by path."""
+    """For each path: the entry's record, its chunk, and its data outside the record."""
     rows = changes.rows
     return {
         rows.path(i): (
@@ -330,7 +331,8 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A checked version. Its content is not kept in memory."""
+    """A published version that has been checked; `load` reads its snapshot again, which is not kept
+    in memory. `mark` is the content mark of the snapshot."""
 
     identity: UUID
     version: int
@@ -342,7 +344,7 @@ class _Published(NamedTuple):
 def _published(
     repository: StoredRepository, identity: UUID, findings: Findings
 ) -> _Published | None:
-    """The newest published snapshot in the object store. A damaged one is a problem."""
+    """The newest readable published version; None for none. A damaged snapshot is a problem."""
     for version in reversed(repository.snapshots.versions(identity)):
         load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
@@ -364,8 +366,8 @@ def _check_published(
     live_mark: bytes,
     findings: Findings,
 ) -> None:
-    """Compare the newest published snapshot with the live metadata, column by column. It was read
-    before `live`, which should not be behind it."""
+    """Compare the newest published snapshot with the live metadata, column by column. The snapshot
+    was read before the metadata, whose version therefore must not be lower."""
     meta, identity, version = repository.meta, published.identity, published.version
     if version > live.head.version:
         findings.problems.append(
@@ -420,7 +422,7 @@ def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
     ]
     superfluous = np.ones(len(actual), np.bool_)
     superfluous[diff.same_path[diff.same_path >= 0]] = False
-    lines += [f"{shown(actual.path(i))} is too much" for i in np.flatnonzero(superfluous).tolist()]
+    lines += [f"{shown(actual.path(i))} is extra" for i in np.flatnonzero(superfluous).tolist()]
     if not lines:
         lines = [
             f"the column {name}"
@@ -439,8 +441,8 @@ def _check_kept(
     repository: StoredRepository, identity: UUID, newest: int, listed: Collection[ChunkId],
     findings: Findings,
 ) -> None:  # fmt: skip
-    """Check the published versions before `newest`. A damaged one is a problem. A lost chunk that
-    only they need is a note: nothing can restore it."""
+    """Check the published versions before `newest`. A damaged snapshot is a problem. A lost chunk
+    that only these versions need is a note, since nothing can restore it."""
     versions = repository.snapshots
     for version in versions.versions(identity):
         if version >= newest:

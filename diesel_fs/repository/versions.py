@@ -47,6 +47,8 @@ def empty_snapshot(identity: UUID, name: str) -> Snapshot:
 
 
 class PublishedVersions(Protocol):
+    """Reads published versions, from an object store or through a server."""
+
     def newest(self, identity: UUID) -> int:
         """The greatest published version; 0 for none."""
 
@@ -79,8 +81,8 @@ class VersionStore(PublishedVersions):
         """The published versions, ascending, and the time at which each was published (us since
         1970).
 
-        That is a version's own time, or the time of its object if that is later: the commits of a
-        killed put are published by the next put, and until then readers use the version before.
+        The time is a version's own, or that of its object if later: the commits of a killed put are
+        published by the next put, and until then readers use the version before.
         """
         published = {}
         for info in self._objects.list(snapshot_prefix(identity)):
@@ -102,7 +104,8 @@ class VersionStore(PublishedVersions):
         return kept
 
     def front(self, identity: UUID, version: int) -> tuple[SnapshotHeader, bytes]:
-        """The header of a published version, and the mark that equal contents share."""
+        """The header of a published version's snapshot, and its content mark: equal for two
+        snapshots with equal content. Raises FormatError, ObjectMissing."""
         name = snapshot_object(identity, version)
         header, mark = parse_front(self._objects.get(name, 0, FRONT_BYTES))
         if (header.identity, header.version) != (identity, version):
@@ -119,8 +122,8 @@ class VersionStore(PublishedVersions):
     def load_current(
         self, meta: MetadataStore, head: DatasetHead, *, full: bool = False
     ) -> Snapshot:
-        """The snapshot of the metadata store's current version, made if it is not published; with
-        `full` from the metadata store alone."""
+        """The snapshot of the metadata store's current version. If it is not published, it is made
+        from the previous one and the changes since; with `full`, from the metadata store alone."""
         if head.version == 0:
             return empty_snapshot(head.identity, head.name)
         if not full:
@@ -147,9 +150,9 @@ class VersionStore(PublishedVersions):
     ) -> int:
         """Write the snapshot of the current version to the object store; returns the version.
 
-        `entry_digests` are of the entries of committed chunks. Raises CorruptError, and publishes
-        nothing, if the metadata store has other entries of such a chunk, or if the version is
-        published with another content.
+        `entry_digests` has digests of the entries of chunks that this process committed. Raises
+        CorruptError, and publishes nothing, if the metadata store has other entries of such a
+        chunk, or if the version is published with another content.
         """
         version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
         name = snapshot_object(head.identity, version)

@@ -20,7 +20,7 @@ from ..storage.objects.store import ObjectStore
 from .catalog import DatasetInfo
 from .validation import ValidatedChunk
 
-_TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a chunk of tombstones by its paths
+_TOMBSTONE_BODY_BYTES = 4 << 20  # limit for the paths in a chunk of tombstones
 _STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
 
 
@@ -75,6 +75,7 @@ class WriteSession(ABC):
 
     @property
     def version(self) -> int:
+        """The dataset's version when the session began."""
         return self._started_at.version
 
     @property
@@ -90,7 +91,7 @@ class WriteSession(ABC):
             self._view = view
 
     def new_id(self, writer_of: ChunkId | None = None) -> ChunkId:
-        """The ID of a chunk that is being sealed now."""
+        """The ID for a chunk that the caller seals now; `writer_of` as in `IdSource.next`."""
         return self._ids.next(self._head().newest, writer_of)
 
     def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
@@ -111,6 +112,7 @@ class WriteSession(ABC):
 
     @property
     def committed_chunks(self) -> Set[ChunkId]:
+        """The chunks that this session has committed, a live view."""
         return self._committed_ids.keys()
 
     def others_committed(self) -> bool:
@@ -135,7 +137,7 @@ def seal_and_store(
     new_id: Callable[[], ChunkId],
 ) -> tuple[ChunkId, Sequence[Bytes], ChunkHeader]:
     """Seal a chunk and make it durable; returns its ID, its parts (preamble, stored header, bodies)
-    and its header. If another writer has drawn the same ID, the chunk is sealed again.
+    and its parsed header. If another writer has drawn the same ID, the chunk is sealed again.
 
     The parts are valid until the builder is cleared. Raises ObjectStoreError.
     """

@@ -1,4 +1,4 @@
-"""Writes a file under a name that a user gave: whole or not at all.
+"""Writes a file under a name that a user gave, either whole or not at all.
 
 `atomic_file` writes a temporary file and renames it; the next writer in the folder removes the
 temporary files of killed writers. Anything but a regular file (a device, a fifo, the pipe behind
@@ -37,11 +37,11 @@ _LINKS_MAX = 40  # the kernel's own limit
 _TEMPORARY = re.compile(
     r"\.dlcmd-(?:(?P<pid_space>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
 )
-_FOREIGN_AGE_S_MAX = 86_400
+_FOREIGN_AGE_S_MAX = 86_400  # an older temporary file of an unknown process is removed
 
 
 class _FileWithName(io.FileIO):
-    """A file whose errors have the user's file name: write(2) reports none."""
+    """A file whose OSErrors have the user's file name: those of write(2) have none."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
         super().__init__(descriptor, "wb")
@@ -54,6 +54,7 @@ class _FileWithName(io.FileIO):
 
 @contextmanager
 def _errors_named(shown: str) -> Iterator[None]:
+    """Give OSErrors in the `with` the file name `shown`."""
     try:
         yield
     except OSError as error:
@@ -62,11 +63,12 @@ def _errors_named(shown: str) -> Iterator[None]:
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """Its errors have the name `shown`; closing it closes the descriptor."""
+    """A file that writes to a descriptor, and closes it. Its errors have the name `shown`."""
     return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
+    """The error for a file that cannot be written: NoSpaceError or PermissionDenied."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if is_full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
@@ -147,13 +149,13 @@ def check_file(path: Path, status: os.stat_result) -> None:
 
 
 def temporary_name() -> str:
-    """`.dlcmd-<pid space>-<pid>-<start>-<random>`: a name that identifies the writing process."""
+    """A name that identifies the writing process: `.dlcmd-<pid space>-<pid>-<start>-<random>`."""
     pid = os.getpid()
     return f".dlcmd-{_pid_space()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(folder: Path | int) -> None:
-    """Remove the temporary files of ended processes in a folder (or its descriptor).
+    """Remove the temporary files of ended processes in a folder (a path, or a descriptor).
 
     A process of another machine, boot or PID namespace cannot be looked up here: its files are
     removed when they are a day old.
@@ -168,7 +170,8 @@ def remove_leftovers(folder: Path | int) -> None:
 
 
 def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bool:
-    """Whether the process that wrote a temporary file has ended, or is taken for it."""
+    """Whether the process that wrote a temporary file has ended, or probably has. `folder`: the
+    descriptor to which `path` is relative, or None."""
     if name["pid_space"] == _pid_space():
         return _start(int(name["pid"])) != name["start"]
     changed_s = os.stat(path, dir_fd=folder, follow_symlinks=False).st_ctime
@@ -177,7 +180,8 @@ def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bo
 
 @cache
 def _pid_space() -> str:
-    """The scope of process numbers: this PID namespace of this boot of this machine, hashed."""
+    """A hash of the scope in which process numbers are unique: this PID namespace of this boot of
+    this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -189,7 +193,8 @@ def _own_start(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """The start of a process in ticks (proc(5)); empty if there is no such process."""
+    """When a process started, in clock ticks since the boot (proc(5)); empty if there is no such
+    process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -198,7 +203,7 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Ignores errors, as nothing was written through the descriptor."""
+    """Close a folder's descriptor. Errors are ignored, as nothing was written through it."""
     with suppress(OSError):
         os.close(descriptor)
 
@@ -212,7 +217,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _path_to_replace(path: Path) -> Path | None:
-    """The path to rename a new file to; None if `path` is written to directly."""
+    """The path to which a new file is renamed; None if `path` is to be written to directly."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,6 +1,5 @@
-"""The default memory of a cache: half of the memory that is available on the machine, or that a
-control group (how Linux limits a container) allows if that is less. Any thread.
-"""
+"""How much memory this process may use: the machine's, or that of its control group (by which Linux
+limits a container) if that is less. Half of it is the default memory of a cache. Any thread."""
 
 import os
 import re
@@ -9,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY_DIVISOR = 2
-"""A program takes one part in this many of the available memory."""
+"""A cache gets the available memory divided by this."""
 
 MEMORY_BYTES_MIN = 64 << 20
-"""The minimum for a cache: some chunks of the default size."""
+"""The least default memory of a cache: some chunks of the default size."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -54,8 +53,8 @@ def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
     """The smallest limit of the control groups (v2 or v1) in `listed`, the text of
     /proc/self/cgroup, and of the groups above them. `mounted` is the folder of all groups.
 
-    In a container the listed path may be the host's and be missing here; the container's own limit
-    is at the top.
+    In a container the listed path may be the host's, which is missing here; then the container's
+    own limit is in the top folder.
     """
     limits = [1 << 62]  # no limit
     for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):

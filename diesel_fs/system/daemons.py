@@ -35,13 +35,13 @@ LOG_LINES_SHOWN = 15
 """Lines of a daemon's log that an error message repeats."""
 
 END_DEADLINE_S = 5.0
-"""The time for a starting daemon to end on request. It needs at most 2 s."""
+"""How long a starting daemon may take to end after each signal. It needs at most 2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
-"""Errors that do not name the cause."""
+"""Classes of errors that do not name the cause, so that a message needs lines of the log."""
 
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
-"""Signals that end a starting daemon. With the first it can clean up."""
+"""Signals that end a starting daemon, in this order. After the first it can clean up."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
@@ -50,18 +50,20 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 # terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 DETACH = ("-I", "-S", "-c", _DETACH)
-"""Arguments of the interpreter that starts the following command as a process without parent."""
+"""Arguments of a Python interpreter that starts the command after them as a process without a
+parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRequest:
-    """A dataclass of JSON values, tuples, and other requests."""
+    """What a daemon is started to do. A subclass is a dataclass whose fields are JSON values,
+    tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
-    """As JSON."""
+    """The longest request, as JSON."""
 
     def to_json(self) -> bytes:
-        """Raises UsageError if the request is too long."""
+        """The request as JSON. Raises UsageError if it is too long."""
         text = json.dumps(asdict(self)).encode()
         if len(text) > self.BYTES_MAX:
             raise UsageError(f"a request of {len(text)} bytes (at most {self.BYTES_MAX})")
@@ -69,7 +71,8 @@ class DaemonRequest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Raises UsageError for malformed JSON."""
+        """The request that `to_json` has encoded. Raises UsageError for malformed JSON, or other
+        fields than this class's."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -78,7 +81,8 @@ class DaemonRequest:
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """Raises UsageError for others than JSON values of the fields."""
+        """A request from a map of JSON values. Raises UsageError for anything else, or other fields
+        than this class's."""
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError(f"not a {cls.__name__}: other fields than this version's")
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
@@ -103,11 +107,12 @@ def start(
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
-    `request` is JSON. The daemon's warnings also go to `logger`, in this process. `daemon_name` is
-    for messages. The daemon inherits the descriptors `pass_fds` under the same numbers. Raises the
-    error that the daemon reports, DieselError if it ends without a report, and DeadlineError if it
-    is not ready within `deadline_s`, counted again from each step that it reports. After an error
-    or an interruption of this call the daemon has been ended, or killed.
+    `command` is the program and its arguments, `request` is JSON. The daemon's warnings also go to
+    `logger`, in this process; its stderr goes to `log`. `daemon_name` is for messages. The daemon
+    inherits the descriptors `pass_fds` under the same numbers. Raises the error that the daemon
+    reports, DieselError if it ends without a report, and DeadlineError if it is not ready within
+    `deadline_s`, counted again from each step that it reports. When this call raises an error or is
+    interrupted, the daemon has ended by itself, or was ended or killed.
     """
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
@@ -136,7 +141,7 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without secrets, and with its path of modules."""
+    """The environment of a daemon: this process's without secrets, and with its path of modules."""
     public = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {**public, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -164,7 +169,7 @@ def minimal_environment_set() -> Iterator[None]:
 
 
 def report(line: Mapping[str, object]) -> None:
-    """In a daemon: write a line of its report. Ignores that the starter has ended."""
+    """In a daemon: write a line of its report. Does nothing if its starter has ended."""
     with suppress(OSError):
         os.write(1, json.dumps(line).encode() + b"\n")
 
@@ -187,6 +192,8 @@ def is_starter_gone() -> bool:
 
 
 class _Report:
+    """The starter's end of a daemon's report."""
+
     def __init__(self, file: FileIO, daemon_name: str) -> None:
         self._file = file
         self._daemon_name = daemon_name
@@ -206,12 +213,13 @@ class _Report:
         raise DieselError(f"{self._daemon_name} did not come up")
 
     def wait_for_end(self, *signals: signal.Signals) -> None:
-        """Wait for the daemon's end. Send the first of these signals, and the next one if it takes
-        too long; without signals, it ends by itself."""
+        """Wait until the daemon has ended. Send it the first of these signals, and the next one if
+        it has not ended after `END_DEADLINE_S`. Without signals, only wait: the daemon ends by
+        itself."""
         with suppress(DeadlineError):
             if not self._pid:  # the daemon reports its number first
                 next(self._lines(END_DEADLINE_S), None)
-        if not self._pid:  # it has ended, or will when it finds that its starter is gone
+        if not self._pid:  # the daemon has ended, or will when it finds its starter gone
             return
         with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
             for number in signals or (0,):  # 0 sends nothing
@@ -220,8 +228,8 @@ class _Report:
                     return
 
     def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
-        """The lines of the report. Raises DeadlineError if the next one is late; each step starts
-        the time anew."""
+        """The lines of the report. Raises DeadlineError if the daemon is not ready in time; each
+        step that it reports starts the time anew."""
         until_s, since = time.monotonic() + deadline_s, f"within {deadline_s:g} s"
         while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
             read = self._file.read(4096)
@@ -239,8 +247,8 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied, also
-    for a file or link that may have been planted."""
+    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied if it
+    cannot be opened, or may have been planted (`atomic_file.py`)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
         check_links(path)
@@ -261,9 +269,11 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Add the lines that were logged since `start` to an error that does not name the cause.
+    """Add the lines that were logged since the position `start` to an error that does not name the
+    cause.
 
-    At most the last `LOG_LINES_SHOWN` lines are added, without repeats of the error's own text.
+    At most the last `LOG_LINES_SHOWN` lines are added, without lines that repeat the error's own
+    text.
     """
     if type(error) not in _UNEXPLAINED:
         return

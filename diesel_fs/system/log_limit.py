@@ -1,4 +1,4 @@
-"""Limits how fast a daemon logs, since a store that fails all night must not fill the disk."""
+"""Limits how fast a daemon logs: otherwise a store that fails all night could fill the disk."""
 
 import logging
 import math
@@ -8,21 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LINES_AT_ONCE = 20
-"""Lines of one kind that may come at once, so that a few bad files are all named."""
+"""Lines of one kind that may come at once, so that a few bad files are all named. A kind is a place
+in the code."""
 
 LINES_PER_S = 1.0
 """Further lines of one kind per second."""
 
 SAME_S = 1.0
-"""The interval of lines of one kind and subject (`extra={"subject": ...}`, such as a file), so that
-one subject leaves room for others."""
+"""The least time between two lines of one kind and subject (`extra={"subject": ...}`, such as a
+file), so that one subject leaves room for others."""
 
 _SUBJECTS_MAX = 1024
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines from one place in the code."""
+    """What was logged from one place in the code."""
 
     last_line_s: float
     allowance: float = LINES_AT_ONCE
@@ -32,7 +33,7 @@ class _Kind:
 
 class LogRateLimit(logging.Filter):
     """A filter that drops lines of one kind (from one place in the code) that come too fast. The
-    next line of that kind has their number."""
+    next line of that kind has the number of dropped ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

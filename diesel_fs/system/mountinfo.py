@@ -1,6 +1,6 @@
 """Reads the mounted file systems from `/proc/*/mountinfo`.
 
-No function here touches a mount: one with a server that hangs would never answer. Any thread.
+No function here touches a mount: if its server hangs, the call would never return. Any thread.
 """
 
 import os
@@ -18,6 +18,8 @@ _NETWORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
+    """One line of mountinfo."""
+
     mount_id: int
     parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
@@ -34,8 +36,8 @@ def mounts(process: str = "self") -> Iterator[MountEntry]:
 def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
     """The mount at exactly this path that hides the others there, or None.
 
-    The order in mountinfo does not show it: since Linux 6.8 it is the order of making, and a mount
-    that is moved beneath another was made later.
+    The order in mountinfo does not show which one that is: since Linux 6.8 it is the order in which
+    the mounts were made, and a mount that is moved beneath another was made later.
     """
     there = [each for each in entries if each.path == path]
     hidden = {each.parent_id for each in there}
@@ -60,12 +62,16 @@ def parse_mounts(table: bytes) -> Iterator[MountEntry]:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
+    """The kind of a mounted file system (`nfs4`, `fuse.dlcmd`) and its options; both empty if not
+    known."""
+
     kind: str
     options: frozenset[str]
 
     @property
     def is_network(self) -> bool:
-        """Whether another host may have it mounted, too. True for FUSE, which can be anything."""
+        """Whether other hosts may have mounted it, too. True for FUSE, whose server can get its
+        files from anywhere."""
         return self.kind in _NETWORK or self.kind == "fuse" or self.kind.startswith("fuse.")
 
 

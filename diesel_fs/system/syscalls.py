@@ -2,8 +2,8 @@
 
 A **connection** is the kernel's side of a FUSE mount, through which it sends requests to the
 mount's daemon. `device` identifies it: the number of the mount's file system (`0:43`), as in
-`/proc/*/mountinfo`. So nothing here touches a file of the mount, which could wait for a daemon that
-has ended. Any thread.
+`/proc/*/mountinfo`. So nothing here opens a file of the mount, which could wait for a daemon that
+hangs. Any thread.
 """
 
 import ctypes
@@ -46,8 +46,8 @@ default of 12, a read from memory takes 7.8 s instead of 2 ms while 12 files of 
 wait for the store."""
 
 READ_AHEAD_KIB = 1024
-"""The largest READ request (256 pages). With the default of 128 KiB, a large file takes eight times
-as many."""
+"""The largest READ request (256 pages). With the kernel's default of 128 KiB, reading a large file
+takes eight times as many requests."""
 
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
@@ -67,14 +67,14 @@ def _checked(result: int, path: str | None = None) -> int:
 
 
 def punch_hole(file: int, start: int, size: int) -> None:
-    """Free these bytes of a file on the disk; they read as zeros (fallocate(2)). Raises OSError:
-    EOPNOTSUPP if the file system cannot."""
+    """Free these bytes of a file on the disk; they then read as zeros (fallocate(2)). Raises
+    OSError, with EOPNOTSUPP if the file system cannot do that."""
     offset, length = ctypes.c_int64(start), ctypes.c_int64(size)
     _checked(_libc.fallocate64(file, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length))
 
 
 def umount2(mountpoint: str, flags: int = 0) -> None:
-    """umount2(2), never through a link. Raises OSError."""
+    """Unmount (umount2(2)); a link at `mountpoint` is not followed. Raises OSError."""
     _checked(_libc.umount2(os.fsencode(mountpoint), flags | _UMOUNT_NOFOLLOW), mountpoint)
 
 
@@ -95,6 +95,7 @@ def _control_folder(connection: str) -> int:
 
 
 def _open_control(device: str, name: str) -> int:
+    """A descriptor of a connection's control file `name`, to write to. Raises OSError."""
     folder = _control_folder(device.partition(":")[2])
     try:
         return os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -103,8 +104,8 @@ def _open_control(device: str, name: str) -> int:
 
 
 def open_abort(device: str) -> int:
-    """A descriptor that aborts this connection when "1" is written to it, even if another mount has
-    got the same number meanwhile; -1 if this user may not have it."""
+    """A descriptor that aborts this connection, and no later one of the same number, when "1" is
+    written to it; -1 if this user may not have it."""
     try:
         return _open_control(device, "abort")
     except OSError:
@@ -112,8 +113,8 @@ def open_abort(device: str) -> int:
 
 
 def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
-    """Make READ requests large and let many wait at once, as far as this user may. The read-ahead
-    applies to files that are opened later."""
+    """Make the READ requests of a connection large and let many wait at once, as far as this user
+    may. The read-ahead applies to files that are opened later."""
     for name in ("max_background", "congestion_threshold"):
         with suppress(OSError), open(_open_control(device, name), "wb", buffering=0) as file:
             file.write(str(READS_AHEAD_MAX).encode())
@@ -132,8 +133,8 @@ def device_of(file: int) -> str:
 
 
 def set_read_ahead(file: int, kib: int) -> None:
-    """Set the kernel's read-ahead in the file system of an open file, as far as this user may. A
-    file system without a device number has a name in sysfs (Linux 6.10)."""
+    """Set the kernel's read-ahead in the file system of an open file, as far as this user may. If
+    the file system has no block device, sysfs lists it by a name, which Linux 6.10 tells."""
     device = os.fstat(file).st_dev
     names = [f"{os.major(device)}:{os.minor(device)}"]
     answer = bytearray(_SYSFS_PATH_BYTES)
@@ -158,7 +159,7 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """Mount a FUSE file system, by mount(2) as root, else by fusermount3.
+    """Mount a FUSE file system: root with mount(2), other users with fusermount3.
 
     Returns the descriptor of its connection. Raises PermissionDenied with advice, and DeadlineError
     if fusermount3 hangs.
@@ -273,7 +274,7 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
         reason = done.stderr.decode(errors="replace").strip()
         if done.returncode:
             raise mount_error(mountpoint, reason)
-        theirs.close()  # otherwise this would wait if nothing was sent
+        theirs.close()  # otherwise recv_fds would wait for ever if nothing was sent
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
         detail = f": {reason}" if reason else ""
@@ -291,13 +292,14 @@ def clone_mount(mountpoint: str, *, recursive: bool = False) -> int:
 
 
 def copy_mount(mount: int) -> int:
-    """As `clone_mount`, for the descriptor of an attached mount. Raises OSError."""
+    """As `clone_mount`, of the attached mount with the descriptor `mount`. Raises OSError."""
     return _syscall(_SYS_OPEN_TREE, mount, b"", _OPEN_TREE_CLONE_CLOEXEC | _AT_EMPTY_PATH)
 
 
 def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
     """A descriptor of a new mount of a file system, attached at no path (fsopen(2), fsconfig(2),
-    fsmount(2); Linux 5.2, root only). It ends with the descriptor unless it is attached before.
+    fsmount(2); Linux 5.2, root only). The mount ends when the descriptor is closed, unless it was
+    attached before.
 
     An option with an empty value is a flag. Raises OSError with the kernel's reason.
     """
@@ -324,8 +326,8 @@ def _mount_log(context: int) -> str:
 
 def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: bool = False) -> None:
     """Attach a detached mount at a path relative to `folder` (move_mount(2), Linux 5.2); an empty
-    path is `folder` itself. With `beneath`, it goes below the topmost mount there, which hides it
-    (Linux 6.5). Raises OSError.
+    path is `folder` itself. With `beneath`, it is attached below the topmost mount there, which
+    hides it (Linux 6.5). Raises OSError.
     """
     flags = _MOVE_MOUNT_FROM_ITSELF | (_MOVE_MOUNT_BENEATH if beneath else 0)
     flags |= 0 if path else _MOVE_MOUNT_TO_ITSELF
@@ -333,11 +335,11 @@ def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: boo
 
 
 def can_mount_beneath() -> bool:
-    """Whether the kernel can do so (Linux 6.5)."""
+    """Whether the kernel can attach a mount beneath another one (Linux 6.5)."""
     try:
         attach_mount(-1, "/", beneath=True)
     except OSError as error:
-        return error.errno == errno.EBADF  # EINVAL: it does not know the flag
+        return error.errno == errno.EBADF  # EINVAL: the kernel does not know the flag
     return True
 
 
@@ -372,9 +374,9 @@ def clone(descriptor: int) -> int:
 
 
 def clone_of_process(pid: int) -> int:
-    """A descriptor, as from `clone`, of a process's connection, even if the process waits in the
-    kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has none open, EPERM if this
-    user may not debug it."""
+    """As `clone`, of the connection that another process has open, even if that process waits in
+    the kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if the process has none open,
+    EPERM if this user may not debug it."""
     process = os.pidfd_open(pid)
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -413,7 +415,7 @@ class _Cachestat(ctypes.Structure):
 
 
 def inotify_init() -> int:
-    """Non-blocking. Raises OSError."""
+    """A new inotify descriptor, whose reads do not block. Raises OSError."""
     return _checked(_libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK))
 
 
@@ -427,11 +429,11 @@ def inotify_remove(descriptor: int, watch: int) -> None:
 
 
 def cached_bytes(file: int, start: int, size: int) -> int:
-    """The number of bytes in the page cache, in whole pages, of the `size` bytes from `start` on, a
-    multiple of the page size. Raises OSError.
+    """How many of the `size` bytes from `start` on are in the page cache, counted in whole pages.
+    `start` must be a multiple of the page size. Raises OSError.
 
-    It uses cachestat(2) if the kernel has it, else mincore(2) of a mapping. The first counts pages
-    of failed reads, too; see `read_bytes`.
+    It uses cachestat(2) if the kernel has it, else mincore(2) of a mapping. cachestat counts pages
+    of failed reads, too; `readable_cached_bytes` does not.
     """
     if not size:
         return 0
@@ -441,16 +443,16 @@ def cached_bytes(file: int, start: int, size: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-        return read_bytes(file, start, size)
+        return readable_cached_bytes(file, start, size)
     return int(counts.cache) * mmap.PAGESIZE
 
 
-def read_bytes(file: int, start: int, size: int) -> int:
-    """As `cached_bytes`, but a page counts only if its read has succeeded. It takes some 15 us
+def readable_cached_bytes(file: int, start: int, size: int) -> int:
+    """As `cached_bytes`, but a page counts only if its read has succeeded. This takes some 15 us
     longer (mincore(2) of a mapping)."""
     if not size:
         return 0
-    writable = mmap.PROT_READ | mmap.PROT_WRITE  # else ctypes does not tell the address
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # ctypes gives the address of writable ones only
     with mmap.mmap(file, size, mmap.MAP_PRIVATE, writable, offset=start) as mapping:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
@@ -468,8 +470,8 @@ def map_large_allocations(least_bytes: int) -> None:
 
 def keep_large_allocations(most_bytes: int) -> None:
     """Undo `map_large_allocations`: the allocator reuses freed memory, up to 32 MiB in one piece,
-    and keeps up to `most_bytes` of it. Getting 8 MiB from the kernel costs as much as reading them
-    from an SSD. Does nothing without glibc."""
+    and keeps up to `most_bytes` of it. To get 8 MiB of new memory from the kernel takes as long as
+    to read 8 MiB from an SSD. Does nothing without glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
         _libc.mallopt(_M_TRIM_THRESHOLD, most_bytes)
@@ -481,8 +483,8 @@ def own_working_folder() -> None:
 
 
 def own_descriptors() -> None:
-    """Give the calling thread its own copy of the process's descriptors. Such a thread must end.
-    Raises OSError."""
+    """Give the calling thread its own copy of the process's descriptors. The thread cannot share
+    descriptors again: use it for one task, never one of a pool. Raises OSError."""
     _checked(_libc.unshare(_CLONE_FILES))
 
 
@@ -500,6 +502,7 @@ def die_with_parent(number: int) -> None:
 
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
+    """Wait until a descriptor can be read; returns False if that took longer than `seconds`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

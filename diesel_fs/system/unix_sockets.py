@@ -1,5 +1,5 @@
-"""Unix sockets at paths of any length (a socket's address has room for 107 bytes only), and
-descriptors that they pass."""
+"""Unix sockets at paths of any length (a socket's address has room for 107 bytes only), and the
+descriptors that are passed over them."""
 
 import array
 import os
@@ -29,7 +29,8 @@ def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]
 
 @contextmanager
 def _short_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A short path to the same place, through a descriptor of its folder."""
+    """A short path to the same place, which is valid in the `with`: it leads through a descriptor
+    of the folder."""
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,6 +1,5 @@
 """Writes several buffers with one system call, such as writev(2), which may take only some of the
-bytes. Stateless.
-"""
+bytes. Keeps no state."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +8,12 @@ BUFFERS_MAX = 1024
 
 
 def byte_views(parts: Sequence["bytes | bytearray | memoryview"]) -> list[memoryview]:
-    """Empty parts are left out."""
+    """A view of the bytes of each part; empty parts are left out."""
     return [memoryview(part).cast("B") for part in parts if len(part)]
 
 
 def drop_written(views: list[memoryview], count: int) -> None:
-    """Remove the first `count` bytes, which have been written."""
+    """Remove the first `count` bytes, which have been written, from `views`."""
     whole = 0
     while whole < len(views) and count >= len(views[whole]):
         count -= len(views[whole])
@@ -25,7 +24,7 @@ def drop_written(views: list[memoryview], count: int) -> None:
 
 
 def write_all(write: Callable[[list[memoryview]], int], views: list[memoryview]) -> None:
-    """Call `write`, which returns the number of bytes taken, until it has taken all. Leaves `views`
-    empty."""
+    """Call `write` until it has taken all bytes; it gets views, and returns how many bytes it has
+    taken. Leaves `views` empty."""
     while views:
         drop_written(views, write(views[:BUFFERS_MAX]))

@@ -235,7 +235,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "seed": self.seed,
             "epoch": place.epoch,
             "group_size": self.group_size,
-            "deals": [[each.world, each.drop_last, each.position] for each in place.partitions],
+            "partitions": [
+                [each.world, each.drop_last, each.position] for each in place.partitions
+            ],
             "world": self.world,
             "drop_last": self.drop_last,
             "position": position,
@@ -378,13 +380,13 @@ class _Numbers:
         return _number(name, self._state.get(name), lowest, highest)
 
     def partitions(self) -> tuple[Partition, ...]:
-        rows = self._state.get("deals")
+        rows = self._state.get("partitions")
         if not isinstance(rows, list | tuple):
-            raise UsageError("this is not a state of ChunkShuffleSampler: it has no deals")
+            raise UsageError("this is not a state of ChunkShuffleSampler: it has no partitions")
         found = []
         for row in rows:
             if not isinstance(row, list | tuple) or len(row) != 3:
-                raise UsageError(f"bad deal {row!r} in a state of ChunkShuffleSampler")
+                raise UsageError(f"bad partition {row!r} in a state of ChunkShuffleSampler")
             world = _number("world", row[0], 1, WORLD_MAX)
             found.append(Partition(world, bool(row[1]), _number("position", row[2])))
         return tuple(found)

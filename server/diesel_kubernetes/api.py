@@ -24,7 +24,8 @@ from diesel_fs.errors import (
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """The client's errors become those of DIESEL-FS, without any part of the request."""
+    """A context in which errors of the Kubernetes client become errors of DIESEL-FS. Their messages
+    have no part of the request, which may hold a secret."""
     try:
         yield
     except ApiError as error:
@@ -45,7 +46,8 @@ def api_errors() -> Iterator[None]:
 
 
 def image_in_pod(client: Client, pod: str, container: str) -> str:
-    """Raises ConfigError if the pod has no such container, and the errors of `api_errors`."""
+    """The image of a pod's container. Raises ConfigError if the pod has no such container, and the
+    errors of `api_errors`."""
     with api_errors():
         found = client.get(Pod, pod)
     for each in found.spec.containers if found.spec else ():

@@ -12,6 +12,7 @@ POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
 POD_INFO = "csi.storage.k8s.io/"
 """Attributes with this prefix come from kubelet (`podInfoOnMount`)."""
 
+# The attributes that a volume may have (`csi/VOLUMES.md`)
 ATTRIBUTES = (
     *"dataset version url user region endpoint follow session memory policy evict seed".split(),
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
@@ -33,19 +34,19 @@ SECRETS = {
     "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
 }
-"""Keys of a volume's Secret, and the variables by which a mount gets them."""
+"""The keys that a volume's Secret may have, and the variable by which a mount gets each value."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""The node's `label_value`, on mount pods, their Secrets and reports."""
+"""A label of mount pods, their Secrets and nodes' reports: the node, as `label_value`."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
-"""The mount's name, `KEY-N`, on mount pods and their Secrets."""
+"""A label of mount pods and their Secrets: the mount's name, `KEY-N` (`csi/VOLUMES.md`)."""
 
 _LABEL_CHARS_MAX = 63
 
 
 def label_value(node: str) -> str:
-    """Labels are shorter than names may be."""
+    """A node's name as the value of a label: a hash of it if it is too long for one."""
     if len(node) <= _LABEL_CHARS_MAX:
         return node
     return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]

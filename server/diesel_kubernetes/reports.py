@@ -1,8 +1,8 @@
 """Reports of nodes: which share of each dataset a node holds. Pure.
 
-A node's plugin writes a report, one ConfigMap in the driver's namespace, and the operator reads it.
-`csi/VOLUMES.md` defines each figure. Anybody who may write ConfigMaps there can write anything into
-one, so a reader checks all types and bounds, and takes a report whole or not at all.
+The plugin of a node writes a report, one ConfigMap in the driver's namespace, and the operator
+reads it. `csi/VOLUMES.md` defines each figure. Anybody who may write ConfigMaps in that namespace
+can forge a report, so a reader checks all types and bounds, and takes a report whole or not at all.
 """
 
 import json
@@ -21,13 +21,14 @@ REFRESH_S = 300.0
 """The pause between two reports without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
-"""An older report is not used, since the plugin has gone, nor one as far in the future."""
+"""A report that is older is not used, since its plugin has probably ended. One whose time is this
+far in the future is not used, either."""
 
 NOTICEABLE = 5
-"""A change by this percentage of the dataset is reported before `REFRESH_S`."""
+"""If a share changes by this many percent of the dataset, it is reported before `REFRESH_S`."""
 
 DATASETS_MAX = 1000
-"""A report must fit a ConfigMap."""
+"""The most datasets in a report, which must fit a ConfigMap."""
 
 REPORT_CHARS_MAX = 1 << 20
 
@@ -37,29 +38,33 @@ _NAMESPACE = re.compile(r"-|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _NODE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 
 Held = tuple[str, UUID]
-"""A dataset in a namespace (`-`: unknown) of pods that read it."""
+"""The key of a dataset in reports: the namespace of the pods that read it (`-`: unknown), and its
+identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDataset:
-    """The shares that a node holds for pods of one namespace, in percent of a version's stored
-    bytes, rounded down."""
+    """The part of a dataset that a node holds for pods of one namespace. Shares are in percent of a
+    version's stored bytes, rounded down."""
 
     namespace: str
     identity: UUID
     version: int
     """0: it is not known how much of which version is held."""
     share: int = 0
+    """In memory and on disk together."""
     disk: int = 0
-    """This part stays when no pod reads the dataset."""
+    """On disk: this part of `share` stays when no pod reads the dataset."""
     is_used: bool = False
+    """Whether pods read it now."""
 
     @property
     def key(self) -> Held:
         return self.namespace, self.identity
 
     def joined(self, other: "HeldDataset") -> "HeldDataset":
-        """A lower bound: two places may hold the same parts."""
+        """Two places that hold a dataset, as one. The shares are a lower bound: the larger of each,
+        since both places may hold the same parts."""
         return HeldDataset(
             self.namespace,
             self.identity,
@@ -76,7 +81,7 @@ class NodeReport:
     time_s: int
     """The time of the measurement, since 1970, by the node's clock."""
     is_complete: bool
-    """Whether the node holds no dataset that is not named."""
+    """Whether the report names all datasets that the node holds."""
     datasets: tuple[HeldDataset, ...] = ()
 
     def is_fresh(self, now_s: float) -> bool:
@@ -86,13 +91,15 @@ class NodeReport:
 def make_report(
     node: str, now_s: float, datasets: Iterable[HeldDataset], *, is_complete: bool
 ) -> NodeReport:
-    """The largest shares win."""
+    """The report of a node. If there are more than DATASETS_MAX datasets, it has those with the
+    largest shares, and is not complete."""
     found = sorted(datasets, key=lambda each: (-each.share, each.key, each.version))
     kept = sorted(found[:DATASETS_MAX], key=lambda each: (each.key, each.version))
     return NodeReport(node, int(now_s), is_complete and len(found) == len(kept), tuple(kept))
 
 
 def differs_noticeably(before: NodeReport, after: NodeReport) -> bool:
+    """Whether `after` is to be written although `before` is younger than REFRESH_S."""
     old, new = (
         {(each.key, each.version, each.is_used): each for each in report.datasets}
         for report in (before, after)
@@ -113,11 +120,12 @@ def is_namespace(text: str) -> bool:
 
 
 def report_name(node: str) -> str:
+    """The name of the ConfigMap with a node's report."""
     return f"diesel-node-{label_value(node)}"
 
 
 def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
-    """The cluster deletes it with `owner`."""
+    """A report as a ConfigMap. The cluster deletes it with `owner`, an owner reference."""
     content = {
         "node": report.node,
         "time": report.time_s,
@@ -153,7 +161,7 @@ def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
 
 
 def parse_config_map(raw: Mapping[str, object]) -> NodeReport:
-    """Raises FormatError for a malformed report."""
+    """The report in a ConfigMap. Raises FormatError if it is malformed."""
     match raw:
         case {"metadata": {"name": str(name)}, "data": {"report": str(content)}}:
             pass
@@ -208,5 +216,5 @@ def _parsed(entries: Sequence[object], name: str) -> tuple[HeldDataset, ...]:
 
 
 def _is_whole(value: int, low: int, high: int) -> bool:
-    """JSON's true and false are no numbers."""
+    """Whether a value is within bounds and no `bool`, which Python counts as an `int`."""
     return type(value) is int and low <= value <= high

@@ -21,10 +21,10 @@ from diesel_fs.net.messages import Message
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
-"""Time for TLS and the greeting, and again for the login: each fits two packets."""
+"""Time for TLS and the greeting, and again for the login: each takes two packets at most."""
 
 AUTHENTICATE_S = 4.0
-"""Time to look an account up; a client gives up after 10 s."""
+"""Time to look up an account; a client gives up after 10 s."""
 
 IDLE_S = 300.0
 """A connection without a request for this time is closed; clients close unused ones sooner."""
@@ -34,30 +34,36 @@ BYTES_PER_S_MIN = 256 << 10
 """A frame, in either direction, takes at most `FRAME_S` plus its size at this rate."""
 
 HEARTBEAT_S = 1.0
+"""The pause between two beats by which a worker shows the supervisor that its loop runs."""
 
 DRAIN_S = 30.0
 """Time for requests under way when the server stops."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
-"""A request that waits longer is refused, with `RETRY_AFTER_S`."""
+"""How long a request waits for memory, and for a thread. Then it is refused, with `RETRY_AFTER_S`.
+"""
 
 RETRY_AFTER_S = 1.0
+"""The time after which the client of a refused request may send it again."""
 
 CONNECTIONS_MAX = 8192
-"""Each takes some 20 KB. A process that may open fewer files takes fewer connections."""
+"""Connections of a worker; each takes some 20 KB. A process that may open fewer files takes fewer.
+"""
 
 GREETING_MAX = 1024
 """Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
-"""Connections of one network before their login. The processes of a node all start at once and log
-in within milliseconds. Beyond the limit, a random one is closed, so that a client that connects
-again and again does not keep out users with a key."""
+"""Connections of one network before their login: enough for the processes of a node, which all
+start at once and log in within milliseconds. Beyond the limit, a random one of these connections is
+closed, so that a client that connects again and again does not keep out users with a key."""
 
 REFUSING_S = 2.0
+"""Time to tell a client that it is refused."""
+
 REFUSING_MAX = 64
-"""Connections that are refused with a sentence at once. Others are closed without one."""
+"""The number of clients that are told so at the same time. Others are closed without a sentence."""
 
 FILES_RESERVED = 256
 """File descriptors for stores, caches and logs."""
@@ -67,18 +73,19 @@ REQUESTS_PER_CONNECTION_MAX = 64
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
-"""One user leaves some requests to others."""
+"""Requests under way, in all and of one user: the rest is left to other users."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
-"""Memory for payloads and answers under way: others have room beside one user's largest request."""
+"""Memory for payloads and answers under way: enough for one user's largest request, and as much for
+the others."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""What one user may hold of the budget."""
+"""The part of the budget that one user may hold."""
 
 RATE_KEYS_MAX = 4096
 
 SMALL_BYTES = 64 << 10
-"""Smaller sizes are not taken from the budget: the number of requests is limited, too."""
+"""Sizes up to this are not taken from the budget, since the number of requests is limited, too."""
 
 HEAD_FACTOR = 6
 """Python objects of a head with many small items take this multiple of its bytes."""
@@ -90,7 +97,7 @@ _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
 def answer_bytes(message: Message) -> int:
-    """The answer's memory, estimated from the request alone."""
+    """The memory for an answer in bytes, estimated from the request alone."""
     if message.get("do") == "snapshot":
         return _PIECE_BYTES
     if message.get("do") == "list":
@@ -106,7 +113,8 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """An IPv4 address, or the first 64 bits of an IPv6 address."""
+    """A client's network, for limits: an IPv4 address, or the first 64 bits of an IPv6 address.
+    Another text stays as it is."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -117,14 +125,15 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """`burst` events at once, and then one each `each_s` seconds."""
+    """A limit: `burst` events at once, and then one every `each_s` seconds."""
 
     burst: int
     each_s: float
 
 
 class RateLimiter:
-    """Counts events by key. Beyond `keys_max` keys, it forgets the longest silent."""
+    """Counts events by key, against a rate. Beyond `keys_max` keys, the one that was silent for
+    longest is forgotten. `is_full` returns whether a key has used up its rate."""
 
     def __init__(
         self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX
@@ -153,8 +162,8 @@ class _WaitingRequest:
 
 
 class FairByteBudget:
-    """Memory for requests, in all and for each owner (a user). First come, first served; an owner
-    that holds its whole share does not keep others waiting."""
+    """Memory for requests, with a limit for all, and one for each owner (a user). First come, first
+    served; but an owner that waits only for its own share does not keep others waiting."""
 
     def __init__(self, most: int = BUDGET_BYTES, share: int = SHARE_BYTES) -> None:
         self._most = most
@@ -164,7 +173,8 @@ class FairByteBudget:
         self._queue: deque[_WaitingRequest] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
-        """Returns False after `seconds`, or if an owner's share is smaller."""
+        """Wait for `size` bytes. Returns False if they were not free within `seconds`, or if `size`
+        exceeds an owner's share. The caller must `release` them."""
         if size > self._share:
             return False
         if not self._queue and self._fits(owner, size):
@@ -172,7 +182,7 @@ class FairByteBudget:
             return True
         waiting = _WaitingRequest(owner, size)
         self._queue.append(waiting)
-        self._serve()  # the owners before it may be waiting only for their own shares
+        self._serve()  # all requests before this one may be waiting only for their owners' shares
         try:
             with trio.move_on_after(seconds):
                 await waiting.granted.wait()
@@ -202,6 +212,7 @@ class FairByteBudget:
         self._held_by[owner] += size
 
     def _serve(self) -> None:
+        """Grant waiting requests, in the order of their arrival."""
         for waiting in list(self._queue):
             if self.held + waiting.size > self._most:
                 return
@@ -212,7 +223,7 @@ class FairByteBudget:
 
 
 class LimitReached(Exception):
-    """`sentence` is for the client, `reason` for the metrics."""
+    """A connection exceeds a limit. `sentence` is for the client, `reason` for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -221,7 +232,8 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """All connections, those without a login by network, those with one by user."""
+    """Counts the connections of a worker, against limits: all of them, those before their login by
+    network, and those after it by user."""
 
     def __init__(
         self,
@@ -240,7 +252,7 @@ class ConnectionLimits:
 
     @contextmanager
     def connection(self) -> Iterator[None]:
-        """While a connection lasts. Raises LimitReached."""
+        """Held while a connection lasts. Raises LimitReached."""
         if self.all >= self.most:
             raise LimitReached("connections", f"it has {self.most} connections, which is its limit")
         self.all += 1
@@ -251,8 +263,9 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """Held until a connection has logged in. If there are too many, calls `leave` of a random
-        one: of this network if it has too many, otherwise of the network with most."""
+        """Held until a connection has logged in. If there are too many before their login, calls
+        `leave` of a random one of them, which closes it: of this network if that has too many,
+        otherwise of the network with most."""
         by_network = Counter(each for each, _ in self._greeting.values())
         if by_network[network] >= self._per_network:
             self._dismiss(network)
@@ -283,6 +296,7 @@ class ConnectionLimits:
 
 
 def count_down(counts: Counter[str], key: str) -> None:
+    """Subtract one, and remove the key at 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -42,7 +42,7 @@ class ServerOptions:
 
 
 def default_workers() -> int:
-    """One for each processor that this process may use, at most four."""
+    """One worker for each processor that this process may use, at most four."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -74,6 +74,7 @@ _OPTIONS = (
 
 
 def options(command: Callable[_P, None]) -> Callable[_P, None]:
+    """Add all options to a click command; `checked` gets their values."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return click.option(
@@ -87,6 +88,7 @@ def options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    """Make the values in the TOML file the defaults of the options. Raises ConfigError."""
     path = Path(value) if value else CONFIG_FILE
     try:
         with path.open("rb") as file:
@@ -122,7 +124,8 @@ def checked(
     metrics: str | None,
     insecure: bool,
 ) -> tuple[ServerOptions, list[str]]:
-    """The options, and warnings for the operator. Raises ConfigError for contradictions, too."""
+    """The checked options, and warnings for the operator. Raises ConfigError, also for options that
+    contradict each other."""
     endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
     if (tls_cert is None) != (tls_key is None):
@@ -187,7 +190,8 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """Loading the key raises the error if the file cannot be read."""
+    """A warning if other users can read the TLS key. A missing file is reported later, when the key
+    is loaded."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             return [f"every user of this machine can read the key {key}: run chmod o= on it"]

@@ -312,7 +312,7 @@ def test_F8_the_newer_of_two_masters_of_a_rank_counts(task: RunningTask) -> None
     twin.ready()
     assert twin.log.count("has replaced another one of rank 2") == 1
     assert "has replaced another one" not in readers[2].log
-    assert "--world says" not in twin.log
+    assert "--world is" not in twin.log
     try:
         until(lambda: not any(is_running(pid) for pid in before), "the older one's end", SETTLED_S)
         assert all_right(epochs([*readers, twin]))
@@ -326,7 +326,7 @@ def test_F8_a_world_smaller_than_the_task_is_a_warning(task: RunningTask) -> Non
     few = {"rank": 1, "world": 2, "listen": f"{task.nodes[3].address}:0"}
     odd = Reader(task.nodes[3], readers[2].opened | few, FILES).ready()
     try:
-        assert odd.log.count("there is a node 2 in this task, and --world says 2 here") == 1
+        assert odd.log.count("there is a node 2 in this task, but --world is 2 here") == 1
         assert all_right(epochs([*readers, odd]))
     finally:
         odd.close()

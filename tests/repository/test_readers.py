@@ -102,7 +102,7 @@ def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: 
             found = reader.verify("ds")  # it may read this
             assert found.problems == []
             assert found.chunks > 0
-            assert any("the metadata were not looked at" in note for note in found.notes)
+            assert any("the metadata were not checked" in note for note in found.notes)
 
     assert in_child(read) == 0
 

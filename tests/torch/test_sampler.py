@@ -264,8 +264,8 @@ def test_impossible_numbers_are_refused(pets: DieselDataset) -> None:
             ChunkShuffleSampler(pets, **bad)  # type: ignore[arg-type]  # by name
     good = sampler.state_dict(received=2)
     for name, value in (
-        ("position", 30), ("position", "2"), ("world", 0), ("deals", 3), ("deals", [[1]]),
-        ("deals", [[1, False, 99]]), ("epoch", None), ("format", 9), ("group_size", 0),
+        ("position", 30), ("position", "2"), ("world", 0), ("partitions", 3), ("partitions", [[1]]),
+        ("partitions", [[1, False, 99]]), ("epoch", None), ("format", 9), ("group_size", 0),
     ):  # fmt: skip
         with pytest.raises(UsageError):
             ChunkShuffleSampler(pets).load_state_dict({**good, name: value})

@@ -6,25 +6,26 @@ share.
     <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
     <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
     <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use; has the
-                                                    dataset's references; locked (shared) by jobs
+                                                    dataset's references (starts of jobs); locked
+                                                    (shared) by jobs
     <folder>/<store UUID>/<identity>/.logs          locked (shared) while order logs are in use
     <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
 
 `<identity>` is the dataset's UUID in hexadecimal. Start with `folder.py`: `CacheFolder` owns the
 room in the folder, for all its stores, and evicts. `jobs.py` records the uses of datasets.
-`chunks.py` has the tier of a server and of the nodes of a task, `logs.py` the files of order logs
-(`order_logs/` reads and writes them). `listing.py` serves programs that only look. While order
-logs of a dataset are in use, no chunks of that dataset are written, and those that are here are
-evicted for the logs.
+`chunks.py` has the tier of a server and of the nodes of a task. `logs.py` has the files of order
+logs: copies of files in the order in which a mount will read them (`order_logs/` reads and writes
+the logs). `listing.py` serves programs that only look. While order logs of a dataset are in use, no
+chunks of that dataset are written, and its chunks that are here are evicted for the logs.
 
 Eviction: a process that needs room evicts for all datasets. Two things keep a chunk from being
 evicted for another dataset. A job that uses the chunk's dataset *pins* it: a mount or a node of a
 task holds a shared lock on `.used` as long as it lives, so a kill ends the pin, too. Otherwise the
 dataset must *cool down*: nobody may have used it for `IDLE_S` (DLCache, section III-C.2). If
-nothing may be evicted, a new chunk is not admitted. That also holds if a process starts with a
-lower limit than that of the jobs that fill the folder. The order among the others is that of the
-process that needs the room: the longest unread first, or with `by_references` cost-aware LRFU
-(`policies/lrfu.py`).
+nothing may be evicted, a new chunk is not admitted; a process that starts with a lower limit than
+that of the jobs that fill the folder meets this at once. The process that needs the room chooses
+the order among the chunks that may be evicted: the longest unread first, or with `by_references`
+cost-aware LRFU (`policies/lrfu.py`).
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
 reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any

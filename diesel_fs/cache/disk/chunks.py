@@ -46,7 +46,7 @@ class DiskTier(CacheTier):
         *,
         by_references: bool = False,
     ) -> None:
-        """As `CacheFolder`. Raises PermissionDenied, BusyError."""
+        """See `CacheFolder` for the parameters. Raises PermissionDenied, BusyError."""
         self.folder = CacheFolder(place, store, limit_bytes, clock, by_references=by_references)
         self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
@@ -64,8 +64,8 @@ class DiskTier(CacheTier):
         return held
 
     def load(self, key: ChunkKey, room: memoryview) -> bool:
-        """Reads a whole chunk into `room`, and checks it. False if it is not here, or cannot be
-        read; a damaged one is dropped."""
+        """Read a whole chunk into `room`, and check it. Returns False if it is not here, cannot be
+        read, is not as large as `room`, or is damaged; in the last two cases it is dropped."""
         held = self._open(key)
         if held is None:
             return False
@@ -79,7 +79,7 @@ class DiskTier(CacheTier):
         return False
 
     def _open(self, key: ChunkKey) -> "_File | None":
-        """The file of a chunk, which has not been checked."""
+        """The open file of a chunk, not checked; None if the chunk is absent or cannot be read."""
         folder, path = self.folder, self._path(key)
         if folder.reads.is_open:
             return None
@@ -103,8 +103,8 @@ class DiskTier(CacheTier):
         return held
 
     def _is_sound(self, key: ChunkKey, held: "_File", room: memoryview | None = None) -> bool:
-        """Read the chunk whole, into `room` if there is any, and check it. A damaged one is
-        dropped."""
+        """Whether a chunk is undamaged: reads all of it, into `room` if given, and checks it. A
+        damaged chunk is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data if room is None else room
             held.read_into(0, content)
@@ -140,12 +140,14 @@ class DiskTier(CacheTier):
         return []
 
     def drop(self, key: ChunkKey) -> None:
-        """Remove a chunk. Its bytes stay counted until the files are counted again for room."""
+        """Remove a chunk. Its bytes stay counted until the next eviction, which counts all
+        files."""
         self._checked_s.pop(key, None)
         unlink(self._path(key))
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
-        """Remove chunks and free their room at once. Failures are left for the next count."""
+        """Remove chunks and free their room at once. A chunk that cannot be removed stays, and all
+        of them if the folder cannot be locked."""
         with contextlib.suppress(OSError, BusyError), self.folder.locked() as ledger:
             for key in keys:
                 self._checked_s.pop(key, None)
@@ -177,7 +179,7 @@ class DiskTier(CacheTier):
         return reservation
 
     def _reserve(self, ledger: FolderLedger, key: ChunkKey, size: int) -> Reservation | None:
-        """`reserve`, with the lock."""
+        """`reserve`, called with the folder's lock."""
         if self.holds(key):
             return None
         place = self.folder.dataset(key.identity)
@@ -191,8 +193,8 @@ class DiskTier(CacheTier):
         try:
             if not try_lock(file, fcntl.LOCK_EX):
                 os.close(file)
-                return None  # another process is writing it
-            counted = os.fstat(file).st_size  # reserved by a writer that died
+                return None  # another process is writing the chunk
+            counted = os.fstat(file).st_size  # room that a writer reserved before it died
             os.ftruncate(file, 0)
             ledger.add(-counted)
             if not ledger.make_room(size, place):
@@ -243,7 +245,8 @@ class _File(CacheHandle):
         self._reads.succeeded()
 
     def read_nowait(self, start: int, buffer: memoryview) -> bool:
-        """From the page cache of the kernel. A file system that cannot tell gives nothing."""
+        """Reads from the kernel's page cache. Also returns False if the file system does not
+        support reads that never wait."""
         try:
             return os.preadv(self.file, [buffer], start, os.RWF_NOWAIT) == len(buffer)
         except OSError:
@@ -281,7 +284,8 @@ class _FileReservation(Reservation):
         folder.writes.succeeded()
 
     def cancel(self) -> None:
-        """Remove the file. Without the lock it stays, and is removed with those of dead writers."""
+        """Remove the file. If the folder cannot be locked, the file stays until an eviction removes
+        the files of dead writers."""
         try:
             with contextlib.suppress(OSError, BusyError), self._tier.folder.locked() as ledger:
                 os.unlink(self._temporary)

@@ -1,9 +1,9 @@
 """The folder of a cache: its marker, the bytes used in it, and the evictions that make room.
 
-`CacheFolder` is one process's view of it. A caller that makes or removes files there takes its
-lock, and gets a `FolderLedger`, which counts the bytes of all files and makes room. The marker
-itself has the number of bytes, so processes need not count all files; each eviction counts them
-anew, since it looks at every file anyway.
+`CacheFolder` is one process's view of the folder. A caller that makes or removes files there takes
+the folder's lock, and gets a `FolderLedger`, which counts the bytes of all files and makes room.
+The number of bytes is kept in the marker file, so processes need not count all files; each
+eviction counts them anew, since it looks at every file anyway.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ log = logging.getLogger("diesel.cache")
 DISK_PAUSE_S = 30.0
 """A disk that failed is not used for this time."""
 
-_FAILURES_MAX = 3  # in a row: one file may be damaged while the disk is well
+_FAILURES_MAX = 3  # in a row, before the pause: one file may be damaged while the disk is well
 
 FREE_FRACTION_MIN = 0.05
 """This part of the file system stays free for other programs (and nearly full disks are slow)."""
@@ -50,12 +50,13 @@ IDLE_S = 600.0
 A job that ended is often started again, and evaluates or restarts within minutes."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for this time may be evicted although its dataset is read, unless
-that is pinned: an epoch is shorter, and chunks that a purge has replaced are never read again. A
-pinned dataset gives such chunks up for its own new ones."""
+"""A chunk that nobody has read for this time may be evicted although its dataset is read: an epoch
+is shorter, and chunks that a purge has replaced are never read again. Such a chunk of a pinned
+dataset is evicted only for new chunks of the same dataset."""
 
 EVICT_FRACTION = 0.05
-"""Evict this part of the limit more than is needed: each eviction has to look at every file."""
+"""Evict this part of the limit in addition to the bytes that are needed, so that evictions, which
+look at every file, are rare."""
 
 LOGS = ".logs"
 LOG_NAME = re.compile(r"order-[0-9a-f]{16}")
@@ -65,7 +66,8 @@ _STORE_NAME = re.compile(IDENTITY_TEXT)
 
 
 class DiskBreaker:
-    """Stops using a disk that fails, for reading or for writing, and logs that once. Any thread."""
+    """A circuit breaker for a disk: while `is_open`, callers leave the disk alone. Logs a failure
+    once. One object each for reading and writing. Any thread."""
 
     def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
         self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
@@ -79,14 +81,14 @@ class DiskBreaker:
         return self._breaker.is_open(self._clock())
 
     def succeeded(self) -> None:
-        """An access of the disk worked."""
+        """Note that an access of the disk worked."""
         self._breaker.record_success()
         if self._is_reported:
             self._is_reported = False
             log.warning("the cache in %s works again", self._root)
 
     def failed(self, error: OSError) -> None:
-        """An access of the disk failed."""
+        """Note that an access of the disk failed."""
         if self._breaker.record_failure(None, self._clock()) and not self._is_reported:
             self._is_reported = True
             log.warning(
@@ -108,7 +110,8 @@ class CachedDataset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedFile:
-    """A chunk or an order log, as a scan finds it. The time is of the last use, since 1970."""
+    """A chunk or an order log, as a scan finds it. `used_s` is its last use, in seconds since
+    1970."""
 
     path: str
     bytes: int
@@ -130,10 +133,10 @@ class CacheFolder:
         *,
         by_references: bool = False,
     ) -> None:
-        """`place` is the folder that `prepare_cache_folder` returned. Without a limit, the cache
-        may have half of the bytes that are free there or that it has already. `clock` gives the
-        time by which a failed disk is tried again and chunks are marked as used. `by_references`:
-        evict by cost-aware LRFU (see the package).
+        """`place` is the folder that `prepare_cache_folder` returned. If `limit_bytes` is None, the
+        limit is half of the sum of the bytes that are free there and those that the cache has
+        already. `clock` (seconds) times the pauses of a failed disk, and how often chunks are
+        marked as used. `by_references`: evict by cost-aware LRFU (see the package).
 
         Raises PermissionDenied, BusyError.
         """
@@ -142,17 +145,17 @@ class CacheFolder:
         self.clock = clock
         self.limit_bytes = limit_bytes or 0
         self.read_only_reason = ""
-        """Why nothing can be written here, if so; chunks are read all the same."""
+        """Why nothing can be written here (chunks are read all the same); "" if it can."""
         self.evictions = 0
         """Files that this process has evicted, for any reason."""
         self.room_evictions = self.room_evicted_bytes = 0
-        """The evictions among these that made room, from any dataset."""
+        """The number and bytes of those evictions that made room, from any dataset."""
         self.reads = DiskBreaker(self.root, "read from", clock)
         self.writes = DiskBreaker(self.root, "write to", clock)
         self.readers = WaitingReaders(f"{self.root}/{_READING}")
         self.attenuation = Attenuation()
         self.by_references = by_references
-        self._takes_half = limit_bytes is None  # `limit_bytes` is still to be computed
+        self._takes_half = limit_bytes is None  # and `_settle_limit` has not been called yet
         self._device = os.stat(place).st_dev
         self._not_removable: set[str] = set()  # paths with a chunk's name that are no chunks
         try:
@@ -166,7 +169,7 @@ class CacheFolder:
             log.warning("%s", self.read_only_reason)
 
     def dataset(self, identity: UUID) -> str:
-        """The folder of a dataset; it may be absent."""
+        """The path of the folder of a dataset; the folder may be absent."""
         return f"{self.store_folder}/{identity.hex}"
 
     def make_dataset(self, folder: str) -> None:
@@ -178,8 +181,9 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator["FolderLedger"]:
-        """The ledger, with the folder's lock: no other process makes or removes files meanwhile.
-        Raises BusyError; OSError if this is no cache any more."""
+        """Lock the folder for the `with`, and give its ledger: no other process makes or removes
+        files meanwhile. Raises BusyError if others keep it locked; OSError, also if the folder is
+        no cache any more."""
         path = f"{self.root}/{MARKER}"
         try:
             marker = os.open(path, os.O_RDWR | FILE_FLAGS)
@@ -222,7 +226,8 @@ class CacheFolder:
         return self.free_bytes()
 
     def clear(self, path: str) -> bool:
-        """Remove a path with a name of ours that is not a regular file; False if that fails."""
+        """Remove `path`, which has a name of the cache's files, if it is not a regular file.
+        Returns False if that fails."""
         try:
             mode = os.lstat(path).st_mode
             if not stat.S_ISREG(mode):
@@ -242,7 +247,7 @@ class CacheFolder:
         self.readers.close()
 
     def _settle_limit(self, half_bytes: int) -> None:
-        """Set the limit of a cache that was made without one. Later calls change nothing."""
+        """Set the limit of a folder that was opened without a limit. Later calls change nothing."""
         if self._takes_half:
             self.limit_bytes = half_bytes
             self._takes_half = False
@@ -270,15 +275,15 @@ class FolderLedger:
 
     @property
     def free_bytes(self) -> int:
-        """The bytes that the limit and the file system leave; negative if there are too many."""
+        """The bytes that the limit and the file system leave; negative if too many are used."""
         disk = os.fstatvfs(self._marker)
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
         by_disk = disk.f_bavail * disk.f_frsize - floor_bytes
         return min(self._folder.limit_bytes - self.used_bytes, by_disk)
 
     def make_room(self, size: int, folder: str, *, takes_chunks: bool = False) -> bool:
-        """Whether `size` bytes are free, if need be after an eviction for a dataset's folder; see
-        `tidy`. Raises OSError."""
+        """Evict, if need be, until `size` bytes are free for a dataset's folder (see `tidy`).
+        Returns whether they are free now. Raises OSError."""
         if size <= self.free_bytes:
             return True
         self.tidy(size, folder, takes_chunks=takes_chunks)
@@ -286,9 +291,9 @@ class FolderLedger:
 
     def tidy(self, size: int, folder: str, *, takes_chunks: bool = False) -> None:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
-        and some more fit in a dataset's folder. Without a folder, evict until the limit holds, also
-        chunks in use that no job pins. `takes_chunks`: the chunks in the folder itself count as
-        idle. Raises OSError.
+        and some more fit in a dataset's folder. If `folder` is "", evict until the limit holds;
+        then chunks that were used lately may go, too, unless a job pins them. `takes_chunks`: the
+        chunks in `folder` itself count as idle. Raises OSError.
         """
         own, now_s = self._folder, time.time()
         files: list[_CachedFile] = []
@@ -341,7 +346,7 @@ class FolderLedger:
         return [files[number] for number in order.tolist()]
 
     def _scan(self) -> Iterator[_CachedFile]:
-        """All chunks of all stores, with those that are being written, and all order logs."""
+        """All chunks of all stores, also chunks that are being written, and all order logs."""
         for folder in dataset_folders_in(self._folder.root):
             dataset = find_dataset(folder)
             with os.scandir(folder) as entries:
@@ -381,8 +386,8 @@ def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bo
 
 
 class WaitingReaders:
-    """Tells the other processes of a cache's folder whether readers of this one wait for the store.
-    Any thread."""
+    """Tells the other processes of a cache's folder, by a shared lock on `.reading`, whether
+    readers of this process wait for the store. Any thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -401,7 +406,7 @@ class WaitingReaders:
         return os.open(self._path, os.O_RDONLY | os.O_CREAT | FILE_FLAGS, 0o600)
 
     def note(self, *, begins: bool) -> None:
-        """A reader begins, or ends, to wait."""
+        """Note that a reader of this process begins, or ends, to wait."""
         with self._lock:
             self._count += 1 if begins else -1
             # The first reader that waits takes the lock, the last one releases it.
@@ -412,7 +417,8 @@ class WaitingReaders:
                     fcntl.flock(self._file, how)
 
     def others_wait(self) -> bool:
-        """Whether a reader of any process waits now. Call it if none of this process does."""
+        """Whether a reader of another process waits now. Readers of this process would count, too:
+        call it only while none of them waits."""
         try:
             file = self._opened()
         except OSError:
@@ -447,8 +453,8 @@ def _folders(path: str) -> list[str]:
 
 
 def find_dataset(folder: str) -> CachedDataset:
-    """The dataset in a folder. Needs the lock of the marker, so that no process takes a lock on
-    `.used` meanwhile."""
+    """The dataset in a folder; without a file `.used`, one that nobody has used. Needs the lock of
+    the marker, so that no process takes a lock on `.used` meanwhile."""
     nothing = CachedDataset(folder, 0.0, is_pinned=False, references=References())
     try:
         file = os.open(f"{folder}/{USED}", os.O_RDONLY | FILE_FLAGS)

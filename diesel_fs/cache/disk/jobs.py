@@ -1,7 +1,8 @@
-"""The uses of the datasets in a cache's folder: times of last use, jobs, costs.
+"""Records the uses of the datasets in a cache's folder: times of last use, jobs, costs.
 
-A *job* (a mount, a node of a task) is a reference of its dataset for cost-aware LRFU, and pins it
-(see the package). All of it is kept in the dataset's file `.used` (`references.py`).
+The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for cost-aware
+LRFU, and the job pins the dataset (see the package). All of this is kept in the dataset's file
+`.used` (`references.py`) and in locks on it.
 """
 
 import contextlib
@@ -20,18 +21,19 @@ from .locks import FILE_FLAGS, try_lock
 from .references import USED, References, read_references, write_references
 
 TOUCH_S = 60.0
-"""Times of last use are exact to this. Exact ones would cost a system call for each read."""
+"""Times of last use may be this many seconds too old. Exact times would cost a system call for each
+read."""
 
 _COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
 
 
 class CacheJobs:
-    """The jobs of this process. Any thread."""
+    """Records the jobs of this process. Any thread."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
         self._touched_s: dict[UUID, float] = {}
-        self._pins: dict[UUID, int] = {}  # descriptors that are locked
+        self._pins: dict[UUID, int] = {}  # descriptors of `.used` files, locked
         self._byte_costs_s: dict[UUID, float] = {}  # as this process has written them
 
     def note_use(self, identity: UUID) -> None:
@@ -43,14 +45,15 @@ class CacheJobs:
                 os.utime(f"{self._folder.dataset(identity)}/{USED}")
 
     def register(self, identity: UUID, now_s: float) -> None:
-        """A job that reads a dataset has begun now (seconds since 1970): a reference of the
-        dataset, and a pin until `close` or the end of the process. If the folder cannot be written,
-        nothing is noted."""
+        """Register a job that begins to read a dataset at `now_s` (seconds since 1970): it adds a
+        reference of the dataset, and pins it until `close` or the end of the process. If the folder
+        cannot be written or locked, nothing is noted."""
         with contextlib.suppress(OSError, BusyError), self._folder.locked():
             folder = self._folder.dataset(identity)
             self._folder.clear(f"{folder}/{USED}")
             self._folder.make_dataset(folder)
-            # Opened for reading, as `.reading`, and locked first: a full disk may take no record
+            # Opened for reading (see `WaitingReaders`), and locked before the record is written,
+            # which a full disk may not take
             pin = os.open(f"{folder}/{USED}", os.O_RDONLY | FILE_FLAGS)
             if identity in self._pins:
                 os.close(self._pins[identity])
@@ -61,8 +64,8 @@ class CacheJobs:
             write_references(f"{folder}/{USED}", self._add_reference(before, now_s))
 
     def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
-        """Note the seconds that it costs to bring back a byte of a dataset, measured or expected.
-        Among datasets of equal CRF, cheap ones are evicted first."""
+        """Note how many seconds it takes to fetch a byte of a dataset again, measured or expected.
+        Among datasets of equal CRF (`policies/lrfu.py`), cheap ones are evicted first."""
         known = self._byte_costs_s.get(identity, 0.0)
         if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
             0 < byte_cost_s < math.inf

@@ -27,8 +27,8 @@ class CachedDatasetUse:
 
 
 def cached_datasets(path: Path) -> list[CachedDatasetUse]:
-    """The datasets in a cache's folder, which is not changed. Raises OSError, BusyError if other
-    processes keep it locked."""
+    """The datasets in a cache's folder. Nothing is changed. Raises OSError, and BusyError if other
+    processes keep the folder locked."""
     with locked_for_listing(path):
         datasets = [find_dataset(each) for each in dataset_folders_in(f"{path}")]
     found = []
@@ -47,7 +47,7 @@ class CachedFiles:
     """The contents of a dataset's folder in a cache, by the names of its files."""
 
     chunks: tuple[ChunkId, ...]
-    """Chunks that seem to be here: none was checked."""
+    """The chunks that have files here. Their bytes were not checked."""
     has_logs: bool
     """Whether there are order logs, which have contents of the dataset, too."""
 

@@ -5,11 +5,13 @@ import os
 import stat
 
 FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""For each open: a link or a FIFO may have the name."""
+"""Flags for every `open` in a cache's folder: if a link or a FIFO has the name of a file, `open`
+must not follow it or wait."""
 
 
 def try_lock(file: int, how: int) -> bool:
-    """Whether a lock of an open file (flock(2)) could be had without waiting."""
+    """Lock an open file, if that need not wait. `how` is as for flock(2). Returns whether it is
+    locked now."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -18,7 +20,8 @@ def try_lock(file: int, how: int) -> bool:
 
 
 def is_unlocked(path: str) -> bool:
-    """Whether a regular file is here that nobody has locked: its writer or user has ended."""
+    """Whether `path` is a regular file that no process has locked, so that its writer or user has
+    ended. False if it cannot be opened."""
     try:
         file = os.open(path, os.O_RDWR | FILE_FLAGS)
     except OSError:

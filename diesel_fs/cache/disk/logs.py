@@ -1,4 +1,6 @@
-"""The files of order logs in a cache's folder. `order_logs/` reads and writes their contents."""
+"""The files of order logs in a cache's folder: copies of a dataset's files in the order in which a
+mount will read them. `order_logs/` reads and writes their contents.
+"""
 
 import contextlib
 import fcntl
@@ -15,11 +17,11 @@ class OrderLogFiles:
     """The order logs of one dataset, in place of its chunks. Any thread."""
 
     def __init__(self, folder: CacheFolder, identity: UUID) -> None:
-        """From now on, until `close`, the dataset has order logs here and gets no chunks. `close`
+        """Until `close`, the dataset has order logs here, and no process adds chunks of it. `close`
         closes `folder`, too. Raises OSError, BusyError."""
         self._folder = folder
         self._place = folder.dataset(identity)
-        with folder.locked():  # so no other process tests the lock meanwhile
+        with folder.locked():  # so that no other process tests the lock of `.logs` meanwhile
             folder.make_dataset(self._place)
             self._lock_file = os.open(
                 f"{self._place}/{LOGS}", os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600
@@ -28,12 +30,13 @@ class OrderLogFiles:
 
     @property
     def limit_bytes(self) -> int:
-        """The limit of the whole folder."""
+        """The limit of the whole cache folder."""
         return self._folder.limit_bytes
 
     def open(self, name: str) -> int:
-        """The file of an order log, made if it is absent, and locked until it is closed. Raises
-        BusyError if another process uses it; OSError."""
+        """Open the file of an order log, made if it is absent, and lock it. Returns its descriptor;
+        the lock ends when the caller closes that. Raises BusyError if another process uses the log;
+        OSError."""
         path = f"{self._place}/{name}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600)
         if stat.S_ISREG(os.fstat(file).st_mode) and try_lock(file, fcntl.LOCK_EX):
@@ -42,7 +45,7 @@ class OrderLogFiles:
         raise BusyError(f"another mount uses {path}")
 
     def remove(self, name: str, file: int) -> None:
-        """Remove an order log whose locked file the caller has, and close it."""
+        """Remove an order log. `file` is the descriptor that `open` returned; it is closed."""
         try:
             size = os.fstat(file).st_blocks * 512
             with contextlib.suppress(OSError):
@@ -52,8 +55,8 @@ class OrderLogFiles:
             os.close(file)
 
     def take_room(self, size: int) -> bool:
-        """Reserve room for `size` bytes more; chunks of the dataset are evicted for them. False if
-        there is none."""
+        """Reserve room for `size` more bytes; chunks of the dataset, too, may be evicted for them.
+        Returns False if there is no room."""
         if self._folder.writes.is_open:
             return False
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
@@ -63,12 +66,12 @@ class OrderLogFiles:
         return False
 
     def give_room(self, size: int) -> None:
-        """Release `size` bytes that `take_room` has reserved."""
+        """Give back `size` bytes that `take_room` has reserved."""
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
             ledger.add(-size)
 
     def close(self) -> None:
-        """The dataset may have chunks again. Repeatable."""
+        """Let the dataset have chunks again. The log files stay. Repeatable."""
         if self._lock_file >= 0:
             os.close(self._lock_file)
         self._lock_file = -1

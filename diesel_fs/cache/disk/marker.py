@@ -25,16 +25,17 @@ MARKER = ".diesel-cache"
 MAGIC = b"DIESEL-FS cache\n"
 HEAD = struct.Struct("<16sQ")
 TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of a disk that can be read but not written."""
+"""Error numbers of a disk that can be read but not written."""
 
 _LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
-# The second: a marker that another process is making.
+# `lost+found` of a new disk, and a marker, which another process may be making
 _FOREIGN_ALLOWED = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")
 
 
 def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path:
-    """Make `path` a cache's folder, which belongs to this user and nobody else may write.
+    """Make `path` a cache's folder, which belongs to this user, so that nobody else may write in
+    it. Returns its real path.
 
     Raises PermissionDenied; NoSpaceError if the disk takes no new cache; ConflictError if the
     folder has other content, or is, contains or lies in the folder of the store `objects`.
@@ -66,8 +67,8 @@ def is_cache_folder(path: Path) -> bool:
 
 
 def foreign_in(path: Path) -> str:
-    """The name of something in a folder because of which no cache is made in it; empty if there is
-    nothing, and for a folder that is a cache. Raises OSError."""
+    """The first name in a folder that is foreign to a cache, so that no cache is made in it. ""
+    if there is none, or if the folder is a cache already. Raises OSError."""
     others = [name for name in sorted(os.listdir(path)) if not _FOREIGN_ALLOWED.fullmatch(name)]
     return "" if is_cache_folder(path) or not others else others[0]
 
@@ -84,8 +85,8 @@ def _check_apart(place: Path, store: Path) -> None:
 
 
 def check_marker(place: Path) -> None:
-    """Make the marker of an empty folder; refuse a folder that is neither empty nor a cache. Raises
-    ConflictError, OSError."""
+    """Make the marker in a folder that is empty; does nothing in a cache. Raises ConflictError if
+    the folder is neither; OSError."""
     with contextlib.suppress(FileNotFoundError):
         is_file = stat.S_ISREG((place / MARKER).stat().st_mode)  # reading a FIFO might never end
         if is_file and (place / MARKER).read_bytes()[: len(MAGIC)] == MAGIC:
@@ -110,8 +111,8 @@ def check_marker(place: Path) -> None:
 
 @contextlib.contextmanager
 def locked_for_listing(path: Path) -> Iterator[None]:
-    """The lock of a cache's folder, for a program that changes nothing there. Raises OSError,
-    BusyError if other processes keep it locked."""
+    """Lock a cache's folder for the `with`, for a program that changes nothing there. Raises
+    OSError, and BusyError if other processes keep the folder locked."""
     marker = os.open(path / MARKER, os.O_RDONLY | FILE_FLAGS)
     try:
         lock_marker(marker, path / MARKER)
@@ -121,7 +122,8 @@ def locked_for_listing(path: Path) -> Iterator[None]:
 
 
 def lock_marker(marker: int, path: Path | str) -> None:
-    """Lock the descriptor of a marker. Raises BusyError."""
+    """Lock the marker file that is open as `marker`; `path` is its name for errors. Waits `_LOCK_S`
+    at most, then raises BusyError."""
     until = time.monotonic() + _LOCK_S
     while not try_lock(marker, fcntl.LOCK_EX):
         if time.monotonic() > until:

@@ -1,10 +1,11 @@
-"""The file `.used` of a dataset in a cache's folder: how often jobs have used it, and its cost.
+"""The file `.used` of a dataset in a cache's folder: how often jobs have used the dataset, and what
+it costs to fetch it again.
 
-It has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
-CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference,
-the hour of that since 1970, and the seconds that a fetched byte costs (0: unknown). Other content
-counts as one reference at the mtime. The file is written in place; programs of another version that
-do not know the content keep it.
+The file has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
+CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference
+(start of a job), the time of that reference in hours since 1970, and the seconds that a fetched
+byte costs (0: unknown). Other content counts as one reference at the file's mtime. The file is
+written in place, since jobs hold locks on it. Older programs that do not know the content keep it.
 """
 
 import math
@@ -24,8 +25,8 @@ _HOUR_MAX = 1e9  # a greater one is damage
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The CRF of a dataset at its last reference, the hour of that, and the seconds that a fetched
-    byte costs."""
+    """The content of a file `.used` (see the module): the CRF of a dataset at its last reference,
+    the hour of that reference since 1970, and the seconds that a fetched byte costs."""
 
     crf: float = 1.0
     hour: float = 0.0
@@ -33,7 +34,7 @@ class References:
 
     @classmethod
     def parse(cls, content: bytes) -> "References | None":
-        """The content of a file; None for other content."""
+        """The references in the content of a file; None if that is not a sound record."""
         if len(content) != _RECORD.size:
             return None
         magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
@@ -48,14 +49,14 @@ class References:
         return None
 
     def packed(self) -> bytes:
-        """The content of the file."""
+        """The record to write into the file."""
         content = _RECORD.pack(_MAGIC, self.crf, self.hour, self.byte_cost_s, 0)[:-4]
         return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def read_references(file: int) -> References:
-    """The references in an open file `.used`. If it has none, as before the first job of a version
-    that writes them, the last use counts as one. Raises OSError."""
+    """The references in an open file `.used`. If the file has no sound record, its last use (mtime)
+    counts as one reference. Raises OSError."""
     found = References.parse(os.pread(file, _RECORD.size + 1, 0))
     return References(hour=hour_of(os.fstat(file).st_mtime)) if found is None else found
 

@@ -1,3 +1,3 @@
-"""From ranges of chunks to requests: which ranges are read together, and how they are requested
-from any store. The readers (`cache/readers/`) stand on this; `coalesce.py` is the place to start.
+"""Turns ranges of chunks into requests: decides which ranges are read together, and requests them
+from any store. The readers (`cache/readers/`) use this package; start with `coalesce.py`.
 """

@@ -1,5 +1,5 @@
-"""The chunks of a snapshot as objects of a store: their names, their bytes, and the second reading
-of an entry whose bytes did not match their checksum.
+"""The chunks of a snapshot as objects of a store: their names, their bytes, and the second attempt
+to read bytes that did not match their checksum.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from ...storage.objects.store import ObjectStore, new_buffer
 
 
 class ChunkNames(dict[int, str]):
-    """The names of the objects that hold a snapshot's chunks, by the chunks' numbers. They are made
-    when they are first asked for, which takes 10 us each."""
+    """The names of the objects that hold a snapshot's chunks, by the chunks' numbers. Each name is
+    made when it is first used, which takes 10 us."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._identity, self._ids = snapshot.identity, snapshot.chunk_ids
@@ -30,7 +30,8 @@ class ChunkSource:
     """The chunks of one snapshot as objects of a store. Safe from any thread."""
 
     def __init__(self, snapshot: Snapshot, objects: ObjectStore, counts: Counter[str]) -> None:
-        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts`."""
+        """Adds to these in `counts`: `fetches`, `fetched_bytes`; `healed` (extents whose second
+        reading was sound) and `damaged` (those of which it was not)."""
         self._snapshot = snapshot
         self._reads = objects.fast_reads
         self._counts = counts

@@ -18,16 +18,18 @@ from ...format.entries import ChunkId, ChunkRanges
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512
-"""The most that one request asks for, if the store takes many reads in one. The request itself
-then costs little beside its bytes (as much as some hundred kilobytes do), and its first part still
-arrives within a few milliseconds."""
+"""The most bytes and parts of one request to a store that takes many reads in one request. The
+request itself then costs little beside its bytes (as much as some hundred kilobytes do), and its
+first part still arrives within a few milliseconds."""
 
 MERGED_BYTES_MAX = 32 << 20
-"""`merge_ranges` merges up to this. A larger part is read alone, into the memory of the answer."""
+"""The largest range that `merge_ranges` merges from several parts. A larger part is read alone,
+into the memory of the answer."""
 
 AHEAD_DIVISOR, AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 4, 256 << 10, 32 << 20
-"""Contents for this part (a quarter) of the memory of pushes are read ahead of the pushes, within
-these limits."""
+"""A mount's prefetch worker *pushes* contents into the page cache before they are read. Contents
+are read ahead of the pushes for a quarter of the memory that pushes may take, within these
+limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ class ReadLimits:
     """The same if the store takes many reads in one request: one more costs 3 us there."""
 
     span_bytes: int = 512 << 10
-    """The largest span, so that it is still in the processor's cache when it is checked and passed
-    on: 110 KiB cost 8 us then, and 25 us in spans of 4 MiB. A larger extent is a span by itself."""
+    """The largest span. Its bytes are then still in the processor's cache when they are checked and
+    passed on: 110 KiB cost 8 us, and 25 us in spans of 4 MiB. A larger extent is a span by
+    itself."""
 
     slow_span_bytes: int = 8 << 20
     """The same if each span is a request of its own to a slow store."""
@@ -57,7 +60,7 @@ class ReadLimits:
     @classmethod
     def within(cls, pushed_bytes: int) -> Self:
         """The limits for contents that are pushed into `pushed_bytes` of memory. Contents that are
-        read ahead from a task stay in the task's cache until the push, and take room there too."""
+        read ahead from the cache of a task also take room there until they are pushed."""
         ahead_bytes = max(pushed_bytes // AHEAD_DIVISOR, AHEAD_BYTES_MIN)
         return cls(ahead_bytes=min(ahead_bytes, AHEAD_BYTES_MAX))
 
@@ -73,8 +76,8 @@ def merge_spans(
     gap_bytes: int,
     span_bytes: int,
 ) -> list[int]:
-    """The index of each span's first extent, among extents sorted by chunk and start, and at last
-    the number of extents.
+    """Merge extents, which are sorted by chunk and start, into spans. Returns the index of each
+    span's first extent, and at last the number of extents.
 
     A span has extents of one chunk, with gaps of at most `gap_bytes`, and at most `span_bytes`
     bytes unless a single extent has more.
@@ -97,7 +100,7 @@ def merge_spans(
 # Merging, on lists --------------------------------------------------------------------------------
 
 ChunkPart = tuple[int, int, int]
-"""The start of a part in its chunk, its size, and its place in the request."""
+"""The start of a part in its chunk, its size, and its number in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,10 @@ def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[ChunkPart]]:
 
 
 def merge_ranges(wanted: Sequence[ChunkPart], gap_bytes: int) -> list[MergedRange]:
-    """The reads for parts of one chunk, which are sorted as `by_chunk` sorts them.
+    """The reads that bring parts of one chunk. The parts are sorted as by `by_chunk`.
 
-    Neighbours are merged where at most `gap_bytes` lie between them and the whole has at most
-    `MERGED_BYTES_MAX`. A part that lies within another one is read with that.
+    Neighbours are merged if at most `gap_bytes` lie between them and the merged range has at most
+    `MERGED_BYTES_MAX`. A part that lies within another part is read with that part.
     """
     runs: list[MergedRange] = []
     first, start, end = 0, 0, -1

@@ -1,13 +1,14 @@
-"""Reads under way, which several callers share.
+"""Reads under way (*flights*), which several callers share.
 
 `ChunkCache` loads whole chunks, `RangeReader` reads ranges for the clients of a server,
-`SpanFetcher` reads spans for pushes. Each has a loop of its own, since their threads, deadlines and
-the memory that they read into differ. This module has the common part: a caller shares a read that
-brings its range, and begins one only if there is none. The owner takes a read out of its table
-before it publishes the outcome, so callers that come later never get an old error.
+`SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class has a loop of its own,
+since their threads, deadlines and the memory that they read into differ. This module has the common
+part: a caller shares a read that brings its range, and begins a read only if there is none. The
+class that does the reads, their *owner*, takes a read out of its table before it publishes the
+outcome, so callers that come later never get an old error.
 
-Pure. A table is used by one thread, or under its owner's lock. The outcome of a `Flight` may be
-published and awaited without a lock.
+Nothing here does I/O. A table is used by one thread, or under its owner's lock. The outcome of a
+`Flight` may be published and awaited without a lock.
 """
 
 import threading
@@ -26,15 +27,16 @@ class Flight(Generic[Content]):
 
     def __init__(self) -> None:
         self.is_wanted = True
-        """Whether the owner keeps the content."""
+        """Whether the owner shall keep the content when it arrives."""
         self._is_claimed = False
         self._ended: threading.Event | None = None  # None: nobody waits
         self._content: Content | None = None
         self._error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Whether the caller shall read. If not, since another does, the caller may wait for the
-        `result`. Called under the owner's lock, while the read is in the owner's table."""
+        """Whether the caller shall do the read. If False, another thread does it, and the caller
+        may wait for `result`. Called under the owner's lock, while the read is in the owner's
+        table."""
         if not self._is_claimed:
             self._is_claimed = True
             return True
@@ -43,19 +45,19 @@ class Flight(Generic[Content]):
         return False
 
     def finish(self, content: Content) -> None:
-        """The read has succeeded. The owner has taken it out of its table."""
+        """Publish the content. The owner has taken the read out of its table."""
         self._content = content
         if self._ended is not None:
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """The read has failed. The owner has taken it out of its table."""
+        """Publish the error of the read. The owner has taken the read out of its table."""
         self._error = error
         if self._ended is not None:
             self._ended.set()
 
     def result(self, timeout_s: float | None = None) -> Content:
-        """Wait for the content. Raises the error of the read, and TimeoutError."""
+        """Wait for the content. Raises the error of the read; TimeoutError after `timeout_s`."""
         if self._ended is not None and not self._ended.wait(timeout_s):
             raise TimeoutError
         if self._error is not None:
@@ -64,8 +66,8 @@ class Flight(Generic[Content]):
 
 
 class FlightTable(dict[tuple[Chunk, int, int], Read]):
-    """The reads under way by the spans that they bring (chunk, start, size). One read may bring
-    several spans. Only `begin` and `end` change the table."""
+    """The reads under way; the keys are the spans that they bring (chunk, start, size). One read
+    may bring several spans. Only `begin` and `end` change the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,14 +76,14 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         self._by_chunk: dict[Chunk, dict[tuple[Chunk, int, int], None]] = {}
 
     def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
-        """These spans, which are not here yet, are being read."""
+        """Add a read that has begun, and the spans that it brings. None of them may be here yet."""
         for span in spans:
             self[span] = read
             self.bytes += span[2]
             self._by_chunk.setdefault(span[0], {})[span] = None
 
     def end(self, span: tuple[Chunk, int, int]) -> Read | None:
-        """Take out a span: the read that brings it, or None."""
+        """Take out a span. Returns the read that brings it, or None if the span is not here."""
         read = self.pop(span, None)
         if read is not None:
             self.bytes -= span[2]
@@ -92,13 +94,14 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
-        """A span under way that has all of this one, or None."""
+        """A span under way that contains this one (or is the same), or None."""
         return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
-        """Those of the spans that are parts of larger ones under way, and these."""
+        """For each of the spans that is not itself under way but lies in a larger span that is:
+        that larger span."""
         found = {}
         for span in spans:
             larger = self.covering(span)
@@ -110,7 +113,7 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
 def _covering(
     others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
 ) -> tuple[Chunk, int, int] | None:
-    """The first of other spans of the same chunk that has all of this one."""
+    """The first of other spans of the same chunk that contains this one."""
     _, start, size = span
     end = start + size
     for other in others:

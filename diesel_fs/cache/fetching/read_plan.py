@@ -1,4 +1,4 @@
-"""Which extents of files a request needs, and the spans that they are read in. Pure.
+"""Plans the reads for files: finds their extents, and the spans to read them in. Pure.
 
 An *extent* is a run of bytes of one file in one chunk; a *span* is a range of a chunk that is read
 in one piece. `coalesce.merge_spans` decides which extents share a span.
@@ -42,7 +42,7 @@ class ReadPlan(NamedTuple):
         return self.rows[self.cuts[number] : self.cuts[number + 1]]
 
     def rows_of_some(self, numbers: Sequence[int]) -> Rows:
-        """The extents of these spans, in this order."""
+        """The extents of several spans, in the order of `numbers`, which has no number twice."""
         if numbers[-1] - numbers[0] == len(numbers) - 1:  # they are ascending
             return self.rows[self.cuts[numbers[0]] : self.cuts[numbers[-1] + 1]]
         cuts, some = np.array(self.cuts), np.array(numbers)
@@ -52,7 +52,7 @@ class ReadPlan(NamedTuple):
         return rows
 
     def contents(self, number: int, read: memoryview) -> Sequence[memoryview]:
-        """The stored bytes of each extent of a span, of which `read` is all."""
+        """The stored bytes of each extent of a span. `read` has the bytes of the whole span."""
         rows = self.rows_of(number)
         if len(rows) == 1 and rows["stored"][0] == len(read):
             return (read,)
@@ -61,7 +61,8 @@ class ReadPlan(NamedTuple):
         return [read[begin:end] for begin, end in places]
 
     def narrowed(self, entries: SomeEntries) -> "ReadPlan":
-        """The same spans for some of the entries; without spans that have none of them."""
+        """The part of this plan for some of its entries: the same spans, except those that have no
+        extent of these entries."""
         is_wanted = np.isin(self.rows["entry"], entries)
         counts = np.add.reduceat(is_wanted.astype(np.int64), self.cuts[:-1])
         spans = [span for span, count in zip(self.spans, counts.tolist(), strict=True) if count]
@@ -72,8 +73,8 @@ class ReadPlan(NamedTuple):
 def plan_reads(
     snapshot: Snapshot, entries: SomeEntries, *, gap_bytes: int, span_bytes: int
 ) -> ReadPlan:
-    """The extents of these files, and the spans to read them in: of extents with gaps of at most
-    `gap_bytes`, and of at most `span_bytes` unless a single extent has more."""
+    """The extents of these files, and the spans to read them in. A span has gaps of at most
+    `gap_bytes` between its extents, and at most `span_bytes` unless a single extent has more."""
     rows = rows_of(snapshot, np.asarray(entries, np.int64))
     rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
     starts, ends = rows["offset"].copy(), rows["offset"] + rows["stored"]

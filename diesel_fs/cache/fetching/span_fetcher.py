@@ -1,13 +1,13 @@
-"""Fetches spans of chunks from one store: those under way, those begun ahead, and their costs.
+"""Fetches spans (ranges) of chunks from one store, shares those in flight, and measures the reads.
 
-The engine under `CoalescingReader`. Every span is fetched by a `ChunkReader` (that of a task's
-cache, else `StoredParts`), once, however many units want it: a span that is in flight is taken, and
-a smaller one is cut out of a larger one in flight. `ReadLimits.ahead_bytes` bounds the spans that
-are begun ahead.
+`CoalescingReader` uses it. Most spans are fetched by a `ChunkReader`: that of a task's cache, else
+`StoredParts`. A span that several units (groups of files that are pushed together) want is fetched
+once: a span that is in flight is taken, and a smaller one is cut out of a larger one in flight.
+`ReadLimits.ahead_bytes` bounds the spans that are begun before they are wanted.
 
 Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
-beside it. The `ChunkReader` has the requests under way, in threads or in processes of other nodes;
-contents are taken in the caller's thread. So nothing here changes between two calls.
+beside it. The requests go on in the `ChunkReader`'s threads or in processes of other nodes, but the
+caller's thread takes the contents. So nothing here changes between two calls.
 """
 
 import time
@@ -29,7 +29,7 @@ from .read_plan import Span
 from .stored_parts import StoredParts
 
 ARRIVED_S_MIN = 0.0002
-"""Contents that were requested ahead and come in less than this have been here for an unknown time;
+"""If the caller waits less than this for contents, they had arrived before, at an unknown time, and
 their read is not measured."""
 
 Contents: TypeAlias = dict[Span, memoryview]
@@ -40,18 +40,17 @@ class Arrived(NamedTuple):
 
     contents: Contents
     is_checked: bool
-    """Whether those of each extent have been checked against its checksum."""
+    """Whether the bytes of each extent have been checked against its checksum."""
 
 
 class _Asked:
-    """Spans of one request to a `ChunkReader`, and their contents, which are taken in the thread
-    that wants them."""
+    """One request to a `ChunkReader` for several spans, and the contents that have arrived."""
 
     def __init__(
         self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
     ) -> None:
-        """`note` is called with contents that were waited for: their place, their bytes, and the
-        time of the request."""
+        """Begins to read. `note` is called when the caller has waited for contents: with their
+        place (`ChunkReader.places`), their number of bytes, and the time of the request."""
         self.spans = spans
         self._note = note
         self._asked_s = time.monotonic()
@@ -65,8 +64,8 @@ class _Asked:
         self._error: DieselError | None = None
 
     def arriving(self) -> Iterator[Arrived]:
-        """The contents, group by group; those that have arrived before come first. Raises what
-        reading raises, at each call: several units may share this request."""
+        """The contents, group by group; groups that have arrived before come first. An error of the
+        read is raised again at each call, since several units may share this request."""
         yield from self._arrived
         while self._error is None:
             wait_from_s = time.monotonic()
@@ -87,11 +86,11 @@ class _Asked:
         raise self._error.with_traceback(None)
 
     def result(self) -> Contents:
-        """Wait for all of the contents. Raises what reading raises."""
+        """Wait for all of the contents. Raises the errors of the read."""
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
     def give_up(self) -> None:
-        """Nobody wants the contents any more: reads that have not begun are dropped."""
+        """Drop the reads of this request that have not begun, since nobody wants the contents."""
         close = getattr(self._reading, "close", None)
         if close is not None:
             close()
@@ -103,7 +102,8 @@ class SpanFetcher:
     def __init__(
         self, snapshot: Snapshot, objects: ObjectStore, limits: ReadLimits, counts: Counter[str]
     ) -> None:
-        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts`."""
+        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts` (see
+        `ChunkSource`)."""
         self._reads = objects.fast_reads
         self._limits = limits
         self._counts = counts
@@ -125,7 +125,8 @@ class SpanFetcher:
 
     @property
     def is_slow(self) -> bool:
-        """Whether reads of the store take long, as far as is known."""
+        """Whether the store takes one read in a request, and its reads until now took long
+        (`ReadCosts.is_slow`)."""
         return not self._reads.batches_reads and self._stored.costs.is_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
@@ -142,7 +143,8 @@ class SpanFetcher:
         return self._chunks.places(chunks)
 
     def give_up(self, span: Span) -> None:
-        """A unit that wanted this span is not wanted any more."""
+        """Forget a span in flight that nobody wants any more. When none of the spans of a request
+        is wanted, the request is given up."""
         asked = self._take(span)
         if asked is not None and not asked.wanted:
             asked.give_up()
@@ -152,8 +154,9 @@ class SpanFetcher:
         self._stored.close()
 
     def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
-        """Begin to read the first of these spans that there is room for. Returns their number.
-        Spans that are due, because a caller waits for them, get room beside the announced ones."""
+        """Begin to read these spans, in their order, as far as there is room. Returns how many are
+        under way, counted from the first. `are_due`: a caller waits for these spans, so they get
+        room beside that of spans that are begun ahead."""
         flights = self._flights
         room_bytes = self._limits.ahead_bytes * (1 + are_due) - flights.bytes
         wanted: dict[Span, None] = {}
@@ -183,15 +186,15 @@ class SpanFetcher:
         return ([span] for span in spans)
 
     def _take(self, span: Span) -> _Asked | None:
-        """The request in flight that brings a span, if any; the span is no longer counted."""
+        """The request in flight that brings a span, or None. The span leaves the table."""
         asked = self._flights.end(span)
         if asked is not None:
             asked.wanted -= 1
         return asked
 
     def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
-        """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
-        in flight."""
+        """The stored bytes of these spans as they arrive, perhaps with other spans of the same
+        requests. Spans that are in flight already are taken."""
         begun: dict[int, _Asked] = {}
         missing = []
         for span in spans:  # all are taken, even if the first fails
@@ -215,7 +218,7 @@ class SpanFetcher:
         return self.read(span) if asked is None else self._result(asked, span)
 
     def _result(self, asked: _Asked, span: Span) -> memoryview:
-        """The stored bytes of a span in flight. Raises as `ChunkSource.read`."""
+        """The stored bytes of a span of a request. Raises the errors of `ChunkSource.read`."""
         try:
             return asked.result()[span]
         except ObjectMissing as error:
@@ -233,13 +236,14 @@ class SpanFetcher:
                 self._take(span)
 
     def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
-        """Those of the spans that are parts of larger ones in flight, and these."""
+        """For each of the spans that lies in a larger span in flight: that larger span."""
         return self._flights.larger(spans)
 
     def read_within(self, span: Span, larger: Span) -> memoryview:
-        """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
+        """The stored bytes of a span out of a larger one in flight, which stays in flight for the
+        unit that it was begun for."""
         asked = self._flights.get(larger)
-        if asked is None:  # it has failed meanwhile
+        if asked is None:  # the larger span's request has failed meanwhile
             return self.read(span)
         start = span[1] - larger[1]
         return self._result(asked, larger)[start : start + span[2]]
@@ -274,12 +278,14 @@ class SpanFetcher:
         yield from map(self.read_one, spans)
 
     def costs_of(self, place: int) -> ReadCosts:
+        """The costs of reads from a place (`ChunkReader.places`)."""
         return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
-        """Contents of a request that was made at `asked_s` have just arrived from a place. Those of
-        several requests come one after the other."""
+        """Note that contents of a request that was made at `asked_s` have just arrived from a
+        place. Requests share the transfer, so a read counts from the arrival before it, if later
+        than its request."""
         now_s = time.monotonic()
-        if self._chunks is not self._stored:  # which observes by itself
+        if self._chunks is not self._stored:  # `StoredParts` observes its reads by itself
             self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
         self._arrived_s = now_s

@@ -1,7 +1,7 @@
 """Reads parts of chunks from an object store by the chunks' numbers.
 
-`StoredParts` is the `ChunkReader` of a store that has none of its own, as a task's cache has. So
-the readers of this package ask every store in one way, whatever a request costs there.
+`StoredParts` is the `ChunkReader` for stores without one of their own (a task's cache has one). So
+the readers of this package use every store in the same way, whatever a request costs there.
 """
 
 import os
@@ -47,7 +47,7 @@ class StoredParts:
         """The costs of all reads until now."""
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0  # reads
-        self._threads: tuple[int, ThreadPoolExecutor] | None = None  # with the process of them
+        self._threads: tuple[int, ThreadPoolExecutor] | None = None  # and their process's number
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         """See `ChunkReader`."""
@@ -62,7 +62,8 @@ class StoredParts:
         return self._one_by_one(wanted)
 
     def _at_once(self, wanted: Sequence[Part], first: int = 0) -> Iterator[ReadGroup]:
-        """Each part by a request of its own; `first` is the place of the first one."""
+        """Read each part by a request of its own. `first` is the number of the first part among the
+        parts of `begin`."""
         return _Arriving([self._pool().submit(self._together, [each]) for each in wanted], first)
 
     def _one_by_one(self, wanted: Sequence[Part]) -> Iterator[ReadGroup]:
@@ -105,7 +106,8 @@ class StoredParts:
 
 
 class _Arriving(Iterator[ReadGroup]):
-    """The contents of requests in their order, from the place `first` on."""
+    """The contents of requests, in the order of the requests. `first` is the number of the first
+    part."""
 
     def __init__(self, begun: Sequence["Future[list[memoryview]]"], first: int = 0) -> None:
         self._begun = begun

@@ -1,11 +1,12 @@
 """The places of entries in the order logs, in memory that two processes of a mount share.
 
-The prefetch worker writes order logs (`writer.py`). The mount's server reads entries from there,
-too, for READs that reach it: `LogAddresses` has the log of each entry and the place in it, and
-`LogEntryReader` reads from there instead of from the store.
+A mount's prefetch worker writes order logs (`writer.py`). The mount's server, another process, also
+reads entries from the logs, for the kernel's READ requests: `LogAddresses` has the log of each
+entry and the place in it, and `LogEntryReader` reads from there instead of from the store.
 
-The memory has the digests of up to `LOGS_MAX` logs, and a number of 64 bits for each entry: 0, or
-the number of the log plus 1 (upper 8 bits) and the offset in its file. The worker alone writes. A
+The memory has the digests of up to `LOGS_MAX` logs (each is that of the log's order, and names its
+file), and a number of 64 bits for each entry: 0 if no log has it, or the number of the log plus 1
+(upper 8 bits) and the offset in the log's file. The worker alone writes. A
 late or torn value does no harm: the server checks the bytes, and reads an entry from the store if
 they do not match.
 """
@@ -22,20 +23,21 @@ from ...orders.plan import Entries
 from .layout import file_name
 
 LOGS_MAX = 64
-"""Logs at once: two for each stream that reads, for all streams that a plan may have."""
+"""The most logs at once: two for each stream, for all streams that a plan may have."""
 
 _OFFSET_BITS = 56
 _OFFSET_MASK = np.uint64((1 << _OFFSET_BITS) - 1)
-_HELD_BYTES_MAX = 32 << 20  # a larger file is read from the store: it would be read for each READ
+# A larger entry is read from the store: from a log, all of it would be read again for each READ
+_HELD_BYTES_MAX = 32 << 20
 
 
 def address_bytes(entry_count: int) -> int:
-    """The bytes of the memory for a dataset of `entry_count` entries."""
+    """The bytes of shared memory that a dataset of `entry_count` entries needs."""
     return 8 * (LOGS_MAX + entry_count)
 
 
 class LogAddresses:
-    """The shared memory (see the module), in one of the two processes."""
+    """The shared memory (see the module), as one of the two processes uses it."""
 
     def __init__(self, shared: memoryview) -> None:
         numbers = np.frombuffer(shared, np.uint64)
@@ -44,7 +46,8 @@ class LogAddresses:
     # For the worker
 
     def put(self, digest: int, entries: Entries, offsets: npt.NDArray[np.int64]) -> None:
-        """These entries lie in the log of this digest, from these offsets on."""
+        """Note that these entries lie in the log of this digest, each from its offset on. Does
+        nothing if there are `LOGS_MAX` other logs."""
         number = self._number(digest)
         if number >= 0:
             self._addresses[entries] = offsets.astype(np.uint64) | np.uint64(
@@ -52,14 +55,14 @@ class LogAddresses:
             )
 
     def remove(self, digest: int, entries: Entries) -> None:
-        """These entries do not lie in that log any more."""
+        """Note that these entries do not lie in the log of this digest any more."""
         found = np.flatnonzero(self._digests == np.uint64(digest))
         if len(found):
             is_there = self._addresses[entries] >> np.uint64(_OFFSET_BITS) == found[0] + 1
             self._addresses[entries[is_there]] = 0
 
     def remove_log(self, digest: int, entries: Entries) -> None:
-        """There is no such log any more; it had these entries."""
+        """Note that a log, which had these entries, is gone: its number is free again."""
         self.remove(digest, entries)
         self._digests[self._digests == np.uint64(digest)] = 0
 
@@ -75,7 +78,8 @@ class LogAddresses:
     # For the server
 
     def find(self, entry: int) -> tuple[int, int] | None:
-        """The digest of the log that has an entry, and the offset in its file; None without."""
+        """The digest of the log that has an entry, and the offset in the log's file; None if no log
+        has the entry."""
         address = int(self._addresses[entry])
         number = (address >> _OFFSET_BITS) - 1
         if number < 0:
@@ -84,7 +88,7 @@ class LogAddresses:
 
 
 class _EntryReader(Protocol):
-    """Reads the entries that no log has."""
+    """The reader of the entries that no log has (`readers/entry_reader.py`)."""
 
     def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
 
@@ -98,11 +102,11 @@ class _EntryReader(Protocol):
 class LogEntryReader:
     """Reads entries from the order logs of another process, or from a reader if no log has them.
 
-    Thread-safe if the reader is.
+    Thread-safe if that reader is.
     """
 
     def __init__(self, snapshot: Snapshot, reader: _EntryReader, folder: str) -> None:
-        """`folder` is that of the dataset's logs, which need not be there yet."""
+        """`folder` is the path of the dataset's folder in the cache, which need not exist yet."""
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
         self._files: dict[int, int] = {}  # by the digest of the log
@@ -110,7 +114,7 @@ class LogEntryReader:
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
-        """Read from the logs that these addresses lead to."""
+        """From now on, read entries from the logs that these addresses lead to."""
         self._addresses = addresses
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
@@ -126,11 +130,12 @@ class LogEntryReader:
         if last == index:
             return content[offset : offset + size]
         if self._addresses is not None and self._addresses.find(index) is not None:
-            return None  # rather than from a store that is near
+            return None  # `read` then takes it from the log
         return self._reader.read_nowait(index, offset, size)
 
     def _find(self, index: int) -> memoryview | None:
-        """The checked content of an entry, if a log has it."""
+        """The checked content of an entry out of a log; None if no log has it undamaged, or if the
+        entry is empty or too large."""
         last, content = self._last
         if last == index:
             return content
@@ -156,7 +161,8 @@ class LogEntryReader:
         return content
 
     def stats(self) -> dict[str, int]:
-        """Figures of the reader, and the number of files that came from logs."""
+        """The figures of the reader, and the numbers of entries that came from logs (`log_hits`)
+        and that were wrong there (`log_wrong`)."""
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:

@@ -1,6 +1,9 @@
 """The places of entries in an order log, and the headers of its segments (`ORDER_LOG.md`).
 
-Arrays throughout: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
+An order is cut into segments (`LogCut`), and a layout (`LogLayout`) gives each entry of a segment
+its place in the file. Offsets and sizes are counted in *units* of some bytes (`LogCut.unit`), so
+that 32 bits are enough. All is kept in arrays: an entry takes 12 bytes of memory (LCache, section
+III-C, needs some 700). Pure.
 """
 
 import struct
@@ -17,15 +20,16 @@ from ...format.entries import Bytes
 from ...orders.plan import Entries
 
 SEGMENT_BYTES = 8 << 20
-"""An order is cut into segments of this size: enough for a disk to read at its full rate. As
+"""An order is cut into segments of this size: enough for a disk to read at its full rate. Since
 entries are not cut, a segment has a little more or less."""
 
 SEGMENTS_MAX = 1 << 16
-"""Segments of one log; a larger log has larger segments. numpy sorts numbers below this by
-radix."""
+"""The most segments of one log; a larger log has larger segments. numpy sorts numbers below this by
+radix, which is fast."""
 
 BLOCK_BYTES = 4096
-"""Segments begin at multiples of this: a file system punches out whole blocks."""
+"""Segments begin at multiples of this, since a file system can release only whole blocks of a
+file."""
 
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
@@ -40,7 +44,8 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """The identity and version of a log's dataset, and the digest of its order."""
+    """The identity of a log: the identity and version of its dataset, and the digest of its
+    order."""
 
     identity: UUID
     version: int
@@ -64,8 +69,8 @@ def file_name(order: int) -> str:
 class LogCut:
     """An order cut into segments; the first step to a layout.
 
-    `entries` are those that a log of the order has, in the order. `segment` has the segment of
-    each.
+    `entries` are the entries that a log of the order has, in the order and each once. `segment` has
+    the segment of each. A *unit* is `unit` bytes.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class LogCut:
         self._order = order
         total_bytes = int(sizes.sum(dtype=np.int64, where=is_logged))
         self.unit = _UNIT_MIN
-        # Half of the numbers are for headers and for what segments leave free at their ends
+        # The other half of the numbers is for headers, and for room at the ends of segments
         while total_bytes + len(sizes) * self.unit > self.unit * _UNITS_MAX // 2:
             self.unit *= 2
         while total_bytes + len(sizes) * self.unit > segment_bytes * (SEGMENTS_MAX - 1):
@@ -96,15 +101,15 @@ class LogCut:
         return len(self._sizes)
 
     def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
-        """The units that each of these entries takes in the log."""
+        """The number of units that each of these entries takes in the log."""
         units = self._sizes[entries].astype(np.uint64, copy=False)
         units += np.uint64(self.unit - 1)
         units //= np.uint64(self.unit)
         return units.astype(np.uint32)
 
     def positions_behind(self, first: Places) -> Places:
-        """The position in the order behind the last entry of each segment; `first` is that of the
-        layout."""
+        """The position in the order behind the last entry of each segment. `first` is
+        `LogLayout.first`."""
         if self.entries is self._order:
             return first[1:]
         position_of = np.zeros(self.entry_count, np.int64)
@@ -113,8 +118,9 @@ class LogCut:
         return np.maximum.accumulate(behind)
 
     def by_arrival(self, arrivals: Entries) -> Entries:
-        """The entries by segment and arrival. Those that do not arrive come last in their
-        segments, in the order."""
+        """`entries` sorted by segment, and within a segment by their positions in `arrivals` (the
+        order in which their contents will come). Entries that do not arrive come last in their
+        segments, in the order of the log."""
         segment_of = np.full(self.entry_count, _NO_SEGMENT, np.uint16)
         segment_of[self.entries] = self.segment
         segments = segment_of[arrivals]
@@ -134,8 +140,9 @@ class LogCut:
         return arriving[packed.astype(np.uint32)]
 
     def from_headers(self, found: Mapping[int, Entries]) -> tuple[Entries, list[int]]:
-        """The entries by segment, and the segments in `found` whose headers are right. Those are
-        sorted as their headers list them, all others by the order."""
+        """`entries` sorted by segment, and the segments in `found` (the entries that each header
+        lists) that have just the entries of the cut. Within these segments the entries are sorted
+        as their headers list them, within all others by the order."""
         entries = self.entries.copy()
         first = np.searchsorted(self.segment, np.arange(SEGMENTS_MAX + 1))
         right = []
@@ -154,12 +161,12 @@ class LogLayout:
 
     `entries[p]` is the entry at place p. Segment s has the places from `first[s]` to `first[s + 1]
     - 1`, and lies in the file from `start[s]` to `end[s] - 1`, its header included. A reader that
-    is at the position `position_behind[s]` of the order has read all of it.
+    is at the position `position_behind[s]` of the order has read all of segment s.
     """
 
     def __init__(self, cut: LogCut, entries: Entries, limit_bytes: int) -> None:
-        """`entries` are those of the cut, sorted by segment. The log has the first segments, as
-        far as they take at most `limit_bytes`."""
+        """`entries` are the entries of the cut, sorted by segment. The log gets as many segments,
+        from the first on, as fit in `limit_bytes`."""
         segments = int(cut.segment[-1]) + 1 if len(entries) else 0
         first = np.searchsorted(cut.segment, np.arange(segments + 1))
         behind = np.concatenate([np.zeros(1, np.uint32), cut.stored_units(entries)])
@@ -230,6 +237,7 @@ class LogLayout:
         return segments
 
     def header(self, segment: int, log: LogIdentity) -> bytes:
+        """The header of a segment, which begins at `start[segment]` of the file."""
         entries = self.entries[self.first[segment] : self.first[segment + 1]]
         head = _HEAD.pack(
             _MAGIC, _FORMAT, segment, len(entries), self.unit, self.segment_bytes,
@@ -240,8 +248,9 @@ class LogLayout:
 
 
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
-    """The entries of a segment in the sequence in which they lie, by its header at the beginning of
-    `content`. Raises FormatError unless that is a sound header of this segment and log."""
+    """The entries of a segment, as they lie in the file. `content` begins with the segment's
+    header, and may be longer. Raises FormatError unless it is a sound header of this segment and
+    log."""
     if len(content) < _HEAD.size:
         raise FormatError("the header of a segment is cut off")
     magic, version, number, count, *rest = _HEAD.unpack_from(content)
@@ -258,8 +267,8 @@ def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) ->
 
 
 def header_bytes(count: int) -> int:
-    """The bytes before the contents of a segment of `count` entries: the header, and the gap behind
-    it."""
+    """The bytes from the start of a segment of `count` entries to its contents: the header, and the
+    gap behind it."""
     return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
 
 

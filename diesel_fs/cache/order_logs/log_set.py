@@ -1,8 +1,8 @@
 """The order logs that exist, and which entries each of them has.
 
-The thread that reads (`logs.py`) and the thread that writes (`writer.py`) share them. The writer
-adds and removes logs; a mask of a log is changed by one thread in one numpy assignment at a time,
-and a reader that sees an old value reads from the store, or finds a wrong checksum.
+The thread that reads (`logs.py`) and the thread that writes (`writer.py`) share the logs. The
+writer adds and removes logs. Each change of a log's mask is one numpy assignment; a thread that
+still sees the old value reads from the store, or finds a wrong checksum.
 """
 
 import logging
@@ -41,14 +41,15 @@ class Log:
     layout: LogLayout
     file: int
     is_recovered: bool
-    """Whether some of `is_present` is a guess: the entries were written by another process."""
+    """Whether the file was taken over from another process: then `is_present` is partly a guess, by
+    the headers of segments."""
 
     is_present: Mask = field(init=False)  # by place
-    is_sure: Mask = field(init=False)  # by place: this process has written it, or will soon
+    is_sure: Mask = field(init=False)  # by place: this process has written it, or has staged it
     is_written: Mask = field(init=False)  # by place: this process has written it
-    is_delivered: Mask = field(init=False)  # by place: was read since the log is the current one
-    has_header: Mask = field(init=False)  # by segment
-    is_released: Mask = field(init=False)  # by segment
+    is_delivered: Mask = field(init=False)  # by place: was read in the epoch of the log's order
+    has_header: Mask = field(init=False)  # by segment: the header is in the file
+    is_released: Mask = field(init=False)  # by segment: its room is free again, or soon will be
     passed: int = 0  # segments that the reader has passed
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Log:
         return places, is_here
 
     def is_done(self, segment: int) -> bool:
-        """Whether all that a segment has was read since the log is the current one."""
+        """Whether all entries that a segment has were read in the epoch of the log's order."""
         some = self.places_in(segment)
         return not (self.is_present[some] & ~self.is_delivered[some]).any()
 
@@ -81,19 +82,19 @@ class LogSet:
     """The logs of one version of a dataset, with their counts, pauses and warnings."""
 
     def __init__(self, snapshot: Snapshot, addresses: LogAddresses | None) -> None:
-        """`addresses` tells another process where entries lie."""
+        """`addresses`, if any, tells the mount's server where entries lie."""
         self.snapshot = snapshot
         self.addresses = addresses
         columns = snapshot.columns
         self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
-        """Whether logs may have it, for each entry."""
+        """For each entry, whether logs may have it: files with content in one extent."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
         """The logs by the digests of their orders."""
-        self.in_order: frozenset[int] = frozenset()
-        """The orders that are being read."""
+        self.current_orders: frozenset[int] = frozenset()
+        """The digests of the orders that are being read."""
         self.next: frozenset[int] = frozenset()
-        """The logs that are being written: those of the next epoch."""
+        """The digests of the logs that are being written, for the next epoch (the *next logs*)."""
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._breaker = CircuitBreaker(1, DISK_PAUSE_S)
         self._warned: set[str] = set()
@@ -103,11 +104,13 @@ class LogSet:
         return [found for digest in self.next if (found := self.by_order.get(digest))]
 
     def readable(self) -> list[Log]:
-        """The logs to read from, those that are in the order of a reader first; none in a pause."""
+        """The logs to read from; logs in the order of a current reader come first. None during a
+        pause."""
         if self.is_paused:
             return []
         return sorted(
-            [*self.by_order.values()], key=lambda each: each.identity.order not in self.in_order
+            [*self.by_order.values()],
+            key=lambda each: each.identity.order not in self.current_orders,
         )
 
     def missing(self, entries: Entries) -> Entries:
@@ -118,7 +121,7 @@ class LogSet:
         return entries
 
     def lacking(self, entries: Entries) -> Mask:
-        """Which of these files a next log should have, and lacks."""
+        """For each of these files, whether a next log has a place for it but not its content."""
         wanted = np.zeros(len(entries), np.bool_)
         for each in self.next_logs():
             places = each.layout.find(entries)
@@ -128,8 +131,8 @@ class LogSet:
         return wanted
 
     def check(self, found: Log, places: Places, contents: Sequence[memoryview]) -> Mask:
-        """Which of the contents at these places are those of their entries. The others count as
-        absent from now on."""
+        """For each content that was read at these places, whether its checksum is that of its
+        entry. Entries with wrong contents count as absent from now on."""
         checksums = self.snapshot.columns.checksum[found.layout.entries[places]]
         sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
         is_right: Mask = sums == checksums
@@ -141,10 +144,11 @@ class LogSet:
         found.is_present[places] = found.is_sure[places] = found.is_written[places] = False
         if self.addresses is not None:
             self.addresses.remove(found.identity.order, found.layout.entries[places])
-        # A segment may be released while it is read: its contents are gone, and not damaged
+        # A segment may be released while it is read: then its contents are gone, not damaged
         places = places[~found.is_released[found.layout.segment_of(places)]]
         self.counts["log_wrong"] += len(places)
-        if len(places) and not found.is_recovered:  # else they may never have been written
+        # In a log that was taken over, the contents may never have been written
+        if len(places) and not found.is_recovered:
             self.warn(
                 f"damage {found.identity.order}",
                 "%d files in the order log %s are damaged: they are read from the store",
@@ -153,7 +157,7 @@ class LogSet:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a failure of the disk was so recent that the logs are left alone."""
+        """Whether the logs are left alone, since the disk failed a short time ago."""
         return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:
@@ -166,15 +170,15 @@ class LogSet:
         )  # fmt: skip
 
     def warn(self, kind: str, message: str, *details: object) -> None:
-        """Log a warning, once of each kind."""
+        """Log a warning, unless one of this kind was logged before."""
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning(message, *details)
 
 
 def read_once(file: int, start: int, size: int) -> memoryview:
-    """This part of a file, which is not kept in the kernel's page cache; shorter at the file's end.
-    Raises OSError."""
+    """Read a part of a file, and do not keep it in the kernel's page cache. Shorter at the file's
+    end. Raises OSError."""
     content = np.empty(size, np.uint8).data
     content = content[: read_into(file, start, content)].toreadonly()
     os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
@@ -182,7 +186,8 @@ def read_once(file: int, start: int, size: int) -> memoryview:
 
 
 def read_into(file: int, start: int, buffer: memoryview) -> int:
-    """Read from `start` on. Returns the number of bytes up to the file's end. Raises OSError."""
+    """Fill `buffer` from `start` on. Returns the number of bytes, fewer than the buffer has only at
+    the file's end. Raises OSError."""
     done = 0
     while done < len(buffer):
         got = os.preadv(file, [buffer[done:]], start + done)

@@ -1,8 +1,9 @@
 """Reads a mount's files from order logs, and copies other contents to the next logs.
 
-`OrderLogs` has the logs of one version of a dataset: for each order that is being read the current
-log, and the log of the next epoch, to which every file that is read is copied meanwhile.
-`LoggedReader` puts it in front of the reader of the prefetch worker.
+`OrderLogs` has the logs of one version of a dataset: for each stream (a reader with an order of its
+own) the log that it reads in this epoch, and the *next log*, to which every file that is read is
+copied for the next epoch. `LoggedReader` puts the logs in front of another reader of a mount's
+prefetch worker.
 
 Concurrency: one thread calls. `writer.py` makes, writes and removes logs in a thread of its own,
 and `segments.py` reads ahead in others.
@@ -29,17 +30,18 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes collected before a write. More of them put more neighbours of the next epoch into one
-write."""
+"""Bytes that are collected before a write. Among more contents there are more neighbours of the
+next epoch, which are written together."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
-"""Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
+"""If files are smaller on average, a log is worth its writes (`is_log_worthwhile`)."""
 
 SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
-"""The most segments that a reader has passed and that are read at once for the next logs, so that
-pushes go on; and the most of an order that it has read to its end, some 32 MiB."""
+"""Segments that a reader has passed are read whole, if the next logs lack some of their entries. At
+most `SAVED_AT_ONCE` are read in one call, so that pushes to the page cache go on. At the end of an
+epoch, the rest of the log is read if it has at most `LAST_SEGMENTS` segments."""
 
-_GAP_BYTES = 64 << 10  # reading this much in vain costs less than one more read
+_GAP_BYTES = 64 << 10  # reading this many unwanted bytes costs less than one more read
 
 
 class OrderLogs:
@@ -54,7 +56,8 @@ class OrderLogs:
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`close` closes `files`. `addresses` tells another process where entries lie."""
+        """`close` closes `files`. `staged_bytes`: bytes that are collected before a write.
+        `addresses`, if any, tells the mount's server where entries lie."""
         self._snapshot = snapshot
         self._streams = StreamLogs(snapshot.identity, snapshot.version)
         self._set = LogSet(snapshot, addresses)
@@ -67,13 +70,14 @@ class OrderLogs:
     # The plan
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
-        """The streams read these orders now and next. Logs of other orders are removed; those that
-        are new are made, or taken over as another process has left them, in the background."""
+        """Set the orders that the streams read in this epoch and the next one. Logs of other orders
+        are removed. Missing logs are made, or taken over from files that another process has left.
+        Both happen in the background."""
         if plans == self._streams.plans:
             return
         self._save_last(plans)
         self._writer.flush()  # to the logs that were next until now
-        self._segments.clear()  # so that contents that are read again are written to the new ones
+        self._segments.clear()  # contents that are read again shall be written to the new logs
         for name in self._streams.set_plans(plans, self._set.by_order):
             self._set.warn(
                 "another order",
@@ -81,7 +85,7 @@ class OrderLogs:
                 " are read from it one by one",
                 name,
             )
-        self._set.in_order = self._streams.in_order
+        self._set.current_orders = self._streams.current_orders
         self._set.next = frozenset(self._streams.following.values())
         self._writer.change(self._streams.orders, self._set.next, self._streams.arrivals())
 
@@ -90,8 +94,9 @@ class OrderLogs:
         self._writer.settle()
 
     def passed(self, name: str, position: int) -> None:
-        """The reader of a stream has read all before this position of its current order: release
-        the segments there, some at a time if they have to be read for the next logs first."""
+        """Note that the reader of a stream has read all before this position of its current order.
+        Segments before that are released; if they must first be read for the next logs, only
+        `SAVED_AT_ONCE` in one call."""
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
             behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
@@ -101,8 +106,8 @@ class OrderLogs:
             found.passed += saved
 
     def _save_last(self, plans: Sequence[LogPlan]) -> None:
-        """If a reader goes on to its next epoch, save the rest of the log of the last one. If an
-        order was given up in its middle, too much is left."""
+        """For each reader that goes on to its next epoch, save the rest of the log of its last
+        epoch, unless too much is left, as when an order was given up in its middle."""
         stays = {id(order) for each in plans for order in (each.current, each.following)}
         for each in self._streams.plans:
             found = self._log_of(each.current)
@@ -112,10 +117,11 @@ class OrderLogs:
                     self._save(found, left, LAST_SEGMENTS)
 
     def _save(self, found: Log, segments: Sequence[int], most: int) -> int:
-        """Have the entries of these segments that the next logs lack written there, before they are
-        released: a reader that outruns the mount passes segments that the mount has not read. Reads
-        at most `most` segments. Returns how many, from the first on, may be released."""
-        if self._set.is_paused or found.identity.order in self._set.next:  # not released then
+        """Read the segments of which the next logs lack entries, so that these are written there
+        before the segments are released: a reader that outruns the mount passes segments that the
+        mount has not read. Reads at most `most` segments. Returns how many of `segments`, from the
+        first on, may be released."""
+        if self._set.is_paused or found.identity.order in self._set.next:  # nothing to save
             return len(segments)
         for at, segment in enumerate(segments):
             some = found.places_in(segment)
@@ -135,8 +141,8 @@ class OrderLogs:
     # Reading
 
     def read(self, entries: Entries) -> tuple[list[ExtentBatch], Entries]:
-        """The contents of these files that the logs have, checked; and the files that they do not
-        have. The contents stay valid as long as they are used."""
+        """The checked contents of those of these files that the logs have, and the files that no
+        log has. The contents stay valid as long as they are referenced."""
         start_s = time.monotonic()
         batches: list[ExtentBatch] = []
         for each in self._set.readable():
@@ -153,13 +159,14 @@ class OrderLogs:
         return batches, entries
 
     def prefetch(self, entries: Entries) -> None:
-        """These files will be asked for soon: begin to read them. Call it once for each."""
+        """Begin to read those of these files that the logs have, since `read` will be called for
+        them soon. Call it once for each file."""
         for each in self._set.readable():
             places, is_here = each.find_present(entries)
             places = places[is_here]
             if not len(places):
                 continue
-            if each.identity.order in self._set.in_order:
+            if each.identity.order in self._set.current_orders:
                 numbers = np.unique(each.layout.segment_of(places)).tolist()
                 if not self._segments.prefetch(each, numbers):
                     return
@@ -171,12 +178,13 @@ class OrderLogs:
                         os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
 
     def read_cost_s(self, count: int) -> float:
-        """About how long it takes to get `count` files out of the logs."""
+        """The seconds that reading `count` files from the logs takes, by the mean until now; 0
+        before the first read."""
         hits = self._set.counts["log_hits"]
         return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
-        """Whether most of an order can be read from its own log."""
+        """Whether at least half of an order can be read from its own log."""
         found = self._log_of(order)
         return found is not None and bool(2 * np.count_nonzero(found.is_present) >= len(order))
 
@@ -189,17 +197,18 @@ class OrderLogs:
         return self._set.missing(entries)
 
     def lacking(self, entries: Entries) -> Entries:
-        """The files among these that a next log should have, and lacks."""
+        """The files among these for which a next log has a place, but not their contents."""
         return entries[self._writer.lacking(entries)]
 
     def _read_from(
         self, found: Log, entries: Entries, places: Places
     ) -> tuple[list[ExtentBatch], Mask]:
-        """The contents of entries that a log should have, and of which it has them."""
+        """Read entries at their places in a log. Returns the contents that were right, and for each
+        of the entries whether it is among them."""
         order = np.argsort(places)
         places, entries = places[order], entries[order]
         try:
-            if found.identity.order in self._set.in_order:
+            if found.identity.order in self._set.current_orders:
                 contents, is_right = self._segments.contents(found, places)
             else:
                 contents = self._one_by_one(found, places)
@@ -220,7 +229,7 @@ class OrderLogs:
         return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
-        """The contents at these ascending places; those that lie near each other are read
+        """The contents at these ascending places. Contents that lie near each other are read
         together."""
         begins = found.layout.offset(places)
         ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
@@ -239,7 +248,8 @@ class OrderLogs:
         return contents
 
     def _deliver(self, found: Log, places: Places) -> None:
-        """Entries of a log were read: release the segments that are done."""
+        """Note that entries of a log were read, and release the segments that are read to the
+        end."""
         if found.identity.order in self._set.next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
@@ -247,8 +257,8 @@ class OrderLogs:
         self._writer.release(found, [each for each in segments if found.is_done(each)])
 
     def add(self, batch: ExtentBatch) -> None:
-        """These contents were read from elsewhere: those that the next logs have and lack are
-        copied, and written there. Contents are whole files."""
+        """Take contents of whole files that were read from elsewhere: copies those that the next
+        logs lack, to be written there."""
         entries = batch.entries.astype(np.uint32)
         some = np.flatnonzero(self._writer.lacking(entries)).tolist()
         if some:
@@ -260,10 +270,10 @@ class OrderLogs:
             self._writer.stage(entries[some], contents)
 
     def flush(self) -> None:
-        """Begin to write the added contents, even a few of them. Does not wait."""
+        """Begin to write the added contents, even if they are few. Does not wait."""
         self._writer.flush_if_idle()
 
-    # The whole
+    # The logs as a whole
 
     def stats(self) -> dict[str, int]:
         """Counts since the start, and the sizes of the logs, in bytes."""
@@ -284,8 +294,9 @@ class OrderLogs:
 
 
 def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, *, is_next_known: bool) -> bool:
-    """The rule of `--cache-layout auto`: whether order logs are worth their writes to the disk
-    (`ORDER_LOG.md`)."""
+    """Whether order logs are worth their writes to the disk: the rule of `--cache-layout auto`
+    (`ORDER_LOG.md`). `memory_bytes` is the mount's memory for contents; `is_next_known`: whether
+    the next epoch's order is known."""
     sizes = snapshot.columns.size
     total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
     is_small = total_bytes < WORTHWHILE_FILE_BYTES * max(files, 1)
@@ -293,15 +304,16 @@ def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, *, is_next_known: b
 
 
 class LoggedReader:
-    """Contents of files out of order logs, and of another reader what these do not have."""
+    """Reads files from order logs, and from another reader the files that the logs do not have."""
 
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
-        """Both are this reader's from now on."""
+        """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
-        self._rests: dict[bytes, Entries] = {}  # of announced units: what no log has
+        # The entries that no log has, of each announced unit (a list of entries, here as bytes)
+        self._rests: dict[bytes, Entries] = {}
 
     def batches(self, entries: Entries) -> Iterator[ExtentBatch]:
-        """As `BatchSource.batches`; those out of the logs come first."""
+        """As `BatchSource.batches`; the contents from the logs come first."""
         batches, rest = self._logs.read(entries)
         yield from batches
         if len(rest):
@@ -322,8 +334,8 @@ class LoggedReader:
         self._reader.prefetch([*self._rests.values()])
 
     def read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
-        """As `BatchSource.read_costs`; entries in logs cost the time that reads of logs have
-        taken."""
+        """As `BatchSource.read_costs`; entries in logs add their `OrderLogs.read_cost_s` to the
+        transfer."""
         rests = [self._logs.missing(unit) for unit in units]
         costs = self._reader.read_costs(rests)
         logged = [
@@ -336,14 +348,14 @@ class LoggedReader:
 
     @property
     def is_slow(self) -> bool:
-        """Whether reads of the store take long, as far as is known."""
+        """As `BatchSource.is_slow`."""
         return self._reader.is_slow
 
     def stats(self) -> dict[str, int]:
-        """Figures of the reads."""
+        """The figures of the other reader and of the logs."""
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:
-        """Stop reading ahead, and let go of the logs."""
+        """Stop reading ahead, and close the reader and the logs."""
         self._reader.close()
         self._logs.close()

@@ -1,8 +1,8 @@
-"""Reads whole segments of order logs, ahead of the stream that reads them.
+"""Reads whole segments of order logs, ahead of the stream that reads the log.
 
-A few segments stay in memory, since some of their entries are yet to be asked for. When a segment
-has come, all that it has is staged for the next logs, even files that the mount still has in
-memory. One thread calls; further threads of this module read.
+A few segments stay in memory, since more of their entries will be read soon. When a segment has
+been read, its entries are *staged* (collected to be written) for the next epoch's logs, also
+entries that the mount still has in memory. One thread calls; threads of this module read.
 """
 
 from collections import OrderedDict
@@ -18,19 +18,19 @@ from .log_set import Log, LogSet, read_once
 from .writer import LogWriter
 
 SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
-"""Segments of each stream that are in memory, and those that are read ahead."""
+"""The most segments for each stream that stay in memory, and that are being read ahead."""
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment in memory: the content at each of its places, and which of them are right."""
+    """A segment in memory: the content at each of its places, and whether its checksum is right."""
 
     contents: list[memoryview]
     is_right: Mask
 
 
 class SegmentReader:
-    """The segments in memory, and those that are being read."""
+    """The segments in memory, and the segments that are being read."""
 
     def __init__(self, logs: LogSet, writer: LogWriter) -> None:
         self._set, self._writer = logs, writer
@@ -41,7 +41,8 @@ class SegmentReader:
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     def clear(self) -> None:
-        """Forget all segments, so that entries that are read again are staged for other logs."""
+        """Forget all segments, so that entries are staged for other logs when they are read
+        again."""
         self._segments.clear()
         self._reading.clear()
 
@@ -50,11 +51,11 @@ class SegmentReader:
         self._readers.shutdown(cancel_futures=True)
 
     def prefetch(self, found: Log, numbers: Iterable[int]) -> bool:
-        """Begin to read these segments, ascending. Returns False if there is no room to read all of
-        them ahead."""
+        """Begin to read these segments of a log; their numbers ascend. Returns False if there is no
+        room to read all of them ahead."""
         for number in numbers:
-            if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.in_order):
-                # One may have been read ahead for nothing, as the mount had all its files
+            if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.current_orders):
+                # A segment may have been read in vain, as the mount had all its files already
                 digest, oldest = next(iter(self._reading))
                 if digest != found.identity.order or oldest >= number - SEGMENTS_AHEAD:
                     return False
@@ -63,8 +64,8 @@ class SegmentReader:
         return True
 
     def contents(self, found: Log, places: Places) -> tuple[list[memoryview], Mask]:
-        """The contents at these ascending places, out of their segments, each read whole; and which
-        of them are right."""
+        """The contents at these ascending places, and for each content whether its checksum is
+        right. Each segment is read whole. Raises OSError."""
         layout = found.layout
         segments = layout.segment_of(places)
         is_right = np.zeros(len(places), np.bool_)
@@ -79,8 +80,9 @@ class SegmentReader:
         return contents, is_right
 
     def load(self, found: Log, number: int) -> _Segment:
-        """A segment, which may have been read ahead. When it has come, all its entries are written
-        to the next logs, also those that the mount still has in memory. Raises OSError."""
+        """Wait for a segment, which may have been read ahead. The first time, all its entries that
+        the next logs lack are staged, also entries that the mount still has in memory. Raises
+        OSError."""
         key = found.identity.order, number
         segment = self._segments.get(key)
         if segment is not None:
@@ -102,14 +104,14 @@ class SegmentReader:
                 contents = [contents[at] for at in np.flatnonzero(lacking).tolist()]
             self._writer.stage(entries[lacking], contents)
         self._segments[key] = segment
-        while len(self._segments) > SEGMENTS_HELD * max(len(self._set.in_order), 1):
+        while len(self._segments) > SEGMENTS_HELD * max(len(self._set.current_orders), 1):
             (digest, other), _ = self._segments.popitem(last=False)
             if (log_of_other := self._set.by_order.get(digest)) is not None:
                 self._writer.release(log_of_other, [other])
         return segment
 
     def _begin(self, found: Log, number: int) -> None:
-        """Begin to read a segment, unless that is done."""
+        """Begin to read a segment, unless it is in memory or being read."""
         key = found.identity.order, number
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])

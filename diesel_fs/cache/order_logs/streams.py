@@ -1,8 +1,11 @@
-"""Which order log each stream reads, and which one is written for its next epoch. Pure.
+"""Chooses the order log that each stream reads, and the log that is written for its next epoch.
+Pure.
 
-A *stream* is a reader with an order of its own, for example one rank of a training job. It reads
-the log of its order if there is one. If the next order is unknown, its entries are written in the
-order in which they come; in the next epoch the stream reads that log entry by entry.
+An *order log* is a file with a dataset's files in the order in which they will be read
+(`../ORDER_LOG.md`). A *stream* is a reader with an order of its own, for example one rank of a
+training job. It reads the log of its order if there is one. If the stream's next order is unknown,
+the files of this epoch are logged as they are read, in this epoch's own log; in the next epoch the
+stream reads that log entry by entry.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,11 +35,11 @@ class LogPlan:
             and self.following is other.following
         )
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared only
+    __hash__ = None  # type: ignore[assignment]  # plans are only compared
 
 
 class StreamLogs:
-    """The logs of all streams, by the digests of their orders."""
+    """The logs of all streams. A log is named by the digest of its order."""
 
     def __init__(self, identity: UUID, version: int) -> None:
         self._identity, self._version = identity, version
@@ -44,16 +47,18 @@ class StreamLogs:
         self.orders: dict[int, Entries] = {}
         """The orders of all logs that are wanted, by digest."""
         self.sources: dict[str, int] = {}
-        """The log that each stream reads from."""
+        """The digest of the log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        """The log that is written for the next epoch of each stream."""
-        self._current: dict[str, int] = {}  # the order that it reads
-        self._announced: dict[str, int | None] = {}  # the order of the next epoch
-        self._digests: dict[int, tuple[Entries, int]] = {}  # by the array's id; it keeps the array
+        """The digest of the log that is written for the next epoch of each stream."""
+        self._current: dict[str, int] = {}  # the digest of the order that each stream reads
+        self._announced: dict[str, int | None] = {}  # that of its next epoch's order
+        # Arrays of orders, and their digests, by the array's id. Keeping the array keeps its id
+        self._digests: dict[int, tuple[Entries, int]] = {}
 
     def set_plans(self, plans: Sequence[LogPlan], existing: Collection[int]) -> list[str]:
-        """The streams read these orders now and next; `existing` are the digests of the logs that
-        exist. Returns the streams that read another order than was announced."""
+        """Set the orders that the streams read in this epoch and the next one. `existing` has the
+        digests of the logs that exist. Returns the names of streams that now read another order
+        than was announced for them."""
         self.plans = [*plans]
         known, self._digests = self._digests, {}
         orders = dict(self.orders)
@@ -66,8 +71,8 @@ class StreamLogs:
         sources, following = dict[str, int](), dict[str, int]()
         surprised = []
         for each in plans:
-            # The stream's files lie in the log of its order; or, if that was not foreseen, in the
-            # log that was written while it read the epoch before
+            # The stream's files lie in the log of its order, or, if that order was not foreseen, in
+            # the log that was written while the stream read the epoch before
             written, announced = self.following.get(each.name), self._announced.get(each.name)
             before = self.sources.get(each.name, written)
             if (current := self.digest(each.current)) is not None:
@@ -78,6 +83,7 @@ class StreamLogs:
                     surprised.append(each.name)
             next_log = self.digest(each.following)
             if next_log is None and each.name in sources:
+                # The next order is unknown: keep this epoch's log for it
                 next_log = sources[each.name]
             if next_log is not None:
                 following[each.name] = next_log
@@ -90,21 +96,22 @@ class StreamLogs:
         return surprised
 
     @property
-    def in_order(self) -> frozenset[int]:
-        """The orders that are being read."""
+    def current_orders(self) -> frozenset[int]:
+        """The digests of the orders that are being read."""
         return frozenset(self._current.values())
 
     def current(self, name: str) -> int:
-        """The order that a stream reads; -1 if it reads none."""
+        """The digest of the order that a stream reads; -1 if that order is unknown."""
         return self._current.get(name, -1)
 
     def digest(self, order: Entries | None) -> int | None:
-        """The digest of an order of the plans; None for any other."""
+        """The digest of an order; None unless it is an array of the current plans."""
         found = self._digests.get(id(order))
         return None if order is None or found is None else found[1]
 
     def arrivals(self) -> Entries:
-        """All orders that are being read, as one: at each moment each is at the same part."""
+        """All orders that are being read, merged into one order, as if all streams were always
+        through with the same part of their orders."""
         orders = [each.current for each in self.plans if each.current is not None]
         if len(orders) < 2:
             return orders[0] if orders else NO_ENTRIES

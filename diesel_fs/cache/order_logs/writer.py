@@ -1,11 +1,12 @@
 """Makes, writes and removes order logs, in a thread of its own.
 
 Contents that were read are *staged*: collected until there are enough of them to be worth a write.
-With more of them, more neighbours of the next epoch are written together. The thread makes layouts,
-writes and releases in the order in which the calls began them.
+Among more contents there are more neighbours of the next epoch, which are written together. A
+segment that was read is *released*: its part of the file is punched out, so that it takes no room.
+The thread makes logs, writes and releases in the order of the calls.
 
-Concurrency: one thread calls; the methods below "In the thread" run in the writer's. The caller
-waits only if the disk is more than one write behind.
+Concurrency: one thread calls; the methods below "In the thread" run in the writer's own thread. The
+caller waits only if the disk is more than one write behind.
 """
 
 import contextlib
@@ -56,11 +57,12 @@ class LogWriter:
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
     ) -> None:
-        """`staged_bytes` is the size of a write. `close` closes `files`."""
+        """`staged_bytes` is the size of a write, `segment_bytes` that of a segment. `close` closes
+        `files`."""
         self._set, self._files = logs, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         self._staged = _Staged()
-        self._releasing: list[tuple[Log, int]] = []  # when the staged contents are written
+        self._releasing: list[tuple[Log, int]] = []  # to release after the staged contents
         self._writing: Future[None] | None = None
         self._changing: Future[None] | None = None
         self._can_punch = True
@@ -74,21 +76,21 @@ class LogWriter:
     def change(
         self, wanted: Mapping[int, Entries], following: frozenset[int], arrivals: Entries
     ) -> None:
-        """Begin to remove the logs that are not `wanted` (orders by digest), and to make those that
-        are missing. Those of `following` will be written; new ones are laid out for entries that
-        come in the order `arrivals`."""
+        """Begin to remove the logs that are not `wanted` (orders by digest), and to make the wanted
+        logs that are missing. The logs of `following` will be written; new ones are laid out for
+        entries that come in the order `arrivals`."""
         gone = [self._set.by_order.pop(each) for each in self._set.by_order.keys() - wanted.keys()]
         self._changing = self._thread.submit(self._change_logs, gone, wanted, following, arrivals)
 
     def lacking(self, entries: Entries) -> Mask:
-        """Which of these files a next log should have, and lacks."""
+        """For each of these files, whether a next log should have it and lacks it."""
         if self._changing is not None and not self._changing.done():
-            # Logs are being made, and written to after that
+            # Logs are still being made, which will take any file
             return self._set.is_logged[entries]
         return self._set.lacking(entries)
 
     def stage(self, entries: Entries, contents: Sequence[memoryview]) -> None:
-        """Have contents written to the next logs. They stay valid."""
+        """Collect contents for a write to the next logs. The caller must not change them."""
         if not len(entries) or self._set.is_paused:
             return
         for found in self._set.next_logs():
@@ -101,7 +103,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Begin to write the staged contents; waits if the write before is not done."""
+        """Begin to write the staged contents. Waits for the write before, if that is not done."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -111,7 +113,7 @@ class LogWriter:
         self._punch_released()
 
     def flush_if_idle(self) -> None:
-        """Begin to write the staged contents, even a few of them. Does not wait."""
+        """Begin to write the staged contents, even if they are few. Does not wait."""
         if self._staged.contents and (self._writing is None or self._writing.done()):
             self.flush()
 
@@ -160,9 +162,9 @@ class LogWriter:
         following: frozenset[int],
         arrivals: Entries,
     ) -> None:
-        """Remove the logs that are not wanted, and make those that are not there."""
+        """Remove logs (`gone`, and others that are not wanted), and make the missing ones."""
         try:
-            # Those that were made meanwhile, by an earlier call
+            # Logs that an earlier call has made since `change` looked
             late = [
                 self._set.by_order.pop(digest)
                 for digest in self._set.by_order.keys() - wanted.keys()
@@ -191,8 +193,9 @@ class LogWriter:
     def _make(
         self, digest: int, order: Entries, arrivals: Entries, share: float, *, is_new: bool
     ) -> None:
-        """Open or make the log of an order, which may have this part of the room for the logs of an
-        epoch. One that would be only read is not made. Raises OSError."""
+        """Open or make the log of an order, which may take `share` (a fraction) of the room for the
+        logs of one epoch. `is_new`: whether it will be written; a log that would only be read is
+        not made. Raises OSError."""
         identity = LogIdentity(self._set.snapshot.identity, self._set.snapshot.version, digest)
         try:
             file = self._files.open(identity.file_name)
@@ -243,7 +246,7 @@ class LogWriter:
             )
 
     def _read_headers(self, file: int, cut: LogCut, identity: LogIdentity) -> dict[int, Entries]:
-        """The headers that a file has, by segment."""
+        """The entries that the headers of a file list, by segment; without unsound headers."""
         layout = LogLayout(cut, cut.entries, _NO_LIMIT)  # segments lie alike in all layouts
         found = {}
         for segment in range(layout.segments):
@@ -255,7 +258,7 @@ class LogWriter:
         return found
 
     def _write(self, staged: _Staged, digests: frozenset[int]) -> None:
-        """Write staged contents to the logs among these that lack them."""
+        """Write staged contents to those of these logs that lack them."""
         entries = np.concatenate(staged.entries)
         try:
             for digest in digests:

@@ -1,3 +1,3 @@
-"""Decisions about a full cache, and the costs that they are made by. Nothing here does I/O or reads
-a clock; `eviction.py` is the place to start.
+"""Decides which chunks a full cache takes in and gives up, and models the costs of reads. Nothing
+here does I/O or reads a clock; `eviction.py` is the place to start.
 """

@@ -1,20 +1,23 @@
 """The time that reads take: the model by which all readers choose between ways of reading.
 
 A read from one place (the object store, a node of a task, a disk) takes a latency, and a time for
-each byte; this is Lobster's model (section 4.3, equation 1), with the throughput of one read times
-the number of reads that are under way at once. `ReadCosts` fits both to the reads that it observes.
-It answers three questions: how long will a read take, how many unwanted bytes are worth reading to
-save a request, and are several reads at once faster than one after the other. Pure.
+each byte. This is Lobster's model (section 4.3, equation 1); reads that are under way at once are
+taken to have the throughput of one read each. `ReadCosts` fits latency and time for a byte to the
+reads that it observes. It answers three questions: how long will a read take, how many unwanted
+bytes are worth reading to save a request, and are several reads at once faster than one after the
+other. Pure.
 """
 
 _READS_AVERAGED = 8
 
 SLOW_READ_S = 0.003
-"""A place whose reads take longer than this is asked for several parts at once. A faster one is
-not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
+"""If the reads of a place take longer than this, readers request several parts at once, in threads.
+From a faster place they read one after the other: reading 4 MiB from the page cache takes 1 ms,
+and taking turns with other threads would cost more."""
 
 LATENCY_S_MAX = 1.0
-"""A longer latency is an outage, and says nothing about the next read."""
+"""The greatest latency that is fitted. A longer one is an outage, which does not predict the next
+read."""
 
 _GAP_MIN, _GAP_MAX = 4 << 10, 4 << 20
 _S_PER_BYTE_MIN = 1e-12
@@ -23,11 +26,13 @@ _S_PER_BYTE_MIN = 1e-12
 class ReadCosts:
     """The latency of one place, in seconds, and the seconds for each byte.
 
-    Both are fitted to the last reads by least squares. If those were all of one size, they cannot
-    be told apart; then the part that was the larger one takes the change. Several threads may call
-    `observe`; they may lose a sample.
+    Both are fitted to the last reads by least squares. If all of those had the same size, latency
+    and transfer cannot be told apart; then a change counts for the one that was larger before.
+    Several threads may call `observe` at once; then a sample may be lost.
     """
 
+    # Nothing is fitted before the reads weigh `_WEIGHT_MIN`. Each read multiplies the weights of
+    # earlier ones by `_DECAY`. Sizes count as equal below `_SPREAD_MIN` (variance / mean square).
     _WEIGHT_MIN, _DECAY, _SPREAD_MIN = 3.5, 1 - 1 / 32, 0.01
 
     def __init__(self, latency_s: float = 0.005, s_per_byte: float = 1e-8) -> None:
@@ -41,7 +46,8 @@ class ReadCosts:
         self._weight = self._sizes = self._times = self._squares = self._products = 0.0
 
     def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
-        """A read of `size` bytes took this time, while `at_once` reads were under way with it."""
+        """Note that a read of `size` bytes took this time, while `at_once` reads, with this one,
+        were under way."""
         megabytes, keep = size / 1e6, self._DECAY
         self._mean_s += (seconds - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
         self._at_once += (at_once - self._at_once) / _READS_AVERAGED
@@ -84,8 +90,8 @@ class ReadCosts:
         return self.latency_s + self.s_per_byte * size
 
     def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
-        """The latency and the transfer, in seconds, of `size` bytes that are read at once in spans
-        of at most `span_bytes`."""
+        """Seconds for `size` bytes that are read in spans of at most `span_bytes`, as many at once
+        as usual lately: the latency, and the time of the transfer."""
         if not size:
             return 0.0, 0.0
         alone_s = self.read_s(min(size, span_bytes))

@@ -1,10 +1,11 @@
 """Eviction policies: which chunks a cache takes in, and which it gives up when it is full.
 
 A policy keeps the table of one cache: which *units* are in the cache, and their bytes. A unit is
-kept or evicted as one, and has a number; here it is a chunk. The cache holds the contents, reports
-every insertion, removal and read to the policy, and asks it for decisions. If the future reads are
-known (`orders/future.py`), the cache passes them on; only the policy `plan` uses them. Policies are
-pure: the same calls give the same answers on every machine. One thread at a time.
+kept or evicted as a whole, and has a number; in most caches it is a chunk. The cache holds the
+contents, reports every insertion, removal and read to the policy, and requests decisions. If the
+future reads are known (`orders/future.py`), the cache passes them on; only the policy `plan` uses
+them. Policies are pure: the same calls give the same answers on every machine. One thread at a
+time.
 
 A policy is a class and a line in `POLICIES`; `--evict` takes the names of that table.
 """
@@ -24,9 +25,10 @@ UnitValues = npt.NDArray[np.float32]
 """For each unit, an estimate of the number of its parts that will be read in an epoch."""
 
 _Key = tuple[int, float, int, int]
-"""The next use of a unit (the time, negative), its value, the number of its last read, the unit."""
+"""The order of eviction, least first: the time of a unit's next use, negative; its value; the
+number of its last read; the unit."""
 
-_OLD_KEYS_MIN = 1024  # a smaller heap is not made anew
+_OLD_KEYS_MIN = 1024  # with fewer old keys, the heap is not built anew
 
 
 class EvictionPolicy(ABC):
@@ -37,22 +39,22 @@ class EvictionPolicy(ABC):
 
     def __init__(self) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
-        """The bytes of each unit in the cache. Changed by the methods alone."""
+        """The bytes of each unit in the cache. Only the policy's methods change this table."""
         self.bytes = 0
         """The sum of `sizes`."""
 
     def insert(self, unit: int, size: int) -> None:
-        """A unit of `size` bytes is in the cache now."""
+        """Note that a unit of `size` bytes is in the cache now."""
         self.bytes += size - self.sizes.get(unit, 0)
         self.sizes[unit] = size
 
     def remove(self, unit: int) -> None:
-        """A unit has left the cache, for whatever reason. Ignores a unit that is not in it."""
+        """Note that a unit has left the cache, for whatever reason. Ignores unknown units."""
         self.bytes -= self.sizes.pop(unit, 0)
 
     @abstractmethod
     def record_access(self, unit: int) -> None:
-        """A reader has read bytes of a unit, whether the cache had it or not."""
+        """Note that a reader has read bytes of a unit, whether the cache had it or not."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
         """Whether to take in a unit of `size` bytes that is not in the cache, while `free_bytes`
@@ -65,9 +67,10 @@ class EvictionPolicy(ABC):
         removes units only after it has stopped iterating."""
 
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
-        """Whether a unit that is not in the cache should replace these, the first ones of
+        """Whether a unit that is not in the cache should replace `victims`, the first units of
         `eviction_order`. None if the policy cannot tell: the caller decides (`admission.py`).
-        Fetching the unit costs as much as `uses_min` reads past the cache. Changes nothing."""
+        Fetching the unit costs as much as `uses_min` reads past the cache, so it should be used at
+        least `uses_min` times before a victim is. Changes nothing."""
         return None
 
     def set_future(self, future: FutureUses | None) -> None:
@@ -76,7 +79,8 @@ class EvictionPolicy(ABC):
         return
 
     def note_passed(self, units: Units) -> None:
-        """A reader of the future has passed these units, or has gone back behind them."""
+        """Note that a reader whose future is known has passed these units, or has gone back to
+        before them, so that their next uses have changed."""
         return
 
     def set_values(self, values: UnitValues | None) -> None:
@@ -85,8 +89,8 @@ class EvictionPolicy(ABC):
         return
 
     def renumber(self, after: Mapping[int, int]) -> None:
-        """Give the units other numbers, since the dataset has another version: `after` has the new
-        number of each old one; units without one leave. The order of eviction stays."""
+        """Give the units other numbers, since the dataset has another version: `after` maps old
+        numbers to new ones; units without a new number leave. The order of eviction stays."""
         kept = dict.fromkeys([*self.eviction_order(), *self.sizes])
         sizes = {after[unit]: self.sizes[unit] for unit in kept if unit in after}
         for unit in kept:
@@ -116,8 +120,8 @@ class FarthestNextUse(LeastRecentlyUsed):
 
     Among units of equal next use, and among those that are not read any more, the one of the least
     value goes first; among equal values, the longest unread. If no order is known, the longest
-    unread goes first. The policy does not know which unit is the last copy among several nodes: the
-    caller must not offer that one for eviction first.
+    unread goes first. The policy does not know whether a unit is the last copy among several nodes:
+    the caller must evict such a unit only after others.
 
     All units are in a heap, the first victim at its top. A unit gets a new key when it is read or
     its next use changes. The old key stays in the heap, and is passed over, until it comes to the
@@ -149,7 +153,7 @@ class FarthestNextUse(LeastRecentlyUsed):
     def record_access(self, unit: int) -> None:
         super().record_access(unit)
         key = self._keys.get(unit)
-        if key is not None and key[0] == -NEVER:  # else the time of the read does not count
+        if key is not None and key[0] == -NEVER:  # among others, the last read does not count
             self._reads += 1
             self._push(unit, NEVER, self._reads)
 
@@ -157,8 +161,8 @@ class FarthestNextUse(LeastRecentlyUsed):
         return super().eviction_order() if self._future is None else self._walk_heap()
 
     def _walk_heap(self) -> Iterator[int]:
-        """The units by their keys. In a heap, the least key that was not reached yet is below one
-        that was."""
+        """The units in the order of their keys. A key of a heap is never less than the one above
+        it, so the next least key is always among those right below the keys taken before."""
         heap, seen = self._heap, set[int]()
         reached = [(heap[0], 0)] if heap else []
         while reached:

@@ -1,5 +1,5 @@
-"""`ImportanceHeap` finds the entries that leave a full cache first, by the importance that training
-gives them (iCache, HPCA 2023, section III-B).
+"""`ImportanceHeap` finds the entries that should leave a full cache first: those that training
+finds least important (iCache, HPCA 2023, section III-B).
 
 iCache keeps a min-heap of the cached samples. When importance has changed, it fills a second heap,
 the shadow, while the first one serves. Here a heap is columns instead of objects. An entry's
@@ -9,8 +9,8 @@ sorted by level once (a radix sort, in blocks of a million). A count of cached e
 level leads to the least important ones, so an insertion only increases a count.
 
 New importances go into a second table of levels, the **shadow**. It is sorted block by block
-(`build_some`) while the first table serves, and then replaces it. A cache of n entries takes 7
-bytes for each, 13 while there are two tables.
+(`build_some`) while the first table serves, and then replaces it. The columns take 7 bytes for each
+entry of the dataset, 13 while there are two tables.
 
 **Several jobs** that train on one dataset give the same sample different importances, and a job
 that has trained longer gives lower ones. So they are merged by percentile (section III-D): a
@@ -42,8 +42,9 @@ BLOCK_ENTRIES = 1 << 20
 BENEFIT_MIN = 1.5
 """A job that gains less from the cache does not influence which samples stay, as in iCache."""
 JOBS_MAX, SILENT_TELLS = 8, 16
-"""At most `JOBS_MAX` jobs have lists: one more replaces the oldest list. A job that sends no
-list while the others send `SILENT_TELLS` has ended, and its list goes."""
+"""At most `JOBS_MAX` jobs have lists: a further job replaces the oldest list. If the other jobs
+send `SILENT_TELLS` lists while a job sends none, that job counts as ended, and its list is
+removed."""
 
 _ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
@@ -81,7 +82,7 @@ class _Table:
 
 
 def check_importances(values: npt.NDArray[np.float32]) -> None:
-    """Raises UsageError for importances that are NaN, infinite or negative."""
+    """Check importances. Raises UsageError if any is NaN, infinite or negative."""
     bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(bad):
         raise UsageError(
@@ -90,11 +91,12 @@ def check_importances(values: npt.NDArray[np.float32]) -> None:
 
 
 class ImportanceHeap:
-    """The entries of a cache that may be given up, by importance (see the module)."""
+    """The entries that a cache has and may give up, by importance (see the module). These entries
+    are called *in* the heap."""
 
     def __init__(self, count: int, sizes: npt.NDArray[np.uint32] | None = None) -> None:
-        """For entries 0 to `count` - 1. `sizes` has the size of each in the cache (default: 1). At
-        first all have the importance 0, and none is in."""
+        """Entries are numbered from 0 to `count` - 1. `sizes` has the size of each in the cache, in
+        any unit (default: 1). At first all have the importance 0, and none is in the heap."""
         self._sizes = sizes
         self._in: Mask = np.zeros(count, np.bool_)
         self._table = _Table(np.zeros(count, np.uint16))
@@ -111,9 +113,10 @@ class ImportanceHeap:
     def set_importances(
         self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
     ) -> None:
-        """Set the importance of entries; the others keep theirs. It takes effect when `build_some`
-        returns False. `more`: other entries follow, and nothing is built before. Raises UsageError
-        for NaN, infinite and negative numbers, and then nothing has changed."""
+        """Set the importance of entries; the others keep theirs. The change takes effect when
+        `build_some` returns False. `more`: further calls follow for the same list, and nothing is
+        built before the last one. Raises UsageError for NaN, infinite and negative numbers, and
+        then nothing has changed."""
         check_importances(values)
         levels = (self._shadow or self._table).levels
         if self._shadow is None or self._shadow.orders:
@@ -139,20 +142,20 @@ class ImportanceHeap:
         return False
 
     def build_first(self) -> None:
-        """Do all of the work at once if no importances have taken effect yet: to decide without any
-        would be worse than to wait."""
+        """Build the first importances at once, however long that takes: to decide without any would
+        be worse than to wait. Does nothing once importances have taken effect."""
         while not self.changes and self.build_some():
             pass
 
     @property
     def bytes_max(self) -> int:
-        """The memory of the columns while there are two tables."""
+        """The bytes of memory that the columns take while there are two tables."""
         count = len(self._in)
         one = count * (np.dtype(np.uint16).itemsize + np.dtype(np.uint32).itemsize)
         return self._in.nbytes + 2 * one
 
     def importance(self, entries: Entries) -> npt.NDArray[np.float32]:
-        """The importance of entries, a 128th less at most."""
+        """The importance of each entry, rounded down by at most a 128th."""
         return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
 
     def is_high(self, entries: Entries) -> Mask:
@@ -165,8 +168,8 @@ class ImportanceHeap:
         return int(self._counts.sum())
 
     def insert(self, entries: Entries) -> None:
-        """These entries may be given up from now on. Ignores those that are in. No entry may
-        occur twice."""
+        """Add entries, which the cache may give up from now on. Ignores entries that are in. No
+        entry may occur twice."""
         new = entries[~self._in[entries]]
         self._in[new] = True
         levels = self._table.levels[new]
@@ -174,8 +177,8 @@ class ImportanceHeap:
         np.add.at(self._sums, levels, self._size(new))
 
     def remove(self, entries: Entries) -> None:
-        """These entries may not be given up any more. Ignores those that are not in. No entry may
-        occur twice."""
+        """Remove entries, which the cache has given up or must keep from now on. Ignores entries
+        that are not in. No entry may occur twice."""
         old = entries[self._in[entries]]
         self._in[old] = False
         levels = self._table.levels[old]
@@ -193,8 +196,9 @@ class ImportanceHeap:
         return int(self._sums[: self._high_level + 1].sum())
 
     def least(self, count: int, *, high: bool = False) -> Entries:
-        """At most `count` of the entries that are in, the least important first; among those of a
-        level, the lowest number first. They stay in. `high`: only of high importance."""
+        """At most `count` of the entries that are in, the least important first; among entries of
+        one level, the lowest number first. The entries stay in the heap. `high`: only entries of
+        high importance (`is_high`)."""
         levels = np.flatnonzero(self._counts)
         if high:
             levels = levels[levels > self._high_level]
@@ -210,7 +214,7 @@ class ImportanceHeap:
         return self._sizes[entries].astype(np.int64)
 
     def _limit_of_low(self) -> int:
-        """The level above which is at most the most important fifth of the entries."""
+        """The lowest level that has at most a fifth of all entries above it."""
         counts = np.bincount(self._table.levels, minlength=LEVELS)
         above = counts[::-1].cumsum()
         return LEVELS - 1 - int(np.searchsorted(above, len(self._in) // HIGH_DIVISOR, "right"))
@@ -225,7 +229,8 @@ class _JobList:
     last_tell: int  # the number of its last list among those of all jobs
 
     def percentiles(self) -> npt.NDArray[np.float32]:
-        """For each entry, the share of entries that are less important; equal ones count half."""
+        """For each entry, the share of all entries that are less important to the job. Equally
+        important entries count half."""
         counts = np.bincount(self.levels, minlength=LEVELS)
         below = np.cumsum(counts) - counts / 2
         shares: npt.NDArray[np.float32] = (below / len(self.levels)).astype(np.float32)
@@ -236,8 +241,9 @@ class JobImportances:
     """The importances that several jobs send, and their sum (see the module)."""
 
     def __init__(self, count: int) -> None:
+        """`count` is the number of entries of the dataset."""
         self._count = count
-        self._jobs: dict[str, _JobList] = {}  # the one that sent its list last is last
+        self._jobs: dict[str, _JobList] = {}  # the job that sent its list last is last
         self._tells = 0  # whole lists, of all jobs
 
     def __len__(self) -> int:
@@ -252,8 +258,9 @@ class JobImportances:
         *,
         more: bool = False,
     ) -> None:
-        """A job sends the importance of entries; the others keep theirs. `more`: its list goes on.
-        Raises UsageError for NaN, infinite and negative numbers, and then nothing has changed."""
+        """Take the importance of entries from a job (any name for it); the other entries keep
+        theirs. `more`: further calls follow for the same list. Raises UsageError for NaN, infinite
+        and negative numbers, and then nothing has changed."""
         check_importances(values)
         self._tells += not more
         found = self._jobs.pop(job, None)
@@ -267,8 +274,8 @@ class JobImportances:
                 del self._jobs[name]
 
     def merged(self) -> npt.NDArray[np.float32]:
-        """The importance of all entries to all jobs together. If no job has the least benefit, all
-        count the same."""
+        """The merged importance of each entry (see the module). If no job's benefit reaches
+        `BENEFIT_MIN`, all jobs count the same."""
         jobs = [each for each in self._jobs.values() if each.benefit >= BENEFIT_MIN]
         weights = [each.benefit for each in jobs] or [1.0] * len(self._jobs)
         found = np.zeros(self._count, np.float32)

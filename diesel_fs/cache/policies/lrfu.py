@@ -1,4 +1,5 @@
-"""Decides which blocks leave a full cache that several datasets share: cost-aware LRFU.
+"""Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share:
+cost-aware LRFU.
 
 The source is DLCache, section III-C.2. A *reference* is the start of a job that reads a dataset:
 training reads all of a dataset, so one reference counts for each of its blocks. The *CRF* of a
@@ -10,18 +11,18 @@ the times t_i, with:
 The block of the least CRF leaves first. Among equals, the one that is cheapest to bring back
 leaves first, and then the one that has not been read for the longest time.
 
-F is exponential, so a sum need not keep its parts: only its value at the last reference and the
-time of that are kept. A reference adds 1 to the value that is left by then. A value is thus at
-least 1. Comparisons are made between logarithms, which do not become 0 however old the last
-reference is.
+F is exponential, so the sum need not be kept term by term: only its value at the last reference and
+the time of that reference are kept. Until the next reference the value decays, which then adds 1.
+A kept value is thus at least 1. Comparisons are made between logarithms, since the values
+themselves become 0 if the last reference is old.
 
 The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
 within the same hour tie, and the cost decides between their datasets. A node runs a few jobs in a
 day, so finer times would only measure chance. With `step` 0 nothing is forgotten, and the number of
-references decides (LFU). With `step` 1 and a `p` of 2 or more, one reference outweighs all that
-are at least a unit older, as long as no unit has more than one: the order is that of the last
-references (LRU). Only the product `step * ln(p)` matters; both are kept since the paper has both.
-Pure.
+references decides (LFU). With `step` 1 and a `p` of 2 or more, if a dataset has at most one
+reference in each unit of time, a reference outweighs all older ones together: the time of the last
+reference decides (LRU). Only the product `step * ln(p)` matters; the code keeps both numbers since
+the paper has both. Pure.
 """
 
 import math
@@ -51,8 +52,8 @@ class Attenuation:
     step: float = 1 / 24
     """The default halves a reference within a day, if times are hours. A dataset that is used each
     day then counts about two references, and one that was used often counts little after a week.
-    Simulated jobs of DLCache's experiment (`tests/bench/experiments/lrfu.py`) wait least for
-    0 to 1/24; 0 would never forget."""
+    In a simulation of DLCache's experiment (`tests/bench/experiments/lrfu.py`), jobs waited least
+    with a `step` from 0 to 1/24; 0 would never forget."""
 
     def __post_init__(self) -> None:
         if not 1 < self.p < math.inf:
@@ -61,25 +62,26 @@ class Attenuation:
             raise ValueError(f"step is from 0 to 1, not {self.step}")
 
     def add_reference(self, crf: Values, last: Values, now: float) -> Values:
-        """The values of CRF after one more reference now. They were `crf` (0 or more) at the times
-        `last`."""
+        """The CRF of each block after one more reference at the time `now`. `crf` has the values (0
+        or more) at the times `last` of the last references."""
         return 1 + crf * np.exp(-self._decay(last, now))
 
     def log_crf(self, crf: Values, last: Values, now: float) -> Values:
-        """The natural logarithms, now, of the values that were `crf` (at least 1) at the times
-        `last`."""
+        """The natural logarithm of each block's CRF at the time `now`. `crf` has the values (at
+        least 1) at the times `last` of the last references."""
         return np.log(crf) - self._decay(last, now)
 
     def _decay(self, last: Values, now: float) -> Values:
-        """The amount by which the logarithms have fallen. If the clock was set back, a time in the
-        future counts as one equally far in the past: otherwise it would not age for a while."""
+        """The amounts by which the logarithms have fallen since `last`. If the clock was set back,
+        a time in the future counts as one equally far in the past: otherwise that block would not
+        age for a while."""
         return self.step * math.log(self.p) * np.abs(now - last)
 
 
 def eviction_order(log_crf: Values, cost: Values, used: Values) -> npt.NDArray[np.intp]:
-    """The numbers of the blocks, the first to be evicted first.
+    """The indices of the blocks, the first to be evicted first.
 
-    `cost` is the time to bring a block back, in seconds (as in the paper), or that for each of its
-    bytes if blocks differ in size. `used` is the time at which it was read last.
+    `cost` has the seconds to bring each block back (as in the paper), or the seconds for each of
+    its bytes if blocks differ in size. `used` has the time at which each block was read last.
     """
     return np.lexsort((used, cost, log_crf))

@@ -1,9 +1,9 @@
-"""Which units leave a full cache for a new one: the loop that all caches share.
+"""Chooses the units that leave a full cache for a new one: the loop that all caches share.
 
-A policy (`eviction.py`, `lrfu.py`) says in which order units may leave, and the cache which of them
-cannot leave now: pinned ones, for example. `Shortage` takes victims out of such orders, one order
-after the other, until there is room. Nothing is evicted here: a cache first asks whether the new
-unit is worth its victims (`EvictionPolicy.replaces`, `admission.py`). Pure.
+A policy (`eviction.py`, `lrfu.py`) gives the order in which units may leave; the cache knows which
+of them cannot leave now: pinned ones, for example. `Shortage` takes victims out of such orders, one
+order after the other, until there is room. Nothing is evicted here: the cache must still decide
+whether the new unit is worth its victims (`EvictionPolicy.replaces`, `admission.py`). Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,9 +18,9 @@ class Shortage(Generic[Unit]):
     """The room that a new unit lacks, and the victims that have been chosen for it."""
 
     bytes: int
-    """Not above 0 if there is room enough."""
+    """The bytes that are lacking; 0 or less if there is room."""
     units: int = 0
-    """The number of units above the limit of their number."""
+    """How many units must leave because the cache limits their number; 0 or less if none must."""
     victims: list[Unit] = field(default_factory=list)
 
     @property
@@ -35,7 +35,7 @@ class Shortage(Generic[Unit]):
         stays: Callable[[Unit], bool] | None = None,
     ) -> bool:
         """Choose further victims, the first candidates first, until nothing is lacking; returns
-        `is_met`. Candidates that were chosen before, or that `stays` names, are passed over."""
+        `is_met`. Passes over candidates that were chosen before or for which `stays` is true."""
         chosen = {*self.victims}
         if not self.is_met:
             for each in candidates:

@@ -1,10 +1,10 @@
 """Keeps chunks in this process's memory, within a budget, and loads each of them once.
 
-`EntryReader` asks for chunks by number. If several threads miss one chunk, one of them loads it and
+`EntryReader` requests chunks by number. If several threads miss one chunk, one of them loads it and
 the others wait for that load. Chunks may also be loaded ahead, by `FETCH_THREADS` threads; a load
-that a reader waits for is never queued behind those. Without an order, the least recently used
-chunk is evicted when the budget is full. With an order (`OrderPrefetch` decides), a chunk is
-dropped when the reader has finished with it.
+that a reader waits for is never queued behind loads ahead. If the cache follows no order, the least
+recently used chunk is evicted when the budget is full. If the cache follows an order
+(`OrderPrefetch` decides), a chunk is dropped when the reader has finished with it.
 
 A chunk may be *pinned*: it lies in memory that the object store shares with other processes (the
 cache of a task's nodes), and the store may ask for it back (`revoke`).
@@ -29,15 +29,16 @@ from ..waiting import WaitCause, waiting_for
 from .order_prefetch import OrderPrefetch
 
 FETCH_THREADS = 4
-"""Loads at once per process: enough to hide a store's latency behind its bandwidth."""
+"""The most loads ahead at once, per cache: enough to hide a store's latency behind its
+bandwidth."""
 
 PINNED_COST_DIVISOR = 32
-"""A pinned chunk counts this part (a 32nd) of its bytes: its memory belongs to another process, and
-only its page tables and what was decoded are ours."""
+"""A pinned chunk counts as a 32nd of its bytes in the budget: its memory belongs to another
+process, and only its page tables and decoded contents are ours."""
 
 
 class _EveryOffset(set[int]):
-    """The offsets of all entries."""
+    """A set that contains every offset."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -45,10 +46,11 @@ class _EveryOffset(set[int]):
 
 @dataclass(slots=True)
 class LoadedChunk:
-    """A chunk's bytes, the offsets of its checked entries, and decoded contents by offset.
+    """A chunk's bytes, the offsets of its entries that have been checked, and decoded contents by
+    offset.
 
     Readers get slices of `view`, which is read-only. `patch` replaces bytes that have failed their
-    check. A pinned chunk was checked whole by the owner of its memory.
+    check. The owner of a pinned chunk's memory has checked all of the chunk.
     """
 
     buffer: memoryview
@@ -56,8 +58,8 @@ class LoadedChunk:
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
-    charged: int = 0  # bytes that it counts in the budget while it is in the cache
-    is_counted: bool = False  # whether it is in the cache now
+    charged: int = 0  # bytes that the chunk counts in the budget while it is in the cache
+    is_counted: bool = False  # whether the chunk is in the cache now
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
@@ -72,7 +74,7 @@ class LoadedChunk:
 
 
 class ChunkCache:
-    """At most `budget_bytes` of chunks by number, and the loads in flight."""
+    """Chunks by number, of at most `budget_bytes` together, and the loads in flight."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class ChunkCache:
         *,
         load_cause: WaitCause = WaitCause.STORE,
     ) -> None:
-        """`load_cause`: the cause of most waits of a load, and of the readers that wait for it."""
+        """`load` loads a chunk by its number. `load_cause` is reported as the cause of the waits of
+        readers for a load in another thread."""
         self.budget_bytes = budget_bytes
         self._load = load
         self._load_cause = load_cause
@@ -112,11 +115,12 @@ class ChunkCache:
         return chunk
 
     def loaded(self, number: int) -> LoadedChunk | None:
-        """As `peek`, but this does not count as a use."""
+        """As `peek`, but does not count as a use of the chunk."""
         return self._chunks.get(number)
 
     def get(self, number: int) -> LoadedChunk:
-        """The chunk; this thread loads it unless another does. Raises what loading raises."""
+        """The chunk. If it is absent, this thread loads it, or waits for a thread that does so
+        already. Raises the errors of `load`."""
         chunk = self.peek(number)
         if chunk is not None:
             return chunk
@@ -140,8 +144,8 @@ class ChunkCache:
             self._begin(number)
 
     def prefetch_what_fits(self, sizes: Mapping[int, int]) -> None:
-        """`prefetch` these chunks (and their bytes), in this order, as long as nothing is
-        evicted."""
+        """`prefetch` chunks, in this order, as long as nothing is evicted. `sizes` has the bytes of
+        each chunk by its number."""
         room_bytes = self.budget_bytes - self._held_bytes
         for number, size in sizes.items():
             room_bytes -= size
@@ -151,20 +155,20 @@ class ChunkCache:
 
     @property
     def order(self) -> OrderPrefetch | None:
-        """The order that the cache follows, if any."""
+        """The order that the cache follows; None if it follows no order."""
         return self._order
 
     def set_order(self, followed: OrderPrefetch) -> None:
-        """Follow this order from now on: keep and load its chunks. All chunks in memory are
-        dropped."""
+        """Follow this order from now on: load and drop chunks as it decides. All chunks that are in
+        memory now are dropped."""
         with self._lock:
             self._order = followed
             for number in [*self._chunks, *self._flights]:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
-        """A reader of the order is at entry `index`. No effect if the cache follows another
-        order."""
+        """Note that a reader of the order is at entry `index`, of this visit
+        (`order_prefetch.py`). No effect if the cache follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.advance(visit, index, self.budget_bytes))
@@ -172,13 +176,15 @@ class ChunkCache:
     def mark_read(
         self, followed: OrderPrefetch, visit: int, entries: npt.NDArray[np.int64]
     ) -> None:
-        """A reader of the order has read entries of one visit. No effect as in `advance`."""
+        """Note that a reader of the order has read entries of one visit. No effect if the cache
+        follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.mark_read(visit, entries, self.budget_bytes))
 
     def revoke(self, number: int) -> None:
-        """The store asks for the memory of a pinned chunk back. A chunk in our own memory stays."""
+        """Drop a pinned chunk, since the store wants its memory back. A chunk in our own memory
+        stays."""
         with self._lock:
             chunk = self._chunks.get(number)
             if chunk is not None and chunk.is_pinned:
@@ -186,10 +192,10 @@ class ChunkCache:
                 self._uncount(chunk)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
-        """Count decoded contents of a chunk with the chunk."""
+        """Add the bytes of decoded contents to those that a chunk counts in the budget."""
         with self._lock:
             chunk.charged += more_bytes
-            if chunk.is_counted:  # else it was dropped, and a reader still holds it
+            if chunk.is_counted:  # else the chunk was dropped, and a reader still holds it
                 self._held_bytes += more_bytes
                 self._shrink()
 
@@ -228,7 +234,7 @@ class ChunkCache:
             self._uncount(chunk)
         elif (flight := self._flights.get(number)) is not None:
             flight.is_wanted = False
-            if flight.claim():  # it is still queued
+            if flight.claim():  # no thread has begun to load it
                 del self._flights[number]
 
     def _load_claimed(self, number: int, flight: Flight[LoadedChunk]) -> LoadedChunk:
@@ -241,7 +247,7 @@ class ChunkCache:
             raise
         with self._lock:
             del self._flights[number]
-            if flight.is_wanted:  # else it was dropped meanwhile
+            if flight.is_wanted:  # else the chunk was dropped meanwhile
                 self._chunks[number] = chunk
                 self._held_bytes += chunk.charged
                 chunk.is_counted = True
@@ -252,7 +258,7 @@ class ChunkCache:
     def _run_prefetch(self, number: int, flight: Flight[LoadedChunk]) -> None:
         with self._lock:
             if not flight.claim():
-                return  # a reader needed it at once and loads it itself, or it was dropped
+                return  # a reader needed the chunk at once and loads it itself, or it was dropped
         with suppress(BaseException):  # a reader gets the error from the flight, or tries again
             self._load_claimed(number, flight)
 

@@ -1,21 +1,22 @@
 """Reads many entries of a dataset in few requests, checked, in the order of their chunks or as they
 arrive.
 
-The prefetch worker of a mount uses this: it hands contents to the kernel and keeps none of them
-(`EntryReader` in `entry_reader.py` keeps chunks in memory instead). The caller asks for one list of
-entries at a time, and may announce the lists that will come next. An announced list is called a
-*unit* here: the entries of one push.
+The prefetch worker of a mount uses this module: the worker *pushes* contents into the kernel's page
+cache and keeps none of them (`EntryReader` in `entry_reader.py` keeps chunks in memory instead).
+The caller requests one list of entries at a time, and may announce the next lists. Such a list is
+called a *unit* here: the entries of one push. A *span* is a range of a chunk that is read in one
+piece; `fetching/coalesce.py` decides which extents of files are merged to one span.
 
 Reads cost more in one store than in another, so there are three ways to read. From a fast store (a
 folder in the page cache) spans are read one after the other into one buffer. From a slow store
-several spans are read at once, and announced units are read ahead. A store that takes many reads in
-one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead.
-In both cases a `ChunkReader` has the requests under way: that of the task's cache, else
-`StoredParts`. `fetching/coalesce.py` decides which extents are merged to one span.
+several spans are read at once, and announced units are read ahead. From a store that takes many
+reads in one request (`batches_reads`: a server, the cache of a task) whole batches are requested,
+also ahead. In the last two cases the requests go on in a `ChunkReader`: that of the task's cache,
+else `StoredParts`.
 
-Every byte is checked against the checksum of its entry, unless the store has done so; after a
-mismatch the entry is read once more, past all caches. One thread at a time uses a reader; it starts
-threads of its own.
+Every byte is checked against the checksum of its entry, unless the store has checked it; after a
+mismatch the entry is read once more, past all caches. One thread at a time uses a reader; the
+reader starts threads of its own.
 """
 
 import logging
@@ -42,7 +43,8 @@ log = logging.getLogger("diesel.mount")
 
 
 class ExtentBatch(NamedTuple):
-    """Contents of n extents. They may be used until the iterator gives the next batch."""
+    """Contents of n extents: runs of bytes of a file, each in one chunk; most files are one extent.
+    The contents may be used until the iterator gives the next batch."""
 
     entries: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -54,27 +56,30 @@ class BatchSource(Protocol):
     """Checked contents for the prefetch worker of a mount."""
 
     def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[ExtentBatch]:
-        """All parts of these files, without those that are damaged. Raises DieselError."""
+        """The contents of these files, batch by batch. Damaged extents are left out. Raises
+        DieselError."""
         ...
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
-        """Reads ahead: these files will probably be asked for next, the soonest first."""
+        """Announce the lists of files that `batches` will probably be called with next, the soonest
+        first, so that they are read ahead."""
         ...
 
     def read_costs(
         self, units: Sequence[npt.NDArray[np.uint32]], /
     ) -> Sequence[tuple[float, float]]:
-        """The cost of reading each of these lists of files: latency and transfer, in seconds
-        (`prefetch/decisions.py`). Returns at once, and does not look at the reads under way."""
+        """The cost of reading each of these lists of files: latency and transfer time, in seconds
+        (a mount's `prefetch/decisions.py` uses them). Returns at once, and takes no account of
+        reads under way."""
         ...
 
     @property
     def is_slow(self) -> bool:
-        """Whether reads of the store take long, as far as is known."""
+        """Whether the store is known to take long for a read, so that reading ahead helps."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Figures of the reads."""
+        """Counts of the reads, by name."""
         ...
 
     def close(self) -> None:
@@ -84,7 +89,7 @@ class BatchSource(Protocol):
 
 @dataclass(slots=True)
 class _AnnouncedUnit:
-    """Entries that `batches` will be asked for, and whether all their spans are being read."""
+    """Entries that `batches` will be called with, and whether all their spans are being read."""
 
     entries: frozenset[int]
     plan: ReadPlan
@@ -106,8 +111,8 @@ class CoalescingReader:
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
 
     def batches(self, entries: SomeEntries) -> Iterator[ExtentBatch]:
-        """The contents of these files; within a batch they are sorted by chunk and place in it. If
-        a `ChunkReader` asks several nodes, a batch has contents that one of them has sent.
+        """The contents of these files; within a batch they are sorted by chunk and offset in it. If
+        a `ChunkReader` reads from several nodes, each batch has contents from one of them.
 
         Entries that are damaged or have lost their chunk are logged, counted and left out. Raises
         ObjectStoreError if the store fails.
@@ -121,9 +126,8 @@ class CoalescingReader:
             raise
 
     def _give_up_unannounced(self, plan: ReadPlan) -> None:
-        """After a read that did not end: give up the spans in flight that no announced unit has.
-        Those of announced units stay, so that a second try reads only the spans that have failed.
-        """
+        """Give up the spans in flight of a read that did not end, except spans of announced units:
+        these stay, so that a second try reads only the spans that have failed."""
         announced: set[Span] = set()
         for unit in self._units.values():
             unit.is_begun = False  # spans that have failed are begun again
@@ -152,10 +156,10 @@ class CoalescingReader:
                 self._note_lost(error)
 
     def prefetch(self, units: Sequence[SomeEntries]) -> None:
-        """Announce the units that `batches` will be asked for next, the soonest first.
+        """Announce the units that `batches` will be called with next, the soonest first.
 
-        Begins to read them if the store is slow or takes many reads in one request, as far as
-        memory for that goes. Units of earlier calls that are not among these are given up.
+        Begins to read them if the store is slow or takes many reads in one request, up to
+        `ReadLimits.ahead_bytes`. Units of earlier calls that are not among these are given up.
         """
         if not (self.is_slow or self._fetcher.is_busy or self._fetcher.batches_reads):
             return
@@ -173,7 +177,7 @@ class CoalescingReader:
             ahead_bytes += unit.plan.bytes
             self._units[key] = unit
         for unit in before.values():
-            # The spans in flight of a unit that has lost some entries since stay.
+            # A unit may come again without some of its entries: its spans stay in flight
             for span in unit.plan.spans:
                 if span not in still_wanted:
                     self._fetcher.give_up(span)
@@ -201,8 +205,9 @@ class CoalescingReader:
         return latency_s, transfer_s
 
     def _announced(self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
-        """A unit that is new. A unit that was announced before may have lost some entries to other
-        readers: its spans in flight are used, though they bring too much."""
+        """A unit for entries that were not announced as one unit before. They may be a unit of
+        `before` that has lost some entries, since other readers have read those: then its spans in
+        flight are used, although they bring too much."""
         wanted = frozenset(entries.tolist())
         for other in before:
             if wanted <= other.entries and self._fetcher.has_any_in_flight(other.plan.spans):
@@ -211,11 +216,11 @@ class CoalescingReader:
 
     @property
     def is_slow(self) -> bool:
-        """Whether reads of the store take long, as far as is known."""
+        """See `BatchSource.is_slow`."""
         return self._fetcher.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
-        """Begin to read these units, the first before the others, as far as there is room."""
+        """Begin to read these units, in this order, as far as there is room."""
         spans = [span for unit in units for span in unit.plan.spans]
         begun = self._fetcher.begin(spans)
         for unit in units:
@@ -223,14 +228,15 @@ class CoalescingReader:
             unit.is_begun = begun >= 0
 
     def _read_at_once(self, plan: ReadPlan, first: int) -> Iterator[ExtentBatch]:
-        """As `batches`, of the spans from a number on, from a slow store: several are read at once,
-        and small ones are passed on together, since each batch costs the caller a fixed time."""
+        """As `batches`, from a slow store, for the spans from the number `first` on. Several spans
+        are read at once. Small ones are passed on in one batch, since each batch costs the caller a
+        fixed time."""
         within = self._fetcher.within_flights(plan.spans[first:])
         self._fetcher.begin(
             [span for span in plan.spans[first:] if span not in within], are_due=True
         )
         arrived: Contents = {}
-        numbers: list[int] = []  # of those that have arrived
+        numbers: list[int] = []  # of the spans in `arrived`
         size = 0
         for number, span in enumerate(plan.spans[first:], first):
             try:
@@ -257,14 +263,14 @@ class CoalescingReader:
             self._fetcher.begin(plan.spans)
         start = 0  # the number of the request's first span
         for spans in requests:
-            left: dict[Span, list[int]] = {}  # the numbers of those that have not arrived
+            left: dict[Span, list[int]] = {}  # spans that have not arrived, and their numbers
             for number, span in enumerate(spans, start):
                 left.setdefault(span, []).append(number)
             try:
                 for some in self._fetcher.arriving([*left]):
                     here = (number for span in some.contents for number in left.pop(span, ()))
                     yield from self._batches_of(plan, sorted(here), some)
-            except ObjectMissing:  # a span each
+            except ObjectMissing:  # read span by span, to find those whose chunks are lost
                 for number in sorted(chain.from_iterable(left.values())):
                     try:
                         yield self._checked(plan, number, self._fetcher.read(plan.spans[number]))
@@ -319,7 +325,8 @@ class CoalescingReader:
     def _checked_contents(
         self, rows: Rows, contents: list[memoryview], *, is_checked: bool = False
     ) -> ExtentBatch:
-        """The contents of these extents, out of their stored bytes."""
+        """The contents of these extents, checked and decoded. `contents` has their stored bytes,
+        and may be changed; `is_checked`: their checksums were found right before."""
         is_right = is_checked or (
             list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
         )

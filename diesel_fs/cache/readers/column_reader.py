@@ -1,8 +1,10 @@
-"""Reads many small files in few requests, as columns: no Python runs for each file but its check.
+"""Reads many small files in few requests, as columns: Python does no work for each file except its
+check.
 
-For stores that take many parts in one request. The next request is under way while the contents of
-one are checked. Files that are not one plain extent, or damaged, or cannot be read, are left to the
-functions of `EntryReader`. Thread-safe: nothing is kept between calls.
+`EntryReader.read_many` uses it for stores that take many parts in one request. The next request is
+under way while the contents of the last one are checked. Files that are damaged, cannot be read or
+are not one plain extent (one uncompressed run of bytes in a chunk) are left to the functions of
+`EntryReader`. Thread-safe: nothing is kept between calls.
 """
 
 from collections import Counter
@@ -25,14 +27,15 @@ Column = npt.NDArray[np.int64]
 EXTENT_BITS, PLAIN_FILE = np.uint32(layout.EXTENT_BITS), np.uint32(layout.PLAIN_FILE)
 _SINGLE_EXTENT_BITS = np.uint32(3 << layout.KIND_SHIFT | layout.MANY_EXTENTS)
 _SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)
-"""The flags of a file that is one extent, among these bits."""
+"""The flags of a file that is one extent, masked with `_SINGLE_EXTENT_BITS`."""
 
 _EMPTY = memoryview(b"")
 
 
 class _ColumnBatch(NamedTuple):
-    """Files that are read in one request: `reading` gives the stored bytes of those at `places`
-    (None: of all, which are plain files)."""
+    """Files that are read in one request, and the request. `reading` gives the stored bytes of the
+    files at the positions `places` of `rows`; if `places` is None, of all files, which are then all
+    plain. `reading` is None if no file can be read in this way."""
 
     rows: Column
     places: Column | None
@@ -50,8 +53,9 @@ class ColumnReader:
         read: Callable[[int], memoryview],
         check: Callable[[int, Extent, memoryview], memoryview],
     ) -> None:
-        """`read` reads one file, and raises its error. `check` returns the decoded content of an
-        extent, out of its stored bytes. Adds to `misses`, `fetches` and `fetched_bytes`."""
+        """`read` reads one file, and raises its error. `check` is given an entry, its extent and
+        the stored bytes, and returns the checked, decoded content. Adds to `misses`, `fetches` and
+        `fetched_bytes` in `counts`."""
         self._snapshot = snapshot
         self._parts = chunks
         self._counts = counts
@@ -59,8 +63,8 @@ class ColumnReader:
         self._check = check
 
     def contents(self, wanted: Column, bytes_max: int) -> Iterator[list[memoryview]]:
-        """The contents of files, many in one request, with one request ahead. No work is done for
-        each file except its check."""
+        """The contents of the files `wanted`, in this order: one list for each request, of at most
+        `bytes_max` stored bytes. One request is under way ahead."""
         batches = self._batches(wanted, bytes_max)
         following = next(batches, None)
         while following is not None:
@@ -68,7 +72,7 @@ class ColumnReader:
             yield self._checked_batch(batch)
 
     def _batches(self, wanted: Column, bytes_max: int) -> Iterator[_ColumnBatch]:
-        """Files in batches of one request each, which is begun when the batch is returned."""
+        """The files in batches of one request each. A request begins when its batch is yielded."""
         columns = self._snapshot.columns
         bytes_max = min(BATCH_BYTES_MAX, max(bytes_max, 1))
         start = 0
@@ -103,7 +107,7 @@ class ColumnReader:
         wrong: list[int] = []
         fetched = 0
         try:
-            for group in reading:  # each is checked while the next ones are on their way
+            for group in reading:  # a group is checked while the next ones are on their way
                 contents = group.contents
                 if not group.is_checked:
                     fetched += sum(map(len, contents))
@@ -116,7 +120,7 @@ class ColumnReader:
                         ]
                 for place, content in zip(group.places, contents, strict=True):
                     stored[place] = content
-        except DieselError:  # one cannot be read: `read` raises the error for it
+        except DieselError:  # a file cannot be read: `read` raises the error for it
             return list(map(self._read, rows.tolist()))
         counts = self._counts
         counts["misses"] += len(stored)
@@ -129,8 +133,9 @@ class ColumnReader:
     def _mended_batch(
         self, rows: Column, places: Column | None, stored: list[memoryview], wrong: list[int]
     ) -> list[memoryview]:
-        """The contents of the files `rows`, of which some are not plain or damaged: `stored` has
-        the stored bytes of those at `places` (None: all), damaged at the positions `wrong`."""
+        """The contents of the files `rows`, of which some are damaged or not plain. `stored` has
+        the stored bytes of the files at `places` (None: of all); the bytes at the positions `wrong`
+        of `stored` are damaged."""
         at = np.arange(len(rows)) if places is None else places
         flags = self._snapshot.columns.flags[rows[at]]
         is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE

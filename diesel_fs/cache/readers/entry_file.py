@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 class EntryFile(io.RawIOBase):
-    """The content of one file as a stream that can seek (`io.RawIOBase`). Raises what
-    `EntryReader.read` raises.
+    """The content of one file as a stream that can seek (`io.RawIOBase`). Reads raise the errors of
+    `EntryReader.read`.
 
-    It stays with the version in which the file was found. `read_at` is safe from any thread.
+    The stream stays with the version in which the file was found. `read_at` is safe from any
+    thread.
     """
 
     def __init__(self, reader: EntryReader, index: int) -> None:

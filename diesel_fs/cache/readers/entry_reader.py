@@ -34,15 +34,14 @@ from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 from .windows import Window, WindowPlanner
 
 WINDOW_ENTRIES = 4096
-"""How many files `read_many` looks ahead; fewer where their chunks do not fit the memory."""
+"""How many files `read_many` looks ahead; fewer if their chunks do not fit the memory."""
 
 CHECKED_AT_ONCE_BYTES = 256 << 10
 """`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
-to 0.2 ms;
-handing the read to a thread costs 0.3 ms."""
+to 0.2 ms; handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
-_READ_ON_BYTES = 16 << 20  # of a large file that is read sequentially, loaded ahead of its reader
+_READ_ON_BYTES = 16 << 20  # loaded ahead of a reader that reads a large file sequentially
 _LARGE_FILES_MAX = 1024  # large files that are remembered; then all are forgotten
 _EMPTY = memoryview(b"")
 
@@ -59,7 +58,7 @@ class EntryReader:
         prefer_entries: bool = False,
     ) -> None:
         """`prefer_entries`: if the dataset does not fit the memory, read small entries without
-        their chunks. For stores that keep the chunks near themselves, as a task's cache does.
+        their chunks. For stores that themselves keep chunks near, such as a task's cache.
         """
         self.snapshot = snapshot
         self._objects = objects
@@ -89,14 +88,14 @@ class EntryReader:
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
-        self._next_extents: dict[int, int] = {}  # by file: the next place that it is read at
+        self._next_extents: dict[int, int] = {}  # by file: where a sequential reader goes on
 
     @property
     def _everything_fits(self) -> bool:
         return self._windows.everything_fits
 
     def read(self, index: int, offset: int = 0, size: int | None = None) -> memoryview:
-        """`size` bytes of the file `index` from `offset` on (None: to its end), fewer only at its
+        """`size` bytes (None: all) of the file `index` from `offset` on; fewer only at the file's
         end.
 
         Raises DieselError: CorruptError if the stored bytes are damaged, ObjectMissing if the chunk
@@ -118,8 +117,8 @@ class EntryReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_plain(self, index: int, plain: PlainExtent) -> Bytes:
-        """The whole content of a file that is one plain extent: as `read`, with little work for a
-        small file that a task has in memory."""
+        """The whole content of a file that is one plain extent (uncompressed, in one chunk). As
+        `read`, but with little work for a small file that a task's cache has in memory."""
         chunk, start, size, checksum = plain
         chunks = self._chunks
         if chunks is None or size >= self._single_bytes_max or self._last_miss == (chunk, start):
@@ -138,7 +137,8 @@ class EntryReader:
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """As `read` if the content is in memory, else None. Never waits for the store.
 
-        A small entry whose chunk is in memory is checked in this call.
+        A small entry whose chunk is in memory is checked in this call; of a larger entry that has
+        not been checked yet, the result is None.
         """
         end = min(offset + size, self.snapshot.stat(index).size)
         if offset >= end:
@@ -155,7 +155,7 @@ class EntryReader:
     def read_many(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[memoryview]:
         """The whole contents of the files `indices`, in this order. Chunks are loaded ahead.
 
-        Raises what `read` raises; folders and links have empty contents.
+        Raises the errors of `read`; folders and links have empty contents.
         """
         wanted = np.asarray(indices, np.int64)
         if self._chunks is not None and not self._everything_fits and self._cache.order is None:
@@ -181,8 +181,8 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """The contents of files that have been checked before and have their chunks in memory; None
-        unless that holds for all of them. Hardly any work is done for each file."""
+        """The contents of these files, if all of them have been checked before and have their
+        chunks in memory; else None. Does hardly any work for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -193,7 +193,7 @@ class EntryReader:
         ends = (offsets + stored).tolist()
         chunks: dict[int, LoadedChunk] = {}
         for number in set(numbers):
-            chunk = self._cache.loaded(number)  # nothing is evicted where everything fits
+            chunk = self._cache.loaded(number)  # nothing is evicted, since everything fits
             if chunk is None:
                 return None
             chunks[number] = chunk
@@ -206,11 +206,12 @@ class EntryReader:
         return found
 
     def prefetch_order(self, order: Column, ends: Column, *, grow: bool = False) -> None:
-        """Announce that reads will come in this order. Its groups end at the positions `ends`.
+        """Announce that reads will come in this order, an order in groups of chunks
+        (`order_prefetch.py`). `ends` has the position behind each group.
 
         From then on, reads in this order load each chunk once for a group, and at most the chunks
         of two groups are in memory; other reads go on as before. If all chunks of the dataset fit
-        the memory, they stay in it and nothing changes. Raises UsageError if the chunks of one
+        the memory, they stay there and nothing changes. Raises UsageError if the chunks of one
         group do not fit; with `grow`, the memory grows to the size of two groups.
         """
         if self._everything_fits:
@@ -231,7 +232,7 @@ class EntryReader:
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the reader was made, and the memory that it holds, in bytes."""
+        """Counts since the reader was made, and the bytes of memory that it holds and may hold."""
         counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
@@ -317,7 +318,7 @@ class EntryReader:
         return self._check(index, extent, content, None)
 
     def _is_pinned(self, number: int) -> bool:
-        """Whether the store has the whole chunk in memory that it shares."""
+        """Whether the store has the whole chunk in memory that it shares with this process."""
         return self._reads.can_pin and self._reads.can_pin_nowait(self._source.name(number))
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
@@ -337,7 +338,7 @@ class EntryReader:
         content = self._check(
             index, extent, self._source.read(extent.chunk, extent.offset, extent.stored), None
         )
-        with self._single_lock:  # a reader returns for the rest of a large entry
+        with self._single_lock:  # kept, since a reader returns for the rest of a large entry
             self._single = (extent.chunk, extent.offset, content)
         return content
 
@@ -349,8 +350,8 @@ class EntryReader:
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _read_on(self, index: int, extent: Extent) -> None:
-        """If a file of several extents is read from one to the next, load the chunks of the next
-        ones as well."""
+        """If a file of several extents is read sequentially, begin to load the chunks of its next
+        extents as well."""
         end = extent.start + extent.size
         expected = self._next_extents.pop(index, 0)
         if end == self.snapshot.size(index) or self._cache.order is not None:
@@ -379,12 +380,12 @@ class EntryReader:
         try:
             content = _decoded(raw, extent)
         except CorruptError:
-            return None  # it must be read again, which takes long
+            return None  # the entry must be read again, which takes long
         self._keep(extent, content, chunk)
         return content
 
     def _read_entry_now(self, extent: Extent) -> memoryview | None:
-        """A small entry alone, if the store has it without waiting, else None."""
+        """The content of a small entry, without its chunk; None if the store would have to wait."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
         room = new_buffer(extent.stored)
@@ -393,7 +394,7 @@ class EntryReader:
         try:
             content = _decoded(room.toreadonly(), extent)
         except CorruptError:
-            return None  # it must be read again, which takes long
+            return None  # the entry must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content
@@ -401,9 +402,10 @@ class EntryReader:
     def _worth_whole(self, index: int, extent: Extent) -> bool:
         """Whether a miss should load its whole chunk.
 
-        For a file of the followed order, the order decides. Any other miss should if the whole
-        dataset fits the memory, if the chunk is there already, if the entry is a large part of it,
-        or if this entry begins at the end of the last miss (a sequential reader).
+        For a file of the followed order, the order decides. Any other miss should load the chunk if
+        the whole dataset fits the memory, if the chunk is in memory or pinned already, if the entry
+        is a large part of it, or if this entry begins at the end of the last miss (a sequential
+        reader; not with `prefer_entries`).
         """
         followed = self._cache.order
         if followed is not None and followed.holds(index):
@@ -422,7 +424,8 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """The decoded content; after a mismatch with its checksum it is read again once."""
+        """The checked, decoded content of an extent, out of its stored bytes `raw`. After a
+        mismatch it is read again, once. `chunk`: the chunk in memory that `raw` is part of."""
         try:
             content = _decoded(raw, extent)
         except CorruptError:
@@ -438,7 +441,7 @@ class EntryReader:
         return self._check(index, extent, raw, None)
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
-        """Note that an entry has been checked, and keep its decoded content."""
+        """Note that an entry has been checked, and keep its content if it was compressed."""
         if self._cache.order is not None and extent.codec != Codec.RAW:
             return  # a reader that follows an order reads each entry once
         if extent.codec != Codec.RAW and extent.offset not in chunk.decoded:
@@ -447,7 +450,8 @@ class EntryReader:
         chunk.checked.add(extent.offset)
 
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """A whole chunk: pinned, and then checked; or read from the store, and not checked yet."""
+        """Load a whole chunk: pinned (then it has been checked), or read from the store (then its
+        entries have not been checked yet)."""
         size = int(self.snapshot.chunk_sizes[number])
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
         pinned = self._reads.pin(self._source.name(number), on_revoke)
@@ -463,14 +467,15 @@ class EntryReader:
         self._counts["fetched_bytes"] += size
         try:
             self._check_preamble(number, view)
-        except ForeignError:  # another chunk, or damaged on its way: the store itself decides
+        except ForeignError:  # another chunk, or damaged on its way: read it past all caches
             self._reads.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
-        self._single_bytes_max = 0  # the next file may be in it
+        self._single_bytes_max = 0  # the next file may be in this chunk
         return LoadedChunk(view)
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
-        """Raises ForeignError for bytes that are another chunk, or no chunk."""
+        """Check that bytes begin as the chunk `number` does. Raises ForeignError if they are
+        another chunk, or no chunk."""
         try:
             parse_preamble(
                 chunk, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],
@@ -483,8 +488,8 @@ class EntryReader:
 
 
 def _decoded(stored: memoryview, extent: Extent) -> memoryview:
-    """The decoded content of an extent, checked; marked for an observer, if there is one. Raises
-    CorruptError."""
+    """The checked, decoded content of an extent. The time is reported to the observer of waits, if
+    there is one. Raises CorruptError."""
     observer = current_observer()
     if observer is None:
         return decode(stored, extent.codec, extent.size, extent.checksum)

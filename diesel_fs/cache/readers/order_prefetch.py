@@ -1,4 +1,4 @@
-"""Decides which chunks to hold while a reader follows a known order: chunks in groups.
+"""Decides which chunks to hold in memory while a reader follows a known order of groups of chunks.
 
 A chunk-wise shuffled order (`orders/shuffle.py`) consists of groups of chunks: the files of a group
 are shuffled among themselves, so a reader needs all chunks of its group in memory. The rule is: a
@@ -6,12 +6,13 @@ chunk of the group that is being read is held until its last file of that group 
 Chunks of the next group are loaded ahead as far as there is room; so at most two groups are in
 memory. Files that a reader has left unread are given up once it is well within the next group.
 
-A *visit* is a chunk in one group: a chunk that several groups want has several visits. If a group
-wants too little of a chunk to read it whole, the chunk has no visit there, and its files are read
-one by one. So are all extents of a file but the first: they may lie in chunks of other groups.
+A *visit* is the use of a chunk by one group: a chunk that several groups want has several visits.
+If a group wants too little of a chunk to read it whole, the chunk has no visit there, and its files
+are read one by one. All extents of a file except the first are read one by one, too: they may lie
+in chunks of other groups.
 
-Pure: no I/O and no clock. `ChunkCache` loads and drops the chunks, and calls every method that
-changes something under its lock.
+Pure: no I/O and no clock. `ChunkCache` loads and drops the chunks, and holds its lock when it calls
+a method that changes something.
 """
 
 from bisect import bisect_left
@@ -35,7 +36,7 @@ _LAG_FRACTION = 4
 group: until then another thread may only be slow."""
 
 _READS_BEHIND = 32
-"""A reader that reads this number of files in a row from groups that were given up is not a slow
+"""If this number of files in a row is read from groups that were given up, the reader is not a slow
 thread: it has gone back in the order."""
 
 _Column = npt.NDArray[np.int64]
@@ -54,7 +55,8 @@ class OrderPrefetch:
         many = np.flatnonzero(columns.flags[order] & layout.MANY_EXTENTS)
         stored[many] = columns.extents["stored"][columns.chunk[order[many]]]
         group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-        # Sorted by group and chunk; then in order of first use, which is the order of groups, too.
+        # The visits, sorted by group and chunk; then in order of first use, which also keeps the
+        # order of groups
         keys, first, inverse = np.unique(
             group * max(snapshot.chunk_count, 1) + chunks, return_index=True, return_inverse=True
         )
@@ -88,14 +90,14 @@ class OrderPrefetch:
         self._wanted: list[int] = reads[whole].astype(np.int64).tolist()
         self._left = self._wanted.copy()
         with_visit = np.flatnonzero(number >= 0)
-        self.first = int(order[with_visit[0]]) if len(with_visit) else -1
+        self.first = int(order[with_visit[0]]) if len(with_visit) else -1  # entry that has a visit
 
         per_group = np.bincount(group[kept], weights=sizes[whole], minlength=len(ends))
         pairs = per_group.copy()
         pairs[:-1] += per_group[1:]
         self.group_bytes_max = int(per_group.max(initial=0))
         self.two_groups_bytes_max = int(pairs.max(initial=0))
-        # One less than two groups: a reader still holds the chunk that it has just finished.
+        # One chunk less than two groups: a reader still holds the chunk that it has just finished
         self._chunks_max = max(2 * int(np.bincount(group[kept]).max(initial=0)) - 1, 1)
         self._now = 0  # the group that is being read
         self._oldest = 0  # chunks of this group and later ones may be held
@@ -109,7 +111,7 @@ class OrderPrefetch:
         return bool(self._group_of_entry[index] >= 0)
 
     def visit_of(self, index: int) -> int:
-        """The visit that an entry belongs to; -1 if the entry is to be read alone.
+        """The number of the visit that an entry belongs to; -1 if the entry is to be read alone.
 
         Entries that were read before, or are in a group that was given up, are read alone as well.
         """
@@ -124,11 +126,11 @@ class OrderPrefetch:
         return self._chunk[visit]
 
     def groups_of(self, indices: _Column) -> _Column:
-        """The group of each entry; -1 for those that are not in the order."""
+        """The number of each entry's group; -1 for entries that are not in the order."""
         return self._group_of_entry[indices].astype(np.int64)
 
     def visits_of(self, indices: _Column) -> _Column:
-        """`visit_of` each of several entries of one group, which will be read one after another."""
+        """`visit_of` for several entries of one group, which will be read one after another."""
         visits = self._visit_of[indices].astype(np.int64)
         group = int(self._group_of_entry[indices[0]])
         self._reads_behind += len(indices) if group < self._oldest else 0
@@ -139,9 +141,10 @@ class OrderPrefetch:
         return np.where(self._read[indices], -1, visits)
 
     def advance(self, visit: int, index: int, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """The reader is at an entry: returns the chunks to drop now, and those to load ahead.
+        """Note that the reader is at an entry. Returns the chunks to drop now, and the chunks to
+        load ahead; both within `budget_bytes`.
 
-        A reader that is at the first entry again, or has gone back, begins anew.
+        If the reader is at the first entry again, or has gone back, the epoch begins anew.
         """
         group, dropped = self._group[visit], []
         if self._begins_anew(index, group):
@@ -170,8 +173,8 @@ class OrderPrefetch:
     def mark_read(
         self, visit: int, entries: _Column, budget_bytes: int
     ) -> tuple[list[int], list[int]]:
-        """The reader has read entries of a visit; returns as `advance` does. An entry counts
-        once."""
+        """Note that the reader has read entries of a visit. Returns the same as `advance`. An entry
+        that is read twice counts once."""
         fresh = np.unique(entries[~self._read[entries]])
         self._read[fresh] = True
         self._left[visit] -= len(fresh)
@@ -182,7 +185,8 @@ class OrderPrefetch:
         return [chunk], self._ahead(budget_bytes)
 
     def _ahead(self, budget_bytes: int) -> list[int]:
-        """Chunks of this group and the next that there is room for, in order of first use."""
+        """The chunks of this group and the next one to load now, in order of first use, as far as
+        there is room. They count as held from now on."""
         begun = []
         while self._next < len(self._chunk) and self._group[self._next] <= self._now + 1:
             visit = self._next

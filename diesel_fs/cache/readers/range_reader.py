@@ -1,13 +1,13 @@
-"""Answers a server's read requests: many parts of chunks, out of few reads of the store.
+"""Answers read requests to a server: many parts of chunks, from few reads of the store.
 
-A client requests parts of chunks by their places. Parts that lie near each other are merged into
-one read (`fetching/coalesce.py`). Parts that several requests want at the same moment are read once
-(`fetching/flights.py`). Chunks that the server's cache tier has (in memory or on a disk,
-`tiers.py`) are read from there. The reader also bounds the memory that answers take until they have
-been sent.
+A client requests parts of chunks by chunk, start and size. Parts that lie near each other are
+merged into one read, a *run* (`fetching/coalesce.py`). Parts that several requests want at the same
+moment are read once (`fetching/flights.py`). Chunks that the server's cache tier has (in memory or
+on a disk, `tiers.py`) are read from there. The reader also bounds the memory that answers take
+until they have been sent.
 
-Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and asks
-again with `fresh` after a mismatch. Safe from any thread.
+Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and
+repeats the request with `fresh` after a mismatch. Safe from any thread.
 """
 
 import threading
@@ -35,30 +35,33 @@ STORE_READS_MAX = 32
 (`storage/objects/cloud/requests.py`); filling the cache needs some of them."""
 
 REQUEST_READS_MAX = 8
-"""Reads for one request at once: so a large request does not keep the others waiting."""
+"""Reads for one request at once. The limit keeps a large request from delaying the others."""
 
 MERGED_AT_ONCE_BYTES = 256 << 20
 """Memory of merged reads of this process, before their parts are copied into the answers."""
 
 DISK_GAP_BYTES = 32 << 10
-"""Gap that is read along from a cache on a disk. Reading it costs 0.005 ms from the page cache, as
-much as another system call; from an SSD 0.01 ms instead of 0.08."""
+"""The largest gap between two parts that are read together from a cache on a disk. To read it costs
+0.005 ms from the page cache, as much as another system call; from an SSD 0.01 ms instead of 0.08
+ms."""
 
 VIEW_BYTES_MIN = 64 << 10
-"""Larger parts of a chunk in memory are sent from where they lie. Smaller ones are copied: a copy
-costs less than one more piece to send."""
+"""Parts of a chunk in memory that have at least this size are sent without a copy. Smaller ones are
+copied: a copy costs less than one more piece to send."""
 
 ANSWER_BYTES_PER_S_MIN = 1 << 20
-"""A request may take `READ_DEADLINE_S` plus its bytes at this rate; its client gives up then."""
+"""A request may take `READ_DEADLINE_S` plus the time of its bytes at this rate; then its client
+gives up."""
 
 _MEMORY_WAIT_S = 10.0
 
 
 class _Answer:
-    """The memory of one answer: views of chunks in memory for large parts, and a row of copies for
-    all others."""
+    """The memory of one answer: views of chunks in memory for large parts, and for all other parts
+    copies, one after the other in `room`."""
 
     def __init__(self, sizes: Sequence[int], views: dict[int, memoryview]) -> None:
+        """`sizes` has the bytes of each part; the keys of `views` are numbers of parts."""
         self.views = views
         if views:
             sizes = [0 if place in views else size for place, size in enumerate(sizes)]
@@ -67,7 +70,7 @@ class _Answer:
         self.room = memoryview(b"")
 
     def at(self, place: int, size: int) -> memoryview:
-        """The memory that a part is copied to."""
+        """The memory that the part with the number `place` is copied to."""
         start = self._starts[place]
         return self.room[start : start + size]
 
@@ -104,7 +107,7 @@ class RangeReader:
         store_reads_max: int = STORE_READS_MAX,
         request_reads_max: int = REQUEST_READS_MAX,
     ) -> None:
-        """`wait_s`: how long a request waits for memory."""
+        """`wait_s`: how many seconds a request waits for memory at most."""
         self._cache = cache
         self._wait_s = wait_s
         self._deadline_s = deadline_s
@@ -117,9 +120,9 @@ class RangeReader:
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
     def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
-        """The bytes of the parts one after the other, in few pieces that do not end where the parts
-        do. The caller has checked the number and sizes of the parts. The pieces count as memory
-        until the last of them is freed.
+        """The bytes of the parts, one part after the other, in few pieces; a piece may have several
+        parts. The caller has checked the number and sizes of the parts. The pieces count in the
+        memory for answers until the last of them is freed.
 
         `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError if
         memory is short, DeadlineError, and the errors of an object store's `read_into`.
@@ -162,7 +165,8 @@ class RangeReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
-        """Copy parts of a chunk that the cache tier has; False if the tier cannot read them."""
+        """Copy parts of a chunk that the cache tier has. Returns False if the tier cannot read
+        them."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -185,8 +189,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        """Read the runs that the tier does not have; the first error ends the request."""
-        if len(runs) == 1:  # as nearly always if requests are small: this thread reads
+        """Read runs from the store. The first error ends the request, and is raised."""
+        if len(runs) == 1:  # as nearly always for small requests: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)
@@ -204,7 +208,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> BaseException | None:
-        """The first error, or None. All reads have ended then: they write into the answer."""
+        """Read the runs in threads. Returns the first error, or None, and only when all reads have
+        ended, since they write into the answer."""
         begun: set[Future[None]] = set()
         error: BaseException | None = None
         for key, run in runs:
@@ -222,12 +227,13 @@ class RangeReader:
     def _read_run(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, *, fresh: bool
     ) -> None:
-        """Fill the parts of one run. Unless `fresh`, a read under way that has them is shared."""
+        """Fill in the parts of one run. Unless `fresh`, shares a read under way that brings
+        them."""
         span = key, run.start, run.end - run.start
         with self._lock:
             shared = None if fresh else self._flights.covering(span)
             flight = Flight() if shared is None else self._flights[shared]
-            if shared is None and span not in self._flights:  # perhaps it is, if this one is fresh
+            if shared is None and span not in self._flights:  # a fresh read may find the span there
                 self._flights.begin((span,), flight)
             flight.claim()
         if shared is None:
@@ -237,7 +243,7 @@ class RangeReader:
                 content = flight.result(max(until_s - time.monotonic(), 0.0))
             except TimeoutError:
                 raise _too_late() from None
-            if content is None:  # the failure may be about the other's range: try alone
+            if content is None:  # the failure may be about the larger range: try alone
                 self._read_run(key, run, answer, until_s, fresh=True)
                 return
             answer.copy(run.parts, content, shared[1])
@@ -277,9 +283,9 @@ class RangeReader:
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
-        """Read a run into the answer, and return its bytes.
+        """Read a run, copy its parts into the answer, and return all its bytes.
 
-        If its first part is all of it, the bytes are read straight to their place.
+        If the run's first part is the whole run, the bytes are read straight into the answer.
         """
         _, size, place = run.parts[0]
         if size == run.end - run.start:
@@ -294,8 +300,9 @@ class RangeReader:
 
 
 def _large_views(held: CacheHandle, wanted: list[ChunkPart]) -> dict[int, memoryview]:
-    """The large parts of a chunk in memory, by place: they are sent from there. Empty if a part
-    ends behind the chunk: reading from the store gives the error for that."""
+    """Views of the large parts of a chunk in memory, by the numbers of the parts. Empty if the
+    chunk is not in memory, or if a part ends behind the chunk: reading from the store gives the
+    error for that."""
     if max(start + size for start, size, _ in wanted) > held.bytes:
         return {}
     views = {

@@ -1,5 +1,5 @@
 """Cuts the files that `EntryReader.read_many` will return into windows, and decides for each window
-which chunks to read whole. Looks at the cache of chunks, and changes nothing.
+which chunks to read whole. Reads the state of the cache of chunks, and changes nothing in it.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 class Window:
     """Files that `read_many` returns next, and the chunks to read whole for them.
 
-    `chunks` has the chunk of each file, -1 for a file that is not one uncompressed extent. The keys
-    of `whole` are the chunks to read whole, in order of first use.
+    `chunks` has the chunk of each file, -1 for a file that is to be read alone. The keys of `whole`
+    are the chunks to read whole, in order of first use.
 
-    If the cache follows an order (`order_prefetch.py`), all files are of one group of it. A
-    visit is the use of one chunk by one group, known by its number in the order. The values of
-    `whole` are visits of that order (else -1); and `closing` has, at the position of the last file
-    of a visit, all files of the visit.
+    If the cache follows an order (`order_prefetch.py`), all files are of one group of the order, or
+    of none. A *visit* is the use of one chunk by one group, and has a number in the order. The
+    values of `whole` are visits of that order (else -1). `closing` maps the position in `wanted` of
+    the last file of each visit to all files of the visit.
     """
 
     wanted: Column
@@ -41,7 +41,8 @@ class WindowPlanner:
     def __init__(
         self, snapshot: Snapshot, cache: ChunkCache, is_pinned: Callable[[int], bool]
     ) -> None:
-        """`is_pinned`: whether the store has a whole chunk in memory that it shares."""
+        """`is_pinned` returns whether the store has a whole chunk in memory that it shares with
+        this process."""
         self._snapshot = snapshot
         self._cache = cache
         self._is_pinned = is_pinned
@@ -53,7 +54,8 @@ class WindowPlanner:
         return self._total_bytes <= self._cache.budget_bytes
 
     def next(self, wanted: Column) -> Window:
-        """The first of `wanted` that belong to one group of the followed order, or to no group."""
+        """The next window: the first files of `wanted` that belong to one group of the followed
+        order, or to no group."""
         followed = self._cache.order
         if followed is None:
             return self._window(wanted)
@@ -63,8 +65,8 @@ class WindowPlanner:
         return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
 
     def _window(self, wanted: Column) -> Window:
-        """The first of `wanted`: as many as have chunks that fit the memory together, at least
-        one."""
+        """The window of the first files of `wanted` whose chunks fit the memory together (at least
+        one file)."""
         chunks, stored = self._plain_chunks(wanted)
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
@@ -77,7 +79,7 @@ class WindowPlanner:
     def _followed_window(self, followed: OrderPrefetch, wanted: Column) -> Window:
         chunks, _ = self._plain_chunks(wanted)
         visits = followed.visits_of(wanted)
-        chunks[visits < 0] = -1  # too little is wanted of their chunks: read alone
+        chunks[visits < 0] = -1  # the group wants too little of these chunks: read files alone
         closing = {}
         plain = np.flatnonzero(chunks >= 0)
         by_visit = plain[np.argsort(visits[plain], kind="stable")]
@@ -119,7 +121,7 @@ class WindowPlanner:
         return whole
 
     def _held_bytes(self, number: int) -> int:
-        """The bytes that a whole chunk counts in the memory."""
+        """The bytes that a whole chunk counts in the budget of the cache."""
         return int(self._snapshot.chunk_sizes[number]) // (
             PINNED_COST_DIVISOR if self._is_pinned(number) else 1
         )

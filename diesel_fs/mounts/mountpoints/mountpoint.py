@@ -1,7 +1,7 @@
 """Finds mounts of datasets, prepares mount points, and unmounts.
 
-A mount of a dataset is a FUSE mount, or it is *native*: a tree of EROFS, which the kernel serves
-alone, with a FUSE mount on the folder `.diesel` in it, which delivers the contents.
+A mount of a dataset is a FUSE mount, or it is *native*: a mount of EROFS, whose tree the kernel
+serves alone, and in it a FUSE mount on the folder `.diesel`, which delivers the contents.
 
 This process never touches a mount itself: a `stat` of a dead mount succeeds, since the kernel keeps
 its attributes, and a call to a mount that hangs never returns. If a mount must answer, a child
@@ -54,8 +54,9 @@ class DatasetMount:
 
     tree: MountEntry
     fuse: MountEntry | None
-    """`tree` itself, or in a native mount the one on `.diesel`. If the tree has none here but is
-    mounted elsewhere too, this is the one there. None if it was unmounted."""
+    """The FUSE mount: `tree` itself, or in a native mount the mount on `.diesel`. If `tree` has no
+    such mount in it, but the same tree is mounted elsewhere with one, then that one. None if it was
+    unmounted."""
 
     @property
     def path(self) -> str:
@@ -68,8 +69,9 @@ class DatasetMount:
 
     @property
     def device(self) -> str:
-        """The device number of the FUSE mount; empty if unknown. It names the connection and the
-        daemon, and stays the same when a native mount switches to another tree."""
+        """The device number of the FUSE mount; "" if unknown. The number identifies the connection
+        with the kernel and the daemon, and stays the same when a native mount switches to another
+        tree."""
         return self.fuse.device if self.fuse else ""
 
     @property
@@ -78,7 +80,7 @@ class DatasetMount:
 
     @property
     def owner(self) -> int | None:
-        """The user ID, if known."""
+        """The ID of the user who has mounted; None if unknown."""
         options = self.fuse.options if self.fuse else ()
         ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
         return int(ids[0]) if ids and ids[0].isdigit() else None
@@ -91,12 +93,14 @@ class DatasetMount:
 
     @property
     def hidden_folder(self) -> str:
+        """The path of the folder `.diesel`."""
         if self.is_native and self.fuse is not None:
             return self.fuse.path
         return os.path.join(self.path, HIDDEN_FOLDER)
 
 
 def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
+    """The mounts of datasets among all mounts of a mount namespace."""
     entries = list(entries)
     trees = {each.mount_id: each for each in entries if _is_native_tree(each)}
     hidden_of_mount: dict[int, MountEntry] = {}
@@ -117,7 +121,8 @@ def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
 
 
 def _is_native_tree(entry: MountEntry) -> bool:
-    """Whether a mount of EROFS is ours. Other ones have a path as their source."""
+    """Whether a mount is the tree of a native mount: EROFS with a dataset as its source, not a
+    path."""
     name, at, version = entry.source.partition("@")
     if entry.kind != _EROFS or (at and not version.isdecimal()):
         return False
@@ -136,8 +141,8 @@ def mounted_at(path: str) -> DatasetMount | None:
 
 
 def is_mounted(path: str, device: str) -> bool:
-    """Whether the topmost mount at a path belongs to the FUSE mount with this device number. A
-    native mount that has lost its FUSE mount counts as that one."""
+    """Whether the topmost mount at a path is the dataset mount whose FUSE mount has this device
+    number. A native mount that has lost its FUSE mount, so that its number is unknown, counts."""
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
 
@@ -152,7 +157,7 @@ def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
 
 
 class MountPresence:
-    """Tells whether a mount is still there, at any path that this process sees. Belongs to one
+    """Finds out whether a mount is still there, at any path that this process sees. Belongs to one
     thread.
 
     A native mount counts as present while its tree is there: `.diesel` may have been unmounted
@@ -162,7 +167,7 @@ class MountPresence:
     def __init__(self, device: str) -> None:
         """`device` is the number of the FUSE mount."""
         self._device = device
-        self._trees: set[str] = set()  # device numbers of the trees that it was last seen in
+        self._trees: set[str] = set()  # device numbers of the mount's trees, when last seen
 
     def is_mounted(self) -> bool:
         found = dataset_mounts(mounts())
@@ -174,7 +179,7 @@ class MountPresence:
 
 
 def real_path(directory: str | os.PathLike[str]) -> str:
-    """The path without symbolic links, as mountinfo lists it. A mount there is not touched."""
+    """The path without symbolic links, as the kernel lists mounts. A mount there is not touched."""
     folder, name = os.path.split(os.path.abspath(directory))
     path = os.path.join(os.path.realpath(folder), name)
     is_mount = topmost_at(path, mounts()) is not None
@@ -182,7 +187,7 @@ def real_path(directory: str | os.PathLike[str]) -> str:
 
 
 def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
-    """Raises UsageError if no dataset is mounted there."""
+    """The dataset mount on a directory. Raises UsageError if no dataset is mounted there."""
     path = real_path(directory)
     if found := mounted_at(path):
         return found
@@ -284,7 +289,8 @@ def unmount_dead(mountpoint: str) -> None:
 
 
 def _create_folders(folder: str) -> Sequence[str]:
-    """Raises UsageError, PermissionDenied."""
+    """Creates a folder and the missing ones above it. Returns those that it created, the outermost
+    first. Raises UsageError, PermissionDenied."""
     missing = []
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -307,15 +313,16 @@ def _create_folders(folder: str) -> Sequence[str]:
 
 
 def remove_created_folders(folders: Sequence[str]) -> None:
-    """Those that are not empty stay."""
+    """Removes folders that `prepare_mountpoint` has created. A folder that is not empty stays."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Unmounts the topmost mount at a path. With `lazy`, also one that is in use, which lives on
-    without a path. Raises BusyError, PermissionDenied or DieselError."""
+    """Unmounts the topmost mount at a path. With `lazy`, also a mount that is in use: it then lives
+    on without a path until its last user ends. Raises BusyError, PermissionDenied or
+    DieselError."""
     found = mounted_at(mountpoint)
     try:
         if found is not None and found.hidden_mount is not None and not lazy:
@@ -337,17 +344,18 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
     """Unmounts a native mount, or leaves it as it is. Raises OSError.
 
-    The kernel refuses to unmount a mount that has another one in it. So `.diesel` is unmounted
-    first, and attached again if the tree turns out to be in use. Readers of `.diesel` may see it
-    missing for some 0.1 ms.
+    The kernel refuses to unmount a mount that has another mount in it. So the mount on `.diesel` is
+    unmounted first, and attached again if the tree turns out to be in use. Readers of `.diesel` may
+    see it missing for some 0.1 ms.
     """
     inside = {each.mount_id for each in mounts() if each.parent_id == found.tree.mount_id}
     if inside - {hidden.mount_id}:  # a user has mounted something in it
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     with ExitStack() as stack:
         stack.callback(os.close, tree := syscalls.clone_mount(found.path))
-        # This keeps the name `.diesel` meanwhile: the tree does not list it, so it could not be
-        # looked up again. A descriptor below the copy does not keep the mount itself busy.
+        # An open descriptor makes the kernel keep the name `.diesel`: the tree does not list it, so
+        # it could not be looked up again. The descriptor is of a copy of the mount, so that it does
+        # not keep the mount itself busy.
         flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         stack.callback(os.close, os.open(HIDDEN_FOLDER, flags, dir_fd=tree))
         stack.callback(os.close, fuse := syscalls.clone_mount(hidden.path))
@@ -363,12 +371,12 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
 
 
 def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
-    """Aborts the connection with the kernel, so that calls that wait for the mount fail. Returns
-    False if this user may not.
+    """Aborts a mount's connection with the kernel, so that calls that wait for the mount fail.
+    Returns False if this user may not do that.
 
-    `abort_file` comes from `syscalls.open_abort`: it belongs to this connection even if its device
-    number is used again. If it is -1, root unmounts by force; for another user, the connection ends
-    with the processes that hold it (`processes.free_killed`).
+    `abort_file` is a descriptor from `syscalls.open_abort`: it belongs to this connection even if
+    the device number is used again. If it is -1, root unmounts by force; for another user, the
+    connection ends with the processes that hold it (`processes.free_killed`).
     """
     with suppress(OSError):
         if abort_file >= 0:
@@ -419,7 +427,7 @@ def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
     `deadline_s` (by default `ANSWER_DEADLINE_S`).
 
     Another user's mount answers EACCES, which counts as alive. The tree of a native mount always
-    answers, so its `.diesel` is tried instead; a tree without it is dead.
+    answers, so its `.diesel` is tried instead; a tree without `.diesel` is dead.
     """
     found = mounted_at(mountpoint)
     if found is not None and found.is_native:
@@ -450,8 +458,8 @@ def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
 
 
 def _run_in_child(statement: str, path: str, deadline_s: float | None = None) -> tuple[int, bytes]:
-    """Runs one line of Python; only the child hangs with the mount. Returns the errno and the
-    output."""
+    """Runs one line of Python in a child process, so that only the child hangs if the mount does.
+    Returns the errno (0: success) and the output. Raises DeadlineError."""
     program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
@@ -475,6 +483,6 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
         assert child.stdout is not None
         child.stdout.close()
         raise DeadlineError(
-            f"the mount of {path} does not answer", advice="end it by `dlcmd umount --force`"
+            f"the mount of {path} does not answer", advice="end it with `dlcmd umount --force`"
         ) from None
     return child.returncode, answer

@@ -22,13 +22,14 @@ _MARK = "diesel-mount-"
 _KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 _REQUEST_BYTES = 2 << 20
-"""The kernel hands over a request only if the buffer could hold the longest possible one."""
+"""The size of the buffer for a FUSE request: the kernel hands over a request only if the buffer
+could hold the longest possible one."""
 
 _FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
 """Errors of a read after which the next request can be read."""
 
 _FREED_S = 0.05
-"""How long a killed process gets to end before more requests are failed."""
+"""How long a killed process gets to end, before the next attempt to free it."""
 
 
 def mark_as_daemon(device: str) -> int:
@@ -76,8 +77,8 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def was_killed(thread: int) -> bool:
-    """Whether a fatal signal is pending for a thread: it ends as soon as it stops waiting. False if
-    it is invisible."""
+    """Whether a fatal signal is pending for a thread, so that the thread ends as soon as it stops
+    waiting. `thread` is its ID. False if the thread is invisible to this user."""
     return _status_of(thread)[1]
 
 
@@ -90,8 +91,9 @@ def is_killed_but_waits(pid: int) -> bool:
 
 
 def killed_servants_of(mountpoint: str) -> list[int]:
-    """The processes of a mount at this path that were killed but cannot end. Their supervisor may
-    have ended before them, so they are recognised by their last argument, the mount point."""
+    """The IDs of processes of a mount at this path that were killed but cannot end. The mount's
+    supervisor may have ended before them, so they are recognised by their last argument, the mount
+    point."""
     return [
         pid
         for pid in _processes()
@@ -103,12 +105,12 @@ def free_killed(pid: int, within_s: float) -> bool:
     """Ends a killed process that waits in the kernel for a request which no process will answer.
     Returns whether it ended in time.
 
-    The prefetch worker gets there if it pushes a page that a READ holds, and the server was killed
-    before it took the READ: the worker keeps the connection open, the connection keeps the READ,
-    and the READ keeps the worker. The kernel fails requests that were taken through a descriptor
-    that is then closed; so this takes all that wait, through a descriptor like the worker's. It
-    needs no root rights. It must not be called while another process serves the connection, since
-    requests would be lost.
+    The prefetch worker gets into that state if it pushes a page that a READ holds, and the server
+    was killed before it took the READ: the worker keeps the connection open, the connection keeps
+    the READ, and the READ keeps the worker. The kernel fails requests that were taken through a
+    descriptor that is then closed; so this function takes all waiting requests through a clone of
+    the worker's descriptor, and closes the clone. It needs no root rights. It must not be called
+    while another process serves the connection, since requests would be lost.
     """
     end_s = time.monotonic() + within_s
     while not ends_within(pid, _FREED_S):
@@ -128,8 +130,8 @@ def free_killed(pid: int, within_s: float) -> bool:
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
     """The other mounts that the same daemon serves, at another path or in another mount namespace
-    (of a container), each with a process that sees it. `retired` maps the mount IDs of earlier
-    trees to their devices. Mounts that this user may not see are left out."""
+    (of a container), each with the ID of a process that sees it. `retired` maps the mount IDs of
+    trees of earlier versions to their devices. Mounts that this user may not see are left out."""
     return {
         each.tree: pid
         for pid, entries in _tables_of(_processes())
@@ -143,16 +145,16 @@ def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[Mou
 
 
 def holders_of(mount: DatasetMount) -> list[int]:
-    """The processes that have a file or folder of the mount open, mapped, or as working folder,
-    through any mount of it."""
+    """The IDs of processes that have a file or folder of the mount open, mapped, or as working
+    folder, at this path or through another mount of the same file system."""
     return holders_of_trees(
         {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
     )
 
 
 def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
-    """As `holders_of`, for file systems that may not be mounted any more: the device of each, by
-    the present or past ID of its mount."""
+    """As `holders_of`, for file systems that may not be mounted any more. `trees` maps the present
+    or past ID of each mount to the device of its file system."""
     if not trees:
         return []
     devices = set(trees.values())
@@ -168,12 +170,14 @@ def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
 
 
 def openers_of(mount: DatasetMount) -> list[int]:
-    """As `holders_of`, without mapped files, and only through this very mount."""
+    """As `holders_of`, but without processes that only have files mapped, and only for files opened
+    through this very mount."""
     mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
 def ends_within(pid: int, within_s: float) -> bool:
+    """Whether a process has ended, or ends within this time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -246,8 +250,8 @@ def _mount_id(fdinfo: str) -> int:
 
 
 def _status_of(thread: int) -> tuple[str, bool]:
-    """The state letter of a thread, and whether a fatal signal is pending; "" and False if it is
-    invisible."""
+    """The state letter of a thread, and whether a fatal signal is pending; "" and False if the
+    thread is invisible to this user."""
     with suppress(OSError, ValueError, KeyError):
         text = Path(f"/proc/{thread}/status").read_text(encoding="ascii", errors="replace")
         status = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

@@ -1,8 +1,9 @@
 """The kernel session: it speaks the FUSE protocol on /dev/fuse itself.
 
-It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a request
-and keeps their pages, and names that were looked up are valid for ever. So a file with pages in the
-kernel's cache is opened, read and closed without any request; another one costs one READ.
+The session refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a
+request and keeps their pages, and names that were looked up are valid for ever. So a file with
+pages in the kernel's cache is opened, read and closed without any request; any other file costs one
+READ.
 `protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
 
 Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
@@ -44,10 +45,12 @@ KILLED_LOOK_S = 0.05
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 Content = Bytes | Sequence[Bytes]
-"""Perhaps in pieces."""
+"""The content of a reply, perhaps in pieces."""
 Answer = Content | None
-"""None: no reply now, or never."""
+"""The result of a handler: the content of the reply, or None if there is no reply, or a task will
+send it later."""
 Handler = Callable[[RequestHeader, memoryview], Answer]
+"""Handles one request, given its header and its whole message. Raises FuseErrno to refuse it."""
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 """These get ENOSYS, after which the kernel never sends them again."""
@@ -55,8 +58,8 @@ _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""Errors of reading the device after which the session goes on. Mostly the request was withdrawn,
-because its process was killed."""
+"""Errors of reading the device after which the session goes on. The usual cause is that a request
+was withdrawn, because its process was killed."""
 
 
 def _ignore(_: object) -> None: ...
@@ -76,22 +79,27 @@ def _pieces(content: Content) -> Sequence[Bytes]:
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
-"""For unknown requests."""
+"""The name and handler of unknown requests."""
 
 
 class _Waiting(NamedTuple):
+    """A request that a task will answer: its thread, the task's scope, and its measured wait."""
+
     thread: int
     scope: trio.CancelScope
     wait: Wait
 
 
 class KernelSession:
+    """The kernel session (see the module); the interface is `Session` in `session.py`."""
+
     name: ClassVar[str] = "kernel"
 
     def __init__(
         self, vfs: Vfs, mountpoint: str, options: Sequence[str], *, device: int = -1
     ) -> None:
-        """`device` is a connection that is already open, for tests without `mount`."""
+        """`device` is the descriptor of a connection that is open already, for tests without
+        `mount`."""
         self._vfs = vfs
         self._waits = vfs.waits
         self._begun_s = 0.0  # when the request that is being handled was read
@@ -132,8 +140,8 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
-        kernel lacks something."""
+        """Mounts, and answers the kernel's first request (INIT). Raises PermissionDenied,
+        DeadlineError; SessionUnsupported, with nothing mounted, if the kernel lacks something."""
         self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
             self._negotiate()
@@ -189,7 +197,7 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Returns False if the mount has ended."""
+        """Reads one request and answers it, or begins to. Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
@@ -219,14 +227,15 @@ class KernelSession:
         push_status: PushStatusMap,
     ) -> None:
         """Connects the prefetch worker. From now on the session calls `on_miss` with entries that
-        the kernel had no content of, and `on_forget` with entries that it has forgotten. It holds
-        READs of entries that are pushed soon, by `push_status`."""
+        the kernel had no content of, and `on_forget` with entries that the kernel has forgotten.
+        READs of entries that `push_status` marks as pushed soon are held for a moment."""
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
         if self._reads_failed:
             push_status.note_failed_read()
 
     def detach_worker(self) -> None:
-        """The worker has ended: nothing is reported or held any more."""
+        """Called when the worker has ended: from now on nothing is reported to it, and no READ is
+        held."""
         self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
 
     # requests ---------------------------------------------------------------------------------
@@ -257,7 +266,8 @@ class KernelSession:
                 self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """The kernel may have withdrawn the request meanwhile; that is no error."""
+        """Sends a reply: content, or the errno `number`. The kernel may have withdrawn the request
+        meanwhile, which is no error."""
         header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
@@ -268,7 +278,7 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers at once from memory, or in a task, so that it delays no other."""
+        """Answers a READ at once from memory, or in a task, so that it delays no other request."""
         unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
@@ -301,7 +311,8 @@ class KernelSession:
     async def _read_held(
         self, push_status: PushStatusMap, node: int, offset: int, size: int
     ) -> Bytes:
-        """A READ of a file that is pushed soon waits a moment: the worker gets ahead of it."""
+        """The content for a READ of a file that is pushed soon. Waits a moment first, so that the
+        worker gets ahead of the reader."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):
@@ -313,8 +324,8 @@ class KernelSession:
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
     ) -> None:
-        """Starts the task that answers, at the latest when `serve` begins. From now on INTERRUPT
-        can end it, even before it runs."""
+        """Starts a task that answers a request with `content`; before `serve` has begun, only then.
+        INTERRUPT can end the task from now on, even before it runs."""
         unique, node = request.unique, request.node
         cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
         wait = self._waits.begin(request.thread, cause, self._begun_s)
@@ -342,7 +353,7 @@ class KernelSession:
                 if waiting.scope.cancel_called:
                     number = errno.EINTR
                 elif trio.current_effective_deadline() == -math.inf:
-                    number = errno.EIO  # the mount is ending
+                    number = errno.EIO  # cancelled since the mount is ending
                 else:
                     number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
@@ -354,10 +365,10 @@ class KernelSession:
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
         """Ends a request with EINTR if its thread was killed. INTERRUPT itself gets no reply.
 
-        The kernel sends it after any signal, also one that the thread handles, or that stops it for
-        a while. Then the request goes on, since EINTR would fail the read of an intact file (with
-        EIO in a native mount). The kernel reports only the first signal, so a task checks whether
-        the thread is killed later.
+        The kernel sends INTERRUPT after any signal, also a signal that the thread handles, or that
+        stops it for a while. Then the request goes on, since EINTR would fail the read of an intact
+        file (with EIO in a native mount). The kernel reports only the first signal, so a task
+        checks whether the thread is killed later.
         """
         unique = protocol.parse_interrupt(message)
         if unique in self._waiting and self._nursery is not None:
@@ -365,7 +376,8 @@ class KernelSession:
         return None
 
     async def _end_if_killed(self, unique: int) -> None:
-        """Returns when the request was answered, or its thread killed."""
+        """Ends a waiting request once its thread has been killed. Returns then, or when the request
+        has been answered."""
         while (waiting := self._waiting.get(unique)) is not None:
             if was_killed(waiting.thread):
                 waiting.scope.cancel()

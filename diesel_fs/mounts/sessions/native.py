@@ -1,4 +1,4 @@
-"""The native session: the kernel answers everything but the first read of a content.
+"""The native session: the kernel answers everything except the first read of a content.
 
 Users see a *tree* that the kernel's own EROFS serves from an image of the snapshot
 (`native_tree.py`), so names, attributes, listings, opens and ioctls never reach a process of ours.
@@ -6,12 +6,13 @@ Contents come from one virtual file, the *content file* (`mounts/tree/content_fi
 mount that this session serves as the kernel session does. Users see the root of that FUSE mount as
 `.diesel`; the content file is not listed there, and only root can open it.
 
-The tree holds the content file open. When the kernel closes it (RELEASE), the tree has been
-unmounted and none of its files is open any more; after the last one the session ends.
+The tree holds the content file open. When the kernel closes that (RELEASE), the tree has been
+unmounted and none of its files is open any more; when this has happened to all trees, the session
+ends.
 
-If a mount follows its dataset, another tree replaces the current one (`switch_tree`): the kernel
-puts it beneath that one, which is then detached. So all look-ups meet the new tree from one moment
-on. Open files and working folders keep the old tree alive.
+If a mount follows its dataset, a new tree replaces the current one (`switch_tree`): the new tree is
+mounted beneath the current one, which is then detached. So all look-ups meet the new tree from one
+moment on. Open files and working folders keep the old tree alive.
 
 Concurrency: as the kernel session. Mounting a tree opens the content file, so a thread does it
 while the session goes on answering.
@@ -58,19 +59,20 @@ log = logging.getLogger("diesel.mount")
 
 PRIVATE_NODE = HIDDEN_ROOT - 1
 """The node of the first content file. Later content files and images (`_mount_image`) have lower
-ones; none is used twice."""
+nodes; no node is used twice."""
 
 TREE_READ_AHEAD_KIB = 1024
+"""How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far the kernel then reads ahead in the content file. Next to pushed files it does so even for
-a reader in random order, so this is one READ, not several."""
+"""How far the kernel then reads ahead in the content file. Next to pushed files it reads ahead even
+for a reader in random order; with this size that takes one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""Reading threads that are remembered; then all are forgotten."""
+"""The most reading threads that are remembered; beyond that all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -83,7 +85,8 @@ def _drop_fuse_descriptors() -> None:
     OSError.
 
     The thread waits for answers of this process. If the process is killed meanwhile, the thread
-    ends only when the connection does, and that ends only when its device is open nowhere.
+    ends only when the connection does, and the connection ends only when no thread has its device
+    open.
     """
     syscalls.own_descriptors()
     for name in os.listdir("/proc/thread-self/fd"):
@@ -94,6 +97,9 @@ def _drop_fuse_descriptors() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeVersion:
+    """A version of the dataset as a tree shows it: its image, and the `Vfs` that reads its
+    contents."""
+
     image: Image
     file: int
     """A descriptor of the image's file. It stays open until `on_end`."""
@@ -107,13 +113,13 @@ class _Tree:
     """A tree that is being mounted, is mounted, or was mounted and still has an open file."""
 
     version: TreeVersion
-    content_node: int
+    content_node: int  # of the content file
     content: ContentVersion
-    image_node: int = 0  # of the image, if the session can serve it
+    image_node: int = 0  # of the image's file, if the session can serve it; else 0
     mount_id: int = 0  # in mountinfo
     device: str = ""  # the number of its file system
     is_being_mounted: bool = True
-    opens: int = 0  # how often it has the content file open
+    opens: int = 0  # how often the tree has the content file open
 
 
 class _OwnThread(Generic[_T]):
@@ -145,6 +151,8 @@ class _OwnThread(Generic[_T]):
 
 
 class NativeSession(KernelSession):
+    """The native session (see the module); the interface is `Session` in `session.py`."""
+
     name: ClassVar[str] = "native"
 
     def __init__(
@@ -156,8 +164,8 @@ class NativeSession(KernelSession):
         *,
         on_connection: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`version` is the first one that the tree shows. `on_connection` gets the device of the
-        connection before `mount` uses it."""
+        """`version` is the version to show first. `on_connection` is called with the device number
+        of the FUSE mount before `mount` uses the connection."""
         super().__init__(vfs, mountpoint, options)
         self._on_connection = on_connection
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
@@ -168,12 +176,16 @@ class NativeSession(KernelSession):
         self._handles = itertools.count(1)  # of opens of content files
         self._openers: dict[int, _Tree] = {}  # by handle
         self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
-        self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
-        self._current = self._missed = self._add_tree(version)  # `_missed`: its READs are misses
+        # The thread that mounts the newest tree, else 0. The content file that it opens is held
+        # open by the tree
+        self._mounter = 0
+        # `_missed`: the tree whose READs are reported to the worker as misses
+        self._current = self._missed = self._add_tree(version)
         self.private_mount = -1
-        """A descriptor of the FUSE mount at no path; the content file can be opened in it."""
+        """A descriptor of a FUSE mount at no path, in which the content file can be opened; -1 if
+        there is none."""
         self.note = ""
-        """Why the tree is not mounted in the best way, if it is not."""
+        """Why the tree is not mounted in the best way; "" if it is."""
 
     @staticmethod
     def check_usable(*, must_switch: bool = False) -> None:
@@ -186,16 +198,17 @@ class NativeSession(KernelSession):
 
     @property
     def content_node(self) -> int:
+        """The node of the content file of the current tree."""
         return self._current.content_node
 
     @property
     def mount_id(self) -> int:
-        """Of the current tree, in mountinfo."""
+        """The ID of the current tree's mount, in mountinfo."""
         return self._current.mount_id
 
     @property
     def has_trees(self) -> bool:
-        """Whether a tree is mounted, or a file of one is still open."""
+        """Whether a tree is mounted, or a file of any tree is still open."""
         return bool(self._trees)
 
     def mount(self) -> None:
@@ -217,11 +230,11 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Shows another version in the place of the current one; all look-ups meet it from one
-        moment on.
+        """Shows another version in the place of the current one; all look-ups meet the new version
+        from one moment on.
 
         Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
-        kernel cannot do it, SessionUnsupported, and OSError. Then nothing has changed.
+        kernel cannot replace a tree, SessionUnsupported, and OSError. Then nothing has changed.
         """
         tree = self._add_tree(version)
         try:
@@ -235,7 +248,7 @@ class NativeSession(KernelSession):
         self._end_if_unused(tree)
 
     def retired_trees(self) -> dict[int, str]:
-        """The devices of earlier trees that are still in use, by the ID that the mount of each
+        """The earlier trees that are still in use: their devices, by the IDs that their mounts
         had."""
         return {
             each.mount_id: each.device
@@ -258,7 +271,7 @@ class NativeSession(KernelSession):
                 raise DieselError(f"{each.source} is mounted inside, on {each.path}")
 
     def _add_tree(self, version: TreeVersion) -> _Tree:
-        """Makes the contents of a version readable. Its tree is not mounted yet."""
+        """Makes the contents of a version readable. Its tree is mounted later."""
         chain = version.image.chain
         node = next((node for node, each in self._contents.items() if each.chain == chain), 0)
         if not node:
@@ -287,21 +300,22 @@ class NativeSession(KernelSession):
             self.private_mount = -1
 
     def _replace_tree(self, new: _Tree) -> None:
-        """Puts a tree in the place of the current one. For a thread. Raises as `switch_tree`."""
+        """Puts a tree in the place of the current one. For a thread. Raises the errors of
+        `switch_tree`."""
         self.check_place()
         self._drop_zeros(new)
         _OwnThread(lambda: self._mount_tree(new, beneath=True)).result()
         ours = self._current.mount_id, new.mount_id
         top = topmost_at(self._mountpoint, mounts())
-        # If somebody has just unmounted the old tree, the new one goes, too.
+        # The old tree is detached. If somebody has just unmounted it, the new tree goes instead.
         if top is not None and top.mount_id in ours:
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _drop_zeros(self, new: _Tree) -> None:
-        """Makes the kernel drop its pages at the places of new contents: it also reads ahead past
-        the end of contents, and got zeros there.
+        """Makes the kernel drop its pages at the addresses of new contents: the kernel also reads
+        ahead past the end of contents, and got zeros there.
 
-        Waits for READs of these pages that were begun before. Raises OSError.
+        Waits for earlier READs of these pages. Raises OSError.
         """
         node = new.content_node
         *before, _ = [each for each in (*self._trees,) if each.content_node == node]
@@ -334,8 +348,8 @@ class NativeSession(KernelSession):
             mounted.close()
 
     def _mount_image(self, tree: _Tree) -> Tree:
-        """EROFS cannot use files of some file systems (tmpfs, overlayfs); then the kernel reads the
-        image through the FUSE mount, too."""
+        """Mounts the image of a tree. EROFS cannot use files of some file systems (tmpfs,
+        overlayfs); then the kernel reads the image through the FUSE mount, too."""
         private = f"/proc/thread-self/fd/{self.private_mount}"
         files = [f"/proc/thread-self/fd/{tree.version.file}"]
         if tree.image_node:
@@ -344,6 +358,7 @@ class NativeSession(KernelSession):
         return mount_tree(tree.version.image, files, self._source, content)
 
     def _attach(self, tree: Tree, beneath: bool) -> None:
+        """Attaches a tree at the mount point, and the FUSE mount on `.diesel` in the tree."""
         hidden = self._copy_private_mount(is_attached=beneath)
         try:
             try:
@@ -373,8 +388,9 @@ class NativeSession(KernelSession):
             ) from error
 
     def _copy_private_mount(self, *, is_attached: bool) -> int:
-        """A second mount of the FUSE file system. The tree holds a file of the first one open,
-        which would keep the mount on `.diesel` busy. `is_attached`: there is one on `.diesel`."""
+        """A second mount of the FUSE file system, to put on `.diesel`; returns its descriptor. The
+        tree holds a file of the first mount open, which would keep that busy. `is_attached`: the
+        current tree has a mount on `.diesel`."""
         try:
             return syscalls.copy_mount(self.private_mount)
         except OSError as error:
@@ -416,14 +432,14 @@ class NativeSession(KernelSession):
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """See `KernelSession`. The entries are those of the current tree."""
+        """See `KernelSession`. The entries are numbered as in the current tree's version."""
         super().attach_worker(on_miss, on_forget, push_status)
         self._missed = self._current
 
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """With `.diesel` as the root."""
+        """Those of `KernelSession`, with `.diesel` as the root, and with OPEN and RELEASE."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release
@@ -458,7 +474,7 @@ class NativeSession(KernelSession):
         return Attributes(node, 0o100400, size, 0, FOREVER_S)
 
     def _open(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Every open gets an answer: after a refusal the kernel would report no other open."""
+        """Answers every OPEN: after a refusal the kernel would report no other open."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
         if request.node not in self._contents or request.thread != self._mounter:
@@ -508,8 +524,8 @@ class NativeSession(KernelSession):
             self._later(read, "read", content.read(offset, size))
 
     def _is_ahead(self, thread: int, offset: int) -> bool:
-        """Whether a READ was probably read ahead, and so shows nothing about readers: it lies a
-        little after the thread's last READ that was not."""
+        """Whether a READ was probably sent ahead of a reader, and so does not show where readers
+        are: it lies a little after the thread's last READ that was not sent ahead."""
         if 0 < offset - self._read_offsets.get(thread, offset) <= CONTENT_READ_AHEAD_KIB << 10:
             return True
         if len(self._read_offsets) >= THREADS_MAX:
@@ -530,6 +546,7 @@ class NativeSession(KernelSession):
 
 
 def reason_of(error: OSError) -> str:
+    """The reason for the user why a tree cannot be mounted."""
     if error.errno == errno.ENODEV:
         return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"
     if error.errno == errno.EPERM:
@@ -545,7 +562,7 @@ def _can_serve_images() -> bool:
 
 
 def _with_hidden_root(handler: Handler) -> Handler:
-    """The handler with the node of `.diesel` in the place of the root's."""
+    """A handler for which the FUSE mount's root is `.diesel`."""
 
     def handle(request: RequestHeader, message: memoryview) -> Answer:
         if request.node == ROOT:

@@ -1,9 +1,10 @@
 """The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31
-of Linux 5.4, and later). A notification is a message to the kernel that answers no request: it
-changes the kernel's caches. Pure: bytes in, values out. A message that contradicts its own header
-raises `Malformed`; the session drops it and goes on.
+The module has every number and layout that a read-only tree needs, from
+`include/uapi/linux/fuse.h` (version 7.31 of Linux 5.4, and later). A notification is a message to
+the kernel that answers no request: it changes the kernel's caches. Pure: bytes in, values out. For
+a message that contradicts its own header, the functions raise `Malformed`; the session drops the
+message and goes on.
 """
 
 import struct
@@ -12,14 +13,15 @@ from typing import NamedTuple
 
 KERNEL_MAJOR = 7
 KERNEL_MINOR = 41
-"""Spoken here; with an older kernel, that kernel's own."""
+"""The version of the protocol that is used here; with an older kernel, that kernel's own."""
 
 KERNEL_MINOR_MIN = 31
-"""Linux 5.4, the first that stops sending OPENDIR once it is refused (FUSE_NO_OPENDIR_SUPPORT)."""
+"""The version of Linux 5.4, the first that stops sending OPENDIR once it was refused
+(FUSE_NO_OPENDIR_SUPPORT)."""
 
 
 class Op(IntEnum):
-    """Other requests get ENOSYS."""
+    """The kernel's requests that are known here; others get ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -44,7 +46,7 @@ class Op(IntEnum):
 
 
 class Flag(IntFlag):
-    """INIT negotiates these abilities."""
+    """Abilities of the kernel that the first request, INIT, negotiates."""
 
     ASYNC_READ = 1 << 0
     DO_READDIRPLUS = 1 << 13
@@ -106,6 +108,8 @@ class Malformed(Exception):
 
 
 class RequestHeader(NamedTuple):
+    """The header of any request."""
+
     op: int
     unique: int  # the number of the request, which its reply repeats
     node: int
@@ -113,13 +117,15 @@ class RequestHeader(NamedTuple):
 
 
 class Offer(NamedTuple):
+    """The protocol version and abilities that the kernel offers in INIT."""
+
     major: int
     minor: int
     flags: Flag
 
 
 def parse_header(message: memoryview) -> RequestHeader:
-    """Raises Malformed."""
+    """The header of a request. Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
@@ -129,7 +135,9 @@ def parse_header(message: memoryview) -> RequestHeader:
 
 
 class ReadRequest(NamedTuple):
-    unique: int
+    """A READ: the kernel requests bytes of a file."""
+
+    unique: int  # the number of the request
     node: int
     offset: int
     size: int
@@ -137,8 +145,8 @@ class ReadRequest(NamedTuple):
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """None if it is another request. Parsed in one step, since READs are the most frequent. Raises
-    Malformed."""
+    """The READ in a message; None if it is another request. READs are parsed in one step, since
+    they are the most frequent requests. Raises Malformed."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
     length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
@@ -156,7 +164,7 @@ def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int
 
 
 def parse_name(message: memoryview) -> bytes:
-    """Raises Malformed."""
+    """The name in a LOOKUP. Raises Malformed."""
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
@@ -182,32 +190,34 @@ def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int
 
 
 def parse_interrupt(message: memoryview) -> int:
-    """The request that ends. Raises Malformed."""
+    """The number of the request whose thread got a signal. Raises Malformed."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
 
 
 def open_answer(handle: int) -> bytes:
-    """The kernel keeps its pages of the file.
+    """The reply to OPEN. The kernel keeps its pages of the file.
 
-    It makes no request when a descriptor is closed. If the server itself has the file open and is
-    killed, that request would wait for ever, since the exiting process still holds the connection.
+    The kernel also sends no FLUSH when a descriptor is closed. If the server itself has the file
+    open and is killed, FLUSH would wait for ever, since the exiting process still holds the
+    connection.
     """
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE | _FOPEN_NOFLUSH, 0)
 
 
 def parse_release(message: memoryview) -> int:
-    """The handle of the open that ends. Raises Malformed."""
+    """The handle (of `open_answer`) in a RELEASE, after which the kernel has closed that open.
+    Raises Malformed."""
     return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
-    """Raises Malformed."""
+    """The content of an INIT. Raises Malformed."""
     major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, Flag(flags))
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
-    """`background` READs ahead may wait at once."""
+    """The reply to INIT. `background` is the number of READs ahead that may wait at once."""
     congested = background * 3 // 4
     return _INIT_OUT.pack(
         KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
@@ -216,6 +226,8 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
 
 
 class CommonAttributes(NamedTuple):
+    """The attributes that all entries have in common."""
+
     uid: int
     gid: int
     block_bytes: int
@@ -242,8 +254,8 @@ def entry_answer(
     valid_s: int,
     common: CommonAttributes,
 ) -> bytes:
-    """Node 0 says that the name does not exist. The kernel may keep the name for `name_valid_s`,
-    the attributes for `valid_s`."""
+    """The reply to LOOKUP; node 0 means that the name does not exist. The kernel may keep the name
+    for `name_valid_s`, the attributes for `valid_s`."""
     attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
@@ -251,37 +263,42 @@ def entry_answer(
 def attributes_answer(
     node: int, mode: int, size: int, mtime_ns: int, valid_s: int, common: CommonAttributes
 ) -> bytes:
+    """The reply to GETATTR."""
     return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, common))
 
 
 def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
-    """`following` is the offset of the entry after it."""
+    """An entry of a listing. `following` is the offset of the next entry; `kind` has the type bits
+    of the mode, shifted right by 12."""
     return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
 
 
 def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
-    """Nothing is free."""
+    """The reply to STATFS: nothing is free."""
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
 def reply_header(unique: int, size: int, number: int = 0) -> bytes:
-    """For `size` bytes of content, or an errno and no content."""
+    """The header of a reply with `size` bytes of content, or with the errno `number` and no
+    content."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, -number, unique)
 
 
 def invalidate_node(node: int) -> bytes:
-    """The kernel drops the pages and attributes of a node, or the listing of a folder; its names
-    stay."""
+    """The notification that makes the kernel drop the pages and attributes of a node, or the
+    listing of a folder. The names in the folder stay."""
     return invalidate_pages(node, 0, 0)
 
 
 def invalidate_pages(node: int, offset: int, size: int) -> bytes:
-    """The kernel drops pages of a node, from an offset on; size 0 means all."""
+    """The notification that makes the kernel drop pages of a node, and its attributes. Size 0: all
+    pages from `offset` on."""
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, offset, size)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:
-    """The kernel drops a name, also one that it remembers as missing."""
+    """The notification that makes the kernel drop a name in a folder, also a name that it remembers
+    as missing."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (
         _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"

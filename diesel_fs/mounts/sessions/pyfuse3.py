@@ -1,13 +1,14 @@
-"""The portable session: pyfuse3, and so libfuse. It is the fallback, and the reference in tests.
+"""The portable session: it uses pyfuse3, and so libfuse. It is the fallback, and the reference in
+tests.
 
 pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: to open, read and
 close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
 which the kernel does not request them again.
 
-pyfuse3 takes its parts of trio from its own attribute `trio`. Its lock and its wait for the kernel,
-needed for each request, cost more than most replies. So `installed` puts a `TrioStandIn` there: a
-task that comes back for the lock gets it without waiting for its turn, and `RequestWait` waits for
-the kernel.
+pyfuse3 takes its parts of trio from its own module attribute `trio`. For each request it takes
+a trio lock and waits for the kernel by trio, which costs more than most replies. So `installed`
+puts a `TrioStandIn` into that attribute: a task that comes back for the lock gets it without
+waiting for its turn, and `RequestWait` waits for the kernel.
 
 Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
 Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
@@ -47,13 +48,13 @@ PART_ENTRIES = 1024
 PARTS_KEPT = 64
 
 NUDGE_S = 0.25
-"""The interval of signals while READs wait. A request can vanish (its process was killed) between
-the kernel's "readable" and read(2), which then blocks the loop until the next request; the signal
-ends it with EINTR, which pyfuse3 expects."""
+"""The interval of signals while READs wait. After poll(2) has reported a request, the request can
+vanish, since its process was killed. Then pyfuse3's read(2) would block the loop until the next
+request; the signal ends it with EINTR, which pyfuse3 expects."""
 
 _UNSEEN = 0
-"""The thread of all requests, for the count of waiting readers: pyfuse3 does not name the
-thread."""
+"""The thread ID that all requests get in the count of waiting readers: pyfuse3 does not pass the
+real one."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -62,7 +63,8 @@ _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, 
 
 
 def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
-    """Turns a handler that does not wait into the coroutine for pyfuse3, and counts calls."""
+    """Turns a handler that does not wait into the coroutine that pyfuse3 needs, and counts and
+    times its calls as `request`."""
 
     def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
         @functools.wraps(handler)
@@ -82,7 +84,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
 
 
 class _Operations(pyfuse3.Operations):
-    """pyfuse3 refuses all other requests with ENOSYS."""
+    """The handlers of requests. pyfuse3 refuses requests without a handler here with ENOSYS."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -98,11 +100,12 @@ class _Operations(pyfuse3.Operations):
         self.on_open: Callable[[int], object] = int
 
     def init(self) -> None:
-        """Called while the kernel's first request is answered."""
+        """Called by pyfuse3 while the kernel's first request is answered."""
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """pyfuse3 lets only FUSEError through: any other exception would end the mount."""
+        """The error to raise to pyfuse3, for any exception of a request: an exception that is no
+        FUSEError would end the mount."""
         return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
 
     def _blank(self) -> pyfuse3.EntryAttributes:
@@ -261,7 +264,8 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """None if there is no child `position`."""
+        """The part of a folder's listing that has child `position`; None if there is no such
+        child."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -317,7 +321,8 @@ def _listing(position: int, found: ChildColumns) -> Listing:
 
 @contextmanager
 def _stderr_kept(lines: list[str]) -> Iterator[None]:
-    """Collects the lines written to stderr meanwhile: libfuse explains its failures there."""
+    """Adds the lines that are written to stderr inside the `with` to `lines`: libfuse explains its
+    failures there."""
     before = os.dup(2)
     with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b") as kept:
         os.dup2(kept.fileno(), 2)
@@ -342,7 +347,7 @@ def _nudged(vfs: Vfs) -> Iterator[None]:
 
 
 class _Lock:
-    """A lock of one event loop, which does not queue: its last owner may take it again at once."""
+    """A lock of one event loop, without a fair queue: the last owner may take it again at once."""
 
     def __init__(self) -> None:
         self._held = False
@@ -380,7 +385,8 @@ class TrioStandIn:
 
 @contextmanager
 def installed(loop: TrioStandIn) -> Iterator[None]:
-    """Gives pyfuse3 this in the place of trio. Its lock lives on in it: one run per process."""
+    """Gives pyfuse3 `loop` in the place of trio. pyfuse3 keeps a lock of it for ever, so use this
+    once in a process."""
     pyfuse3.trio = loop  # type: ignore[attr-defined]  # its stub leaves that out
     try:
         yield
@@ -389,6 +395,8 @@ def installed(loop: TrioStandIn) -> Iterator[None]:
 
 
 class Pyfuse3Session:
+    """The session through pyfuse3 (see the module); the interface is `Session` in `session.py`."""
+
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
@@ -398,7 +406,7 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Raises PermissionDenied."""
+        """Mounts through libfuse. Raises PermissionDenied, with libfuse's message."""
         reason: list[str] = []
         try:
             # libfuse starts fusermount3 with the environment of this process.

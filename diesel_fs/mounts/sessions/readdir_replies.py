@@ -1,9 +1,9 @@
 """Replies to READDIRPLUS: the names and attributes of a folder's children, in the kernel's format.
 
-The bytes are made for many children at once from the snapshot's columns, without a Python object
-for each entry. Such a part is kept while readers list the folder, and a reply is a slice of it. The
-kernel requests the entries after an offset; the offset after child k is k + 3, since `.` and `..`
-come first. So a reply can begin anywhere. One thread.
+The bytes are made for many children at once (a *part*) from the snapshot's columns, without a
+Python object for each entry. Parts are kept while readers list the folder, and a reply is a slice
+of a part. The kernel requests the entries after an offset; the offset after child k is k + 3, since
+`.` and `..` come first. So a reply can begin anywhere. One thread.
 """
 
 from bisect import bisect_right
@@ -20,10 +20,10 @@ from ..tree.vfs import BLOCK_BYTES, ChildColumns, Vfs
 from . import protocol
 
 PART_ENTRIES = 4096
-"""Children of one part: 0.8 MB, made in 2 ms. A first reply waits for one part only."""
+"""Children of one part: 0.8 MB, made in 2 ms. A reply waits for one part at most."""
 
 PARTS_KEPT = 16
-"""13 MB, so that many readers can list large folders at once."""
+"""Parts that are kept: 13 MB, so that many readers can list large folders at once."""
 
 _ENTRY = np.dtype(
     [
@@ -50,16 +50,19 @@ class _Part(NamedTuple):
 
 
 class ReaddirReplies:
+    """Makes the replies of one session, and keeps parts."""
+
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._parts: OrderedDict[tuple[int, int, int, int], _Part | None] = OrderedDict()
 
     def reply(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
-        """Children from `offset` on, as many as fit, in pieces; empty at the folder's end.
+        """The children of a folder from `offset` on, as many as fit in `room_bytes`, in pieces;
+        empty at the folder's end.
 
-        The reply gives the kernel a reference to each node in it except `.` and `..`, so they are
-        counted here. Raises FuseErrno.
+        By the reply the kernel gets a reference to each node except those of `.` and `..`, so these
+        references are counted here. Raises FuseErrno.
         """
         base, offset = self._vfs.resume_listing(folder, offset)
         dots = self._dots(folder, offset, base) if offset < DOTS else b""
@@ -113,7 +116,8 @@ class ReaddirReplies:
         )
 
     def hidden_reply(self, found: Listing, folder: int, offset: int, room_bytes: int) -> bytes:
-        """The same for `.diesel` and the folders below it, which have few entries."""
+        """As `reply`, for `.diesel` and the folders below it, which have few entries. `found` has
+        all of them."""
         reply = [self._dots(folder, offset)] if offset < DOTS else []
         room_bytes -= sum(map(len, reply))
         for at in range(max(offset - DOTS, 0), len(found.names)):

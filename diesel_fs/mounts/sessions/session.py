@@ -1,11 +1,11 @@
 """The interface of the FUSE sessions, their mount options, and their wait for requests.
 
 A session connects one `Vfs` to the kernel at one mount point: it turns the kernel's FUSE requests
-into calls of the `Vfs`, and their results into replies. It knows no snapshots, readers or
-repositories; the `Vfs` knows no FUSE. A session does not unmount: the server process does, and
+into calls of the `Vfs`, and the results into replies. It knows no snapshots, readers or
+repositories; the `Vfs` knows no FUSE. A session does not unmount: the server process does that, and
 `serve` returns once the kernel has closed the connection.
 
-Concurrency: `mount` is called before a task runs, `serve` in trio, `close` after it.
+Concurrency: `mount` is called before trio runs, `serve` in trio, and `close` after `serve`.
 """
 
 import os
@@ -21,25 +21,25 @@ from ..mountpoints.mountpoint import SUBTYPE
 from ..tree.vfs import Vfs
 
 SLICE_S = 0.002
-"""How long requests are answered without a turn of trio's loop, which costs as much as a reply."""
+"""How long requests are answered before trio's loop gets a turn, which costs as much as a reply."""
 
 SPIN_S = 0.000_05
-"""How long a session looks for the next request after a reply without sleeping. Waking up on
-another processor takes about as long: small files were read 1.7 times as fast on two virtual ones,
-for no more processor time, because sleeping and waking cost it too. A program that works between
-files costs this time once or twice a file.
+"""How long a session looks for the next request after a reply without sleeping. To wake up on
+another processor takes about as long: with this, small files were read 1.7 times as fast on two
+virtual processors, for no more processor time, because sleeping and waking cost processor time,
+too. If a program works between files, this time is wasted once or twice a file.
 """
 
 POLL_S = 0.001
-"""How long poll(2) then waits for the next request before trio does. It takes whole milliseconds,
-so this is the shortest."""
+"""How long poll(2) then waits for the next request before trio does. poll(2) takes whole
+milliseconds, so this is the shortest wait."""
 
 
 def mount_options(
     dataset: str, version: int, *, allow_other: bool = False, follows: bool = False
 ) -> Sequence[str]:
-    """The options for mount(2) or fusermount3. With `follows` the version will change, so the name
-    of the mount's source does not contain it.
+    """The options for mount(2) or fusermount3. With `follows` the version will change, so the
+    mount's source, `DATASET@VERSION` otherwise, does not contain it.
 
     The list is fixed. The only text of a user's in it is the dataset's name, which has neither
     comma nor backslash and so cannot become an option. The mount is `ro` and `noatime`, because the
@@ -52,15 +52,15 @@ def mount_options(
 
 
 class SessionUnsupported(Exception):
-    """Another session may run here."""
+    """This session cannot run here, but another one may."""
 
 
 class SwitchUnsupported(Exception):
-    """The mount can never switch to another version."""
+    """This mount can never switch to another version."""
 
 
 class Session(Protocol):
-    """The same tests run over every implementation."""
+    """A session (see the module). The same tests run over every implementation."""
 
     name: ClassVar[str]
     negotiated: str
@@ -84,12 +84,13 @@ class Session(Protocol):
         ...
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Calls `opened` with each entry that is opened from now on; never, if the kernel opens
-        files without a request."""
+        """Makes the session call `opened` with each entry (its index) that is opened from now on.
+        It is never called if the kernel opens files without a request."""
         ...
 
     def clone(self) -> int:
-        """Another descriptor of the connection, for notifications to the kernel. Raises OSError."""
+        """Returns another descriptor of the connection, for notifications to the kernel. The caller
+        closes it. Raises OSError."""
         ...
 
     def close(self) -> None:
@@ -101,10 +102,10 @@ class RequestWait:
     """Waits for the kernel's next request, mostly without a turn of trio's loop and without
     sleeping.
 
-    While requests keep coming, a short poll(2) in trio's own thread waits for them, for `slice_s`
-    between two turns of trio. Other tasks (READs, signals, deadlines) run at the latest `slice_s` +
-    `SPIN_S` + `poll_s` after they can. While a request waits (`idle` returns False), poll(2) does
-    not wait.
+    While requests keep coming, a short poll(2) in trio's own thread waits for them, and trio's loop
+    gets a turn every `slice_s`. Other tasks (READs, signals, deadlines) run at the latest `slice_s`
+    + `SPIN_S` + `poll_s` after they are ready. While a task has still to answer a request (`idle`
+    returns False), poll(2) does not wait.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class RequestWait:
         self._descriptor = -1
 
     async def readable(self, descriptor: int) -> None:
-        """Returns when there is a request, or the connection has ended."""
+        """Waits until there is a request, or the connection has ended."""
         if descriptor != self._descriptor:
             self._poll.register(descriptor, select.POLLIN)
             self._descriptor = descriptor
@@ -131,8 +132,8 @@ class RequestWait:
     def _soon_readable(self) -> bool:
         """Whether there is a request, now or after a short wait that delays no other task.
 
-        The yield lets a program that the last reply has woken on this processor make its next
-        request before this thread sleeps.
+        The program that the last reply has woken may wait for this processor: `sched_yield` lets it
+        make its next request before this thread sleeps.
         """
         if self._poll.poll(0):
             return True

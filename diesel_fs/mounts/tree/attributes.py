@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`. The mount makes the nodes from this one on; those below it belong to the
-dataset."""
+"""The node of `.diesel`. This node and greater ones belong to `.diesel`, smaller ones to the
+dataset's entries (in a native mount also to files that only the kernel reads)."""
 
 HIDDEN_NAME = b".diesel"
 
 FOREVER_S = 1e9
-"""How long the kernel may keep replies about an immutable tree: 31 years, which fits its
-jiffies."""
+"""How long the kernel may keep replies about an immutable tree: 31 years, which the kernel can
+count in its clock ticks (jiffies)."""
 
 
 class FuseErrno(Exception):
-    """An errno that is the right reply to a request, not a failure: nothing is logged."""
+    """An errno to reply to a request. It is a regular answer, or its cause has been logged."""
 
     def __init__(self, number: int) -> None:
         super().__init__(errno.errorcode.get(number, number))
@@ -31,7 +31,8 @@ class FuseErrno(Exception):
 
 
 class Attributes(NamedTuple):
-    """Node 0 means that the name does not exist."""
+    """The attributes of a node, for replies to the kernel. Node 0 means that the name does not
+    exist."""
 
     node: int
     mode: int  # with the type bits
@@ -41,7 +42,9 @@ class Attributes(NamedTuple):
 
 
 ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
+"""The reply for a name that a version does not have. The kernel may remember that."""
 ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
+"""The reply for a name that does not exist now; the kernel must look it up again next time."""
 
 
 class Listing(NamedTuple):
@@ -58,6 +61,8 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
+    """The user and group that all files show, and the permissions that they do not show."""
+
     uid: int
     gid: int
     umask: int = 0

@@ -1,21 +1,21 @@
 """`.diesel`: the folder in a mount that has statistics, lists of paths and the control socket.
 
-Programs reach it by name, but the root does not list it, so that it is no part of the dataset. A
-file in it gets a new node if and only if its content changes, because the kernel keeps the pages of
-a node. There are two kinds of files:
+Programs reach `.diesel` by name, but the root does not list it, so that it is no part of the
+dataset. A file in it gets a new node (inode number) if and only if its content changes, because the
+kernel keeps the pages of a node. There are two kinds of files:
 
 - A **generated file** (`stats`, `snapshot`; class `HiddenFile`) is made whole when it is looked up.
   Each content is a `_FileVersion` with a node of its own.
 - A **list** (`filelist`, `shuffle/...`) is an order of the dataset's files as text. Its node is a
   hash of its name and version, and its size can be computed. The content is made at the first READ,
-  in a thread, one list at a time. If memory is short, contents that no read waits for are dropped,
-  and made again when needed.
+  in a thread, one list at a time. If memory is short, contents of lists that no read waits for are
+  dropped, and made again when needed.
 
 After a switch to another version (`switch_version`), names lead to new nodes; the nodes that the
 kernel knows keep their content.
 
 Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; all other methods answer at
-once. Threads use the snapshot alone.
+once. The threads that make lists use nothing but the snapshot.
 """
 
 import errno
@@ -59,14 +59,15 @@ _FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, ascending
 _LISTS_FROM = HIDDEN_ROOT + (1 << 61)  # nodes of lists, by hash
 _LIST_BITS = (1 << 60) - 1
 _NODES_SWEPT = 4096
-"""When there are this many nodes, those that the kernel does not know are removed: an interrupted
-lookup leaves a node that no FORGET will free."""
+"""When there are this many nodes, nodes that the kernel does not know are removed: an interrupted
+lookup leaves a node that no FORGET request of the kernel will free."""
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """`content` makes it at a lookup, and then it stays for `max_age_s`."""
+    """A generated file. `content` makes its bytes at a lookup; lookups within `max_age_s` after
+    that get the same bytes."""
 
     content: Callable[[], Bytes]
     max_age_s: float = math.inf
@@ -74,7 +75,7 @@ class HiddenFile:
 
 @dataclass(frozen=True, slots=True)
 class ListRef:
-    """A list that a program looks up or reads, by the name `filelist` or by its own name."""
+    """A list that a program looks up or reads, as `filelist` (`by_filelist`) or by its own name."""
 
     name: ListName
     by_filelist: bool
@@ -85,29 +86,34 @@ class ListRef:
 class ListObserver:
     """Learns which lists programs read, and so which files they will read next.
 
-    This class ignores it, and `filelist` is always the same list. The subclass in
-    `plans/list_plans.py` makes plans.
+    In this class the calls do nothing, and `filelist` is always the same list. The subclass in
+    `plans/list_plans.py` makes plans of what it learns.
     """
 
     async def current_list(self) -> ListName:
-        """The list that `filelist` is now. May wait a moment to learn which files were opened."""
+        """The name of the list that `filelist` shows now. May wait a moment to learn which files
+        were opened."""
         return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list that was read before is looked up again; it may be read a second time."""
+        """Called when a list that was read before is looked up again, perhaps to read it a second
+        time."""
 
     def on_read(self, ref: ListRef) -> None:
-        """A program begins to read a list."""
+        """Called when a program begins to read a list."""
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """`tail` are the last entries of the new content."""
+        """Called when the content of a list has been made. `tail` has its last entries."""
 
     def stats(self) -> dict[str, object]:
+        """Figures for the part `lists` of `.diesel/stats`."""
         return {}
 
 
 @dataclass(slots=True)
 class _FileVersion:
+    """One content of a generated file."""
+
     node: int
     name: bytes
     content: memoryview
@@ -122,15 +128,17 @@ class _FileVersion:
 
 @dataclass(slots=True)
 class _ListNode:
+    """A list that the kernel knows; its content may not be in memory."""
+
     node: int
     ref: ListRef
     paths: PathLists  # of its version
-    nul: bool
+    nul: bool  # whether a NUL byte ends each path, rather than a newline
     size: int
     mtime_ns: int
     lookup_count: int = 0
     was_read: bool = False
-    waiting: int = 0  # reads
+    waiting: int = 0  # reads that wait for the content
     lock: trio.Lock = field(default_factory=trio.Lock)
 
 
@@ -147,7 +155,7 @@ class HiddenFolder:
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
         """`files` are the generated files by name. `control_path` returns the target of the link
-        `control`; empty if there is none."""
+        `control`, which exists unless that is empty."""
         self._files = files
         self._owner = owner
         self._observer = list_observer or ListObserver()
@@ -176,7 +184,8 @@ class HiddenFolder:
     # names ----------------------------------------------------------------------------------------
 
     async def lookup(self, folder: int, name: bytes) -> Attributes:
-        """`ABSENT_NOW` if there is no such name."""
+        """The attributes of a name in `.diesel` or a folder in it; `ABSENT_NOW` if there is
+        none."""
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
@@ -195,7 +204,7 @@ class HiddenFolder:
         return ABSENT_NOW
 
     def attributes(self, node: int) -> Attributes:
-        """Raises FuseErrno(ESTALE) for an unknown node."""
+        """The attributes of a node. Raises FuseErrno(ESTALE) for an unknown node."""
         if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
             return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
@@ -207,7 +216,7 @@ class HiddenFolder:
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """Raises FuseErrno(EINVAL) for any node but the link `control`."""
+        """The target of the link `control`. Raises FuseErrno(EINVAL) for any other node."""
         target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
             raise FuseErrno(errno.EINVAL)
@@ -217,8 +226,8 @@ class HiddenFolder:
         return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
 
     async def listing(self, folder: int) -> Listing:
-        """The entries of one of these folders. `shuffle` lists none, since every order has a name
-        there."""
+        """The entries of `.diesel` or a folder in it. `shuffle` lists none, since every order has a
+        name there."""
         names: list[bytes] = []
         if folder == HIDDEN_ROOT:
             names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
@@ -235,11 +244,13 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
+        """Notes that the kernel got the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """A content without any lookup is freed."""
+        """Notes that the kernel has dropped `count` of the lookups. A node without any lookup is
+        freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:
@@ -270,8 +281,8 @@ class HiddenFolder:
     # -------------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The present content of a name, made again if it is too old; None if there is no such
-        file."""
+        """The present content of a generated file, made again if it is too old; None if there is no
+        file of this name."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -304,7 +315,7 @@ class HiddenFolder:
                 )
                 made = _ListNode(node, ref, paths, nul, size, time.time_ns())
                 self._sweep()
-                found = self._nodes.setdefault(node, made)  # or another lookup's
+                found = self._nodes.setdefault(node, made)  # or that of another lookup
             if isinstance(found, _ListNode) and (found.ref, found.nul) == (ref, nul):
                 break
             node += 1  # another list has the same hash, which is rare
@@ -323,7 +334,7 @@ class HiddenFolder:
                     self._forget_node(each)
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """None if `read` must make the content."""
+        """The bytes of a file, fewer at its end; None if `read` must make the content first."""
         found = self._node(node)
         if isinstance(found, _FileVersion):
             return found.content[offset : offset + size]
@@ -339,8 +350,7 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """Makes the content of a list if it is not in memory.
-
+        """The bytes of a list, fewer at its end. Makes its content if that is not in memory.
         Raises FuseErrno: ENOMEM if it would take too much memory, EILSEQ if a path in a list of
         lines has a newline.
         """
@@ -382,7 +392,8 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Drops other lists if needed. Raises FuseErrno(ENOMEM)."""
+        """Counts the memory for the content of a list, and drops others if needed. Raises
+        FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

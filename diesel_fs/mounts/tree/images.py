@@ -1,13 +1,15 @@
 """Keeps the EROFS images of native mounts, one file each in the user's own folder.
 
 An image (`format/image/`) is the tree of a version as a file system for the kernel. It is built
-once per node, user, version and `Shown`, and then shared by all mounts. As with private copies of
-snapshots (`repository/private_copies.py`), only files in the user's private folder are mapped and
-mounted, and they are not synced, so they are used only until the machine boots again.
+once per node, user, version and `Shown` (owner and permissions), and then shared by all mounts. As
+with private copies of snapshots (`repository/private_copies.py`), only files in the user's private
+folder are mapped and mounted. The files are not synced, so they are used only until the machine
+boots again.
 
-Images of one dataset form a chain: each continues the one before. To prevent two continuations,
-images are built under a lock, and the locked file records the last one. An image is continued only
-if it is the recorded one; if that has been lost, a new chain begins.
+Images of one dataset form a *chain*: each continues the addresses of the one before. To prevent two
+continuations of one image, images are built under a lock, and the locked file records the last
+image. An image is continued only if it is the recorded one; if that has been lost, a new chain
+begins.
 
 A process holds a shared lock on each image file that it has open or mapped. Another process removes
 an image only with the file's exclusive lock: nodes may share the folder, and a file that another
@@ -42,7 +44,8 @@ from ...system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""Images kept per dataset, node and user, besides those in use: the last opened ones."""
+"""The images of a dataset that are kept per node and user, besides images in use: those that were
+opened last."""
 
 UNUSED_S_MAX = 7 * 86_400
 """After this time without use, any image is removed."""
@@ -52,8 +55,9 @@ BUILD_DEADLINE_S = 30.0
 mount may have to build its own image after that, within the time for one step of its start."""
 
 UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
-"""Folders for images that cannot be kept; None is the default for temporary files. The last resort
-is memory. From memory and from a tmpfs, the kernel mounts only through a loop device."""
+"""Folders for images that cannot be kept, tried in this order; None is the default folder for
+temporary files. If all fail, the image is in memory. From memory and from a tmpfs, the kernel
+mounts only through a loop device."""
 
 _POLL_S = 0.02
 _REPORT_S = 5.0
@@ -93,8 +97,9 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """It contains the mark of the snapshot, since a user may have a forged snapshot with the same
-    version; and the version of the format, so that images of earlier formats are built again."""
+    """The file name of an image. It contains the mark of the snapshot, since a user may have a
+    forged snapshot with the same version; and the version of the format, so that images of earlier
+    formats are built again."""
     parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
     digest = xxh3_64_hexdigest(b"".join(parts))
     return f"{snapshot.identity.hex}-{snapshot.version:016x}-{digest}.{boot_id()}"
@@ -106,7 +111,7 @@ def _open_kept(
     """The kept image, fully checked; None if there is none, or it is damaged. Raises OSError."""
     try:
         image, descriptor = _open(path)
-    except (FileNotFoundError, BlockingIOError):  # it is not there, or is just being removed
+    except (FileNotFoundError, BlockingIOError):  # there is none, or it is just being removed
         return None
     except FormatError as error:
         if warn:
@@ -115,7 +120,7 @@ def _open_kept(
     if (image.identity, image.version, image.shown) == (snapshot.identity, snapshot.version, shown):
         now_ns = time.time_ns()  # the kernel's own clock for this only ticks every 4 ms
         with suppress(OSError):
-            os.utime(descriptor, ns=(now_ns, now_ns))  # says when it was used last
+            os.utime(descriptor, ns=(now_ns, now_ns))  # the time of last use, for `_prune`
         return image, descriptor
     os.close(descriptor)
     if warn:
@@ -124,11 +129,12 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """Locks the file against removal. Raises OSError, FormatError."""
+    """Opens and maps an image, and locks its file against removal. Returns the image and the
+    descriptor, which holds the lock. Raises OSError, FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not os.fstat(descriptor).st_nlink:  # it was removed before it was locked
+        if not os.fstat(descriptor).st_nlink:  # the file was removed before it was locked
             raise FileNotFoundError(path)
         return Image(_mapped(descriptor), verify=verify), descriptor
     except BaseException:
@@ -137,7 +143,7 @@ def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """Raises OSError."""
+    """Maps all of a file. Raises OSError."""
     if not os.fstat(descriptor).st_size:
         return memoryview(b"")
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, to be checked
@@ -155,7 +161,7 @@ def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -
     except ImageTooLarge:
         if isinstance(earlier, UUID):
             raise
-        earlier = uuid4()  # the chain has no addresses left, and a new one may do
+        earlier = uuid4()  # the chain has no addresses left: begin a new one
         pieces = build_image(snapshot, shown, earlier)
     with atomic_file(path, sync=False) as file:
         _write(file, pieces, snapshot)
@@ -176,7 +182,8 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Closes the file if that fails. Raises OSError and the errors of `build_image`."""
+    """Builds an image, in a chain of its own, in an open file, which is closed if that fails.
+    Raises OSError and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -187,13 +194,14 @@ def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image,
 
 
 def _unnamed_file(folder: str | None) -> int:
-    """The file lasts as long as its descriptors. Raises OSError."""
+    """Makes a file without a name, which lasts as long as its descriptors. Returns a descriptor.
+    Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 
 
 def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:
-    """Raises OSError."""
+    """Writes the pieces of an image to a file. Raises OSError."""
     began = time.monotonic()
     file.writelines(pieces)
     file.flush()
@@ -215,8 +223,8 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Removes images that no process has open: of this dataset all except the last used ones, and
-    any that have been unused for `UNUSED_S_MAX`."""
+    """Removes images that no process has open: of this dataset all except the `IMAGES_KEPT` last
+    used ones, and of any dataset those that have been unused for `UNUSED_S_MAX`."""
     with suppress(OSError):
         used_ns = {
             path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."
@@ -232,7 +240,7 @@ def _prune(folder: Path, identity: UUID) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Raises OSError if a process has the image open."""
+    """Removes a file of the folder. Raises OSError, also if a process has the image open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what can be written
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,11 +259,13 @@ class _Chain:
         self._descriptor = descriptor
 
     def is_last(self, image: Image) -> bool:
+        """Whether an image is the recorded one."""
         record = self._text(image.chain, image.sequence)
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """The next image continues `earlier`, or begins that chain."""
+        """Records the image that is being built: it continues `earlier`, or is the first of that
+        chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
         else:
@@ -270,7 +280,8 @@ class _Chain:
 
 @contextmanager
 def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
-    """Raises BusyError after the deadline, OSError."""
+    """Locks the record of a dataset's chain for the `with`. Raises BusyError after the deadline,
+    OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, path, deadline_s)

@@ -8,9 +8,9 @@ A node (FUSE's name for an inode number) is the entry's index in the snapshot + 
 there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
 belong to `.diesel` (`dot_diesel.py`); such a node never gets other content.
 
-Concurrency: one trio task at a time calls in here. Only `read`, `lookup_hidden` and
-`hidden_listing` wait. They wait for threads (at most `READ_THREADS` for reads of the dataset),
-which touch nothing of this object.
+Concurrency: everything runs in one trio thread; many tasks may call. Only `read`, `lookup_hidden`,
+`hidden_listing` and `drain` wait. The first three wait for threads (at most `READ_THREADS` for
+reads of the dataset), which touch nothing of this object.
 """
 
 import errno
@@ -55,16 +55,16 @@ READ_THREADS = 64
 """Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""The kernel repeats a failed READ at once if it had sent it ahead of the reader. For this long
-after a read has missed its deadline, the next one of the same file fails at once, or the reader
-would wait for two deadlines."""
+"""The kernel repeats a READ that failed at once if it had sent the READ ahead of a reader. So for
+this long after a read has missed its deadline, the next read of the same file fails at once;
+otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""Files that are remembered because a read missed its deadline; then all are forgotten."""
+"""The most files of which a missed deadline is remembered; beyond that all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
-"""For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
-finds one content."""
+"""For this long `.diesel/stats` does not change, so that a program that calls stat on it, opens and
+reads it finds one content."""
 
 BLOCK_BYTES = 4096
 
@@ -83,11 +83,11 @@ class ContentReader(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """For `.diesel/stats`."""
+        """Counts of the reads, for the part `cache` of `.diesel/stats`."""
         ...
 
     def close(self) -> None:
-        """Reads under way may fail."""
+        """Frees the reader's memory. Reads under way may fail."""
         ...
 
 
@@ -119,18 +119,22 @@ class MountHooks:
     mount_info: Mapping[str, object] = field(default_factory=dict)
     """Constants for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
-    """Besides `stats`, by name."""
+    """The generated files of `.diesel` besides `stats`, by name."""
     list_observer: ListObserver | None = None
+    """Learns which lists programs read; None: nobody does."""
     control_path: Callable[[], bytes] = bytes
-    """The target of the link `.diesel/control`; empty without a control socket."""
+    """Returns the target of the link `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
-    """For `.diesel/stats`."""
+    """The prefetch worker's figures for `.diesel/stats`; None if the mount has no worker."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
+    """Further keys for `.diesel/stats`."""
     waits: Waits | None = None
-    """By default, waits are not grouped by process."""
+    """Measures the waits of requests. By default, they are not grouped by process."""
 
 
 class Vfs:
+    """The file system of one dataset version (see the module)."""
+
     first_counted_node = HIDDEN_ROOT
     """Sessions must call `count_lookup` and `forget` for the nodes from this one on."""
 
@@ -150,7 +154,7 @@ class Vfs:
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
         self.waits = hooks.waits or Waits()  # sessions report each request to it
         self.waiting = 0  # requests that wait for a thread
-        self._lookups_waiting = 0  # those of them that are no reads
+        self._lookups_waiting = 0  # the waiting requests that are no reads
         self._reader = reader
         self._hooks = hooks
         self._deadline_s = read_deadline_s
@@ -173,7 +177,7 @@ class Vfs:
     def lookup(self, folder: int, name: bytes) -> Attributes:
         """The attributes of `name` in a folder of the dataset; `ABSENT` if there is none.
 
-        A session that passes the node on to the kernel calls `count_lookup`. Raises FuseErrno.
+        A session that passes the node on to the kernel also calls `count_lookup`. Raises FuseErrno.
         """
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
@@ -183,12 +187,12 @@ class Vfs:
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
-        """The same for `.diesel` and the folders below it. May wait."""
+        """As `lookup`, in `.diesel` and the folders below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
-        """Raises FuseErrno(ESTALE) for an unknown node."""
+        """The attributes of a node. Raises FuseErrno(ESTALE) for an unknown node."""
         if node < HIDDEN_ROOT:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
@@ -196,17 +200,18 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """The kernel got the node once more."""
+        """Notes that the kernel got the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """The kernel has dropped `count` of the counted lookups."""
+        """Notes that the kernel has dropped `count` of the counted lookups of a node."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Returns the entries among them, since the kernel has dropped their pages, too."""
+        """Calls `forget` for pairs of node and count. Returns the indices of the dataset's entries
+        among them: the kernel has dropped their pages, too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -214,15 +219,17 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """The kernel got `count` children of a folder, from child `place` on."""
+        """Notes that the kernel got `count` children of a folder, from child `place` on. Only a
+        file system of several versions needs this."""
 
     def link_target(self, node: int) -> bytes:
+        """The target of a symbolic link. Raises FuseErrno."""
         if node >= HIDDEN_ROOT:
             return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
-        """The reply to statfs. It never has 0 blocks, because tools divide by them."""
+        """The reply to statfs. It never has 0 blocks, because tools divide by their number."""
         blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
         return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
 
@@ -237,8 +244,9 @@ class Vfs:
         return self.snapshot.parent(self._index(node)) + 1
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """Splits an offset from the kernel into a base, which replies must add to all offsets of
-        the folder, and the offset without it. In one version the base is 0."""
+        """Splits an offset in a listing, which the kernel sends to go on with it, into a base and
+        the offset without the base. Replies must add the base to all offsets of the folder. The
+        base is 0 here; a file system of several versions numbers its listings by it."""
         return 0, offset
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
@@ -268,7 +276,8 @@ class Vfs:
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes up to the file's end if they are in memory; None if `read` must get them."""
+        """The bytes of a file, up to its end, if they are in memory; None if `read` must get
+        them."""
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
@@ -285,10 +294,11 @@ class Vfs:
         return found
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) if the store or the
-        checksum fails, and at the latest at the deadline.
+        """The bytes of a file, in full up to its end. Raises FuseErrno(EIO) if the store or the
+        checksum fails, or if the deadline passes.
 
-        It never returns fewer bytes: a short reply would make the kernel cut off the file for ever.
+        `read` never returns fewer bytes: a short reply would make the kernel cut off the file for
+        ever.
         """
         if node >= HIDDEN_ROOT:
             return await self._read_hidden(node, offset, size)
@@ -337,7 +347,7 @@ class Vfs:
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """`lookups` is 1 if the request is no read."""
+        """Counts a request as waiting during the `with`. `lookups` is 1 if it is no read."""
         self.waiting += 1
         self._lookups_waiting += lookups
         try:
@@ -349,7 +359,7 @@ class Vfs:
                 self._drained.unpark_all()
 
     async def drain(self) -> None:
-        """Returns when no request waits."""
+        """Waits until no request waits."""
         while self.waiting:
             await self._drained.park()
 
@@ -370,6 +380,7 @@ class Vfs:
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
+        """The content of `.diesel/stats`."""
         prefetch_stats = self._hooks.prefetch_stats
         return {
             "dataset": self.snapshot.dataset,
@@ -390,6 +401,7 @@ class Vfs:
         }
 
     def close(self) -> None:
+        """Closes the reader of contents."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
@@ -413,7 +425,7 @@ class Vfs:
         return FuseErrno(errno.EIO)
 
     def _describe_node(self, node: int) -> str:
-        """For messages; never raises."""
+        """The name of a node in messages; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"

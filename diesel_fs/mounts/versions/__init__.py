@@ -9,5 +9,5 @@ several versions, and `switching.py` the interface of a switch. There are two ki
 
 `leases.py` keeps a purge from removing the chunks of versions that are still read.
 
-After a switch names lead to the new version, and files that are open keep the old one.
+After a switch, names lead to the new version; files that are open keep the content of the old one.
 """

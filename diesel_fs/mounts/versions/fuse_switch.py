@@ -1,9 +1,10 @@
 """Switches a FUSE mount to another version: its names stay, and lead to other nodes.
 
 Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
-takes over the contents of the page cache and notifies the kernel of changed names and folders;
-without a worker, a thread here notifies it. Until then a name leads to the old node (FUSE's word
-for an inode), with the old bytes.
+gives the new nodes (FUSE's word for inodes) those contents that the page cache has for the old
+ones, and notifies the kernel of changed names and folders; without a worker, a thread here notifies
+the kernel. Until the kernel is notified of a name, it uses the node that it remembers: the old one,
+with the old bytes.
 """
 
 import logging
@@ -29,6 +30,8 @@ log = logging.getLogger("diesel.mount")
 
 
 class FuseSwitching:
+    """Switches of a FUSE mount (`Switching`)."""
+
     def __init__(self, vfs: FollowingVfs, session: Session, link: WorkerLink) -> None:
         self.vfs = vfs
         self._session = session
@@ -40,11 +43,13 @@ class FuseSwitching:
         return _FuseSwitch(self, self.vfs.prepare(diff, reader))
 
     def attach_worker(self, push_status: int) -> None:
+        """See `Switching`. `push_status` is the descriptor of the shared memory in which the worker
+        marks the entries that it pushes."""
         assert isinstance(self._session, KernelSession)
         index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
 
         def on_miss(entry: int) -> None:
-            index = index_of_node(entry + 1)  # the session counts nodes from 0, FUSE from 1
+            index = index_of_node(entry + 1)  # the session reports node - 1
             if index >= 0:
                 report_miss(index)
 
@@ -54,8 +59,8 @@ class FuseSwitching:
         self._has_worker = True
 
     async def tidy(self) -> None:
-        """Makes the kernel drop names in folders that only a retired version has, once no program
-        has them open."""
+        """Makes the kernel drop the names that it got in folders of retired versions, so that such
+        a version can end when no program has these folders open any more."""
         stale = self.vfs.take_stale_names()
         if stale and self._has_worker and self._link.alive:
             names: list[Value] = [[*each] for each in stale.values()]
@@ -70,7 +75,9 @@ class FuseSwitching:
         self._ending = True
 
     async def invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
-        """Notifies the kernel in a thread, if there is no worker."""
+        """Notifies the kernel from a thread, for mounts without a worker. `invalidate` gets a
+        descriptor of the connection, and yields after each piece of work, where `stop` may end
+        it."""
         try:
             device = self._session.clone()
         except OSError as error:
@@ -91,6 +98,8 @@ class FuseSwitching:
 
 
 class _FuseSwitch:
+    """A prepared switch of a FUSE mount (`PreparedSwitch`)."""
+
     def __init__(self, switching: FuseSwitching, prepared: Prepared) -> None:
         self._switching = switching
         self._prepared = prepared

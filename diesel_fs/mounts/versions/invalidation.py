@@ -3,17 +3,17 @@
 The kernel keeps names, listings and attributes. After a switch it must drop:
 
 - in folders that still exist, the names of entries that are gone or changed, which lead to old
-  nodes, and those of new entries, which the kernel may remember as missing;
-- in folders that are gone, all names; those in use when their last user goes, and with them the old
-  version;
+  nodes, and the names of new entries, which the kernel may remember as missing;
+- in folders that are gone, all names. The kernel keeps a name in use until its last user ends, and
+  with it the old version;
 - the listings and attributes of all these folders.
 
 Everything else stays: unchanged files and folders keep their inode and pages, and an open file
 keeps its inode, the old node. `format/snapshot/diff.py` decides which entries are unchanged.
 
-Concurrency: a notification waits for locks that readers hold while they wait for the mount's
-server. So the prefetch worker or a thread sends it, never the server's loop. Sending can stop
-between two names.
+Concurrency: to send a notification, the sender waits for locks that readers hold while they wait
+for the mount's server. So the prefetch worker or a thread sends them, never the server's loop.
+Sending can stop between two names.
 """
 
 import errno
@@ -30,19 +30,20 @@ from ...format.snapshot.reader import Indices, Snapshot
 from ..sessions import protocol
 
 NAMES_PER_STEP = 1024
-"""Names that are sent before the sender may do something else: 5 ms."""
+"""Names that are sent before the sender may do something else. They take 5 ms."""
 
 Nodes = npt.NDArray[np.uint64]
 
 UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
-"""The errnos of the connection when the mount has ended."""
+"""The errnos of writes to the connection when the mount has ended."""
 
 
 def invalidate_after_switch(
     device: int, diff: SnapshotDiff, old_nodes: Nodes, new_nodes: Nodes
 ) -> Iterator[None]:
-    """Sends all notifications of one switch, and yields after each piece. The nodes belong to the
-    entries of `diff.old` and of `diff.new`. Raises OSError if the mount has ended."""
+    """Sends all notifications of one switch, and yields after each piece. `device` is a descriptor
+    of the connection. `old_nodes` has the node of each entry of `diff.old`, `new_nodes` that of
+    each entry of `diff.new`. Raises OSError if the mount has ended."""
     removed, new = _changed_names(diff)
     for folder in np.union1d(diff.changed_folders, diff.folders_with_new_attributes).tolist():
         names = {*removed.names(folder), *new.names(folder)}
@@ -54,7 +55,8 @@ def invalidate_after_switch(
 
 
 def _changed_names(diff: SnapshotDiff) -> "tuple[_NamesByFolder, _NamesByFolder]":
-    """In folders that still exist: the names that are gone or changed, and the new ones."""
+    """The names, in folders that still exist, of entries that are gone or changed, and of entries
+    that are new."""
     new_index = np.full(len(diff.old), -1, np.int64)
     unchanged = np.flatnonzero(diff.unchanged >= 0)
     new_index[diff.unchanged[unchanged]] = unchanged
@@ -70,7 +72,8 @@ def _changed_names(diff: SnapshotDiff) -> "tuple[_NamesByFolder, _NamesByFolder]
 
 
 class _NamesByFolder:
-    """Entries of one version, by their folder's index in the new version, or -1."""
+    """Names of entries of one version, by their folder's index in the new version (-1: the folder
+    is gone or new)."""
 
     def __init__(self, snapshot: Snapshot, entries: Indices, folders: Indices) -> None:
         order = np.argsort(folders, kind="stable")
@@ -84,7 +87,7 @@ class _NamesByFolder:
 
 
 def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Iterator[None]:
-    """The kernel drops the listing of a folder and these names in it. Yields after each piece.
+    """Makes the kernel drop the listing of a folder and these names in it. Yields after each piece.
     Raises OSError if the mount has ended."""
     yield
     known = _notify(device, protocol.invalidate_node(node))
@@ -94,17 +97,20 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
         _notify(device, protocol.invalidate_name(node, name))
         if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
-    # Each name took the folder's lock, so earlier listings have ended: drop their remains.
+    # For each name the kernel took the folder's lock, so earlier listings have ended. Drop what
+    # they have left.
     _notify(device, protocol.invalidate_node(node))
 
 
 def invalidate_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
+    """`invalidate_folder` for the names in several folders, given by their nodes."""
     for node, names in folders.items():
         yield from invalidate_folder(device, node, names)
 
 
 def _notify(device: int, message: bytes) -> bool:
-    """Whether the kernel knew the node or name. Raises OSError if the mount has ended."""
+    """Sends a notification. Returns whether the kernel knew the node or name. Raises OSError if the
+    mount has ended."""
     try:
         os.write(device, message)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The leases of one mount: a purge removes no chunks of the versions that the mount still reads.
+"""Takes and gives back the leases of one mount.
 
-A lease is an object in the store (`repository/leases.py`). The mount has one for each version that
-it answers from; it works without if it cannot write leases. All methods access the store and may
-wait; one thread at a time.
+A lease is an object in the store (`repository/leases.py`), which keeps a purge from removing the
+chunks of a version. The mount has a lease on each version that it answers from; if it cannot write
+leases, it works without them. All methods access the store and may wait; one thread at a time.
 """
 
 import logging
@@ -18,6 +18,8 @@ log = logging.getLogger("diesel.mount")
 
 
 class VersionLeases:
+    """The leases of one mount, by version."""
+
     def __init__(self, request: MountRequest, source: MountSource) -> None:
         self._request = request
         self._source = source
@@ -43,4 +45,5 @@ class VersionLeases:
                 lease.close()
 
     def close(self) -> None:
+        """Gives back all leases."""
         self.set_versions(())

@@ -1,8 +1,8 @@
 """Switches a native mount to another version: another tree takes the place of the first.
 
 All look-ups meet the new tree from one moment on. Open files and working folders stay in the old
-tree; the old version ends when the kernel reports that none of them is in use any more. So no other
-notification of the kernel is needed.
+tree; the old version ends when the kernel reports that none of them is in use any more. So the
+kernel need not be notified of changed names.
 """
 
 import os
@@ -26,7 +26,8 @@ from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
 
 def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int) -> TreeVersion:
-    """A version of `vfs` as a session shows it. The version ends with its tree."""
+    """A version of `vfs` as a native session shows it. `file` is a descriptor of the image's file.
+    When no file of the version's tree is in use any more, the version ends and `file` is closed."""
 
     def end() -> None:
         os.close(file)
@@ -37,6 +38,8 @@ def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int
 
 
 class NativeSwitching:
+    """Switches of a native mount (`Switching`)."""
+
     def __init__(
         self, vfs: VersionedVfs, session: NativeSession, link: WorkerLink, shown: Shown
     ) -> None:
@@ -58,18 +61,20 @@ class NativeSwitching:
         )
 
     async def tidy(self) -> None:
-        """Nothing: a tree ends by itself."""
+        """Does nothing: a tree ends by itself."""
 
     def stats(self) -> Mapping[str, object]:
-        """The trees that are still in use: open files in them keep the mount busy."""
+        """The earlier trees that are still in use: open files in them keep the mount busy."""
         trees = self.session.retired_trees()
         return {"retired_trees": [{"mount": each, "device": trees[each]} for each in trees]}
 
     def stop(self) -> None:
-        """Nothing."""
+        """Does nothing: this class sends no notifications."""
 
 
 class _NativeSwitch:
+    """A prepared switch of a native mount (`PreparedSwitch`)."""
+
     def __init__(
         self, switching: NativeSwitching, diff: SnapshotDiff, new: VersionVfs, tree: TreeVersion
     ) -> None:

@@ -1,8 +1,7 @@
 """The interface of switching a mount to another version of its dataset.
 
-There are two kinds. A FUSE mount keeps its names and changes the nodes that they lead to
-(`fuse_switch.py`). A native mount gets another tree (`native_switch.py`). `watcher.py` decides
-when.
+There are two kinds. In a FUSE mount, names stay and lead to other nodes (`fuse_switch.py`). A
+native mount gets another tree (`native_switch.py`). `watcher.py` decides when to switch.
 """
 
 from collections.abc import Mapping
@@ -15,25 +14,29 @@ from .versioned_vfs import ReaderFactory, VersionedVfs
 
 
 class PreparedSwitch(Protocol):
-    """A switch that can be made at once. The caller makes it, or closes it."""
+    """A switch that is ready: `make` carries it out without a long wait. The caller calls `close`
+    in any case."""
 
     def worker_files(self) -> list[int]:
-        """New descriptors for the prefetch worker. Raises OSError."""
+        """Descriptors of files for the prefetch worker, which the caller closes. The first is of
+        `source.node_map_file`. Raises OSError."""
         ...
 
     async def make(self, reopen: ReaderFactory) -> ContentReader:
-        """Makes names lead to the new version. Returns the result of `VersionedVfs.begin_version`.
+        """Makes names lead to the new version. `reopen` makes another reader of the version before;
+        the result is that version's reader until now (see `VersionedVfs.begin_version`).
 
         Raises DieselError, and SwitchUnsupported; then nothing has changed.
         """
         ...
 
     def message(self) -> Message:
-        """More fields for the worker, after the switch was made."""
+        """Further fields of the message that tells the worker of the switch. Called after
+        `make`."""
         ...
 
     async def finish_without_worker(self) -> None:
-        """Does the worker's part for the kernel."""
+        """Notifies the kernel as the worker would, if the mount has no worker."""
         ...
 
     def close(self) -> None:
@@ -42,27 +45,30 @@ class PreparedSwitch(Protocol):
 
 
 class Switching(Protocol):
+    """Makes the switches of one mount, and knows what depends on the kind of mount."""
+
     @property
     def vfs(self) -> VersionedVfs: ...
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> PreparedSwitch:
-        """Prepares the switch from the current version to another one, with the reader of the
-        latter. For a thread. Raises DieselError."""
+        """Prepares the switch from the current version (`diff.old`) to another one, which `reader`
+        reads. For a thread. Raises DieselError."""
         ...
 
     def attach_worker(self, push_status: int) -> None:
-        """Connects the session with the worker. In the memory file `push_status` the worker marks
-        the entries that it is about to push."""
+        """Connects the session with the worker, for the current version. `push_status` is the
+        descriptor of the shared memory (`sessions/push_status.py`) in which the worker marks the
+        entries that it is about to push."""
         ...
 
     async def tidy(self) -> None:
-        """Frees unused resources; called at each check."""
+        """Frees unused resources. The watcher calls it at each check."""
         ...
 
     def stats(self) -> Mapping[str, object]:
-        """More of `follow` in `.diesel/stats`."""
+        """Further keys of `follow` in `.diesel/stats`."""
         ...
 
     def stop(self) -> None:
-        """The mount is being unmounted: nothing more is sent to the kernel."""
+        """Called when the mount is being unmounted: nothing more may be sent to the kernel."""
         ...

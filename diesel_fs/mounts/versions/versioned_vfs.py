@@ -1,8 +1,8 @@
 """The file system of a mount that follows its dataset: the current version, and retired ones.
 
 A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
-lead to the new version, the current one. A version before it is retired: it goes on serving its
-open files, until the kernel needs nothing of it any more.
+lead to the new version, the *current* one. The version before is *retired*: its open files are
+still served, until the kernel needs nothing of it any more.
 
 `VersionedVfs` alone serves a native mount: each version has a tree of its own in the kernel, which
 requests contents by version. If names are looked up here, all versions share one set of nodes
@@ -21,21 +21,24 @@ from ..tree.attributes import Owner
 from ..tree.vfs import ContentReader, MountHooks, Vfs
 
 ReaderFactory = Callable[[], ContentReader]
+"""Opens a reader of one version. Raises DieselError."""
 
 
 RETIRED_READERS_MAX = 4
-"""Readers of retired versions that are open at once: they share one sum of memory."""
+"""The most readers of retired versions that are open at once, unless more are reading. They share
+one sum of memory."""
 
 
 class RetiredReaders:
     """The open readers of retired versions: the last used ones, and those that are reading."""
 
     def __init__(self) -> None:
-        self._open: dict[LazyReader, None] = {}  # the last used one last
+        self._open: dict[LazyReader, None] = {}  # the one that was used last is last
         self._lock = threading.Lock()
 
     def used(self, reader: "LazyReader") -> None:
-        """Closes readers that have been unused for longest."""
+        """Notes that a reader is used now, and closes the readers that have been unused for
+        longest, if too many are open."""
         with self._lock:
             self._open.pop(reader, None)
             self._open[reader] = None
@@ -50,7 +53,8 @@ class RetiredReaders:
 
 
 class LazyReader:
-    """The reader of a retired version. A read, which is rare, opens it for a while."""
+    """The reader of a retired version. A read, which is rare there, opens the version's real reader
+    for a while."""
 
     def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
@@ -67,7 +71,8 @@ class LazyReader:
             self._reads += 1
         try:
             self._all.used(self)
-            return memoryview(bytes(reader.read(index, offset, size)))  # it may be closed soon
+            # A copy, since the real reader may be closed soon
+            return memoryview(bytes(reader.read(index, offset, size)))
         finally:
             with self._lock:
                 self._reads -= 1
@@ -80,7 +85,7 @@ class LazyReader:
         return {} if reader is None else reader.stats()
 
     def close_if_idle(self) -> bool:
-        """Returns whether it is closed; not while a read is under way."""
+        """Closes the real reader, unless a read is under way. Returns whether it is closed."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -100,7 +105,7 @@ class LazyReader:
 
 
 class VersionVfs(Vfs):
-    """One version alone, with the counters and the thread limit of the whole mount."""
+    """The file system of one version, with the counters and the thread limit of the whole mount."""
 
     def __init__(self, mount: Vfs, snapshot: Snapshot, reader: ContentReader) -> None:
         super().__init__(
@@ -112,19 +117,23 @@ class VersionVfs(Vfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel may still request something of it."""
+        """Whether the kernel may still request something of this version."""
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
+        """Notes that the kernel will request nothing more of this version."""
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
-        """From now on, reads open another reader, by `reopen`. Returns the present one."""
+        """Makes later reads open another reader by `reopen`, when they need it. Returns the reader
+        until now, which the caller closes."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
 
 class VersionedVfs(Vfs):
+    """The file system of the current version and the retired ones (see the module)."""
+
     def __init__(
         self,
         snapshot: Snapshot,
@@ -151,14 +160,14 @@ class VersionedVfs(Vfs):
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The current version's comes first."""
+        """The snapshots of the current version, which comes first, and of the retired ones."""
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
-        """Makes this the current version, and retires the one before.
+        """Makes `new` the current version, and retires the version before.
 
-        Reads of the retired version open a reader by `reopen`. Returns its present reader: close it
-        after `drain_retired`.
+        Later reads of the retired version open a reader by `reopen`. Returns the reader that it had
+        until now: close it after `drain_retired`.
         """
         old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired
@@ -171,16 +180,17 @@ class VersionedVfs(Vfs):
         return old_reader
 
     async def drain_retired(self) -> None:
-        """Returns when no request waits for a retired version."""
+        """Waits until no request waits for a retired version."""
         for each in self._retired:
             await each.drain()
 
     def drop_unused_versions(self) -> None:
+        """Closes and forgets the retired versions that the kernel does not need any more."""
         unused = [each for each in self._retired if not each.is_needed]
         self._retired = tuple(each for each in self._retired if each not in unused)
         for each in unused:
             closing = threading.Thread(target=each.close, daemon=True)
-            closing.start()  # in a thread: it may wait for a read of a dead store
+            closing.start()  # in a thread, since closing may wait for a read of a dead store
 
     def stats(self) -> dict[str, object]:
         follow = {

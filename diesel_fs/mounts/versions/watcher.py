@@ -3,10 +3,11 @@
 A switch has these steps:
 
 1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
-2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
-3. Names begin to lead to the new version; so do the lists of `.diesel`, statistics and the control
-  socket.
-4. The worker takes over the contents of the page cache.
+2. The prefetch worker accepts no plans from now on. If a plan (an order that a program has
+  announced) is running, the switch is postponed.
+3. Names begin to lead to the new version. The lists of `.diesel`, statistics and the control socket
+  change to it, too.
+4. The worker takes over the contents of the page cache for the new version.
 
 Step 3 differs between kinds of mounts (`switching.py`). A failure before it changes nothing: the
 mount stays at its version, logs the reason once, and tries again at the next check. If the kernel
@@ -44,17 +45,20 @@ log = logging.getLogger("diesel.mount")
 _T = TypeVar("_T")
 
 POLL_INTERVAL_S = 5.0
-"""A query takes a few requests to the metadata store and a listing of snapshots."""
+"""The default interval between two checks. A check takes a few requests to the metadata store and a
+listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
-mount switches when no newer version has appeared between two checks, or after this long."""
+mount switches when no further version has appeared between two checks, or after this long."""
 
 WORKER_DEADLINE_S = 15.0
-"""How long to wait for the worker, which may be fetching a chunk."""
+"""How long to wait for an answer of the worker, which may be fetching a chunk."""
 
 
 class VersionWatcher:
+    """Looks for newer versions, and runs the switches (see the module)."""
+
     def __init__(
         self,
         request: MountRequest,
@@ -65,8 +69,9 @@ class VersionWatcher:
         retired_bytes: int,
         on_switch: Callable[[Snapshot], None],
     ) -> None:
-        """`memory_bytes` are for chunks of the current version, `retired_bytes` for those of all
-        retired ones, for open files alone. `on_switch` is called in step 3."""
+        """`memory_bytes` is the server's memory for chunks of the current version, `retired_bytes`
+        that for chunks of all retired versions together, of which only open files are read.
+        `on_switch` is called in step 3 with the new version's snapshot."""
         self._request = request
         self._source = source
         self._link = link
@@ -80,7 +85,7 @@ class VersionWatcher:
         self._ending = False
         self._can_switch = True
         self._last_error = ""
-        self._switch_failed = False  # the last one, by `_last_error`
+        self._switch_failed = False  # whether the last switch failed, with `_last_error`
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
         self._versions = 1  # how many versions the mount answered from at the last `_free_memory`
@@ -99,24 +104,27 @@ class VersionWatcher:
 
     @property
     def _snapshots(self) -> list[Snapshot]:
-        """The current version's and the retired ones'."""
+        """The snapshots of the current version, which comes first, and of the retired ones."""
         return self._switching.vfs.snapshots
 
     def attach(self, switching: Switching) -> None:
-        """Called before everything else."""
+        """Sets the kind of switches. Called before all other methods."""
         self._switching = switching
 
     def attach_worker(self, push_status: int) -> None:
-        """The worker has begun with the current version."""
+        """Called when the worker has begun with the current version. `push_status` is the
+        descriptor of the memory that it shares with the server (`Switching.attach_worker`)."""
         self._switching.attach_worker(push_status)
         self._has_worker = True
 
     def stop(self) -> None:
-        """The mount is being unmounted: nothing more is begun, or sent to the kernel."""
+        """Called when the mount is being unmounted: nothing more is begun, or sent to the
+        kernel."""
         self._ending = True
         self._switching.stop()
 
     async def run(self) -> None:
+        """Checks for newer versions and switches to them, until `stop`."""
         interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(interval_s)
@@ -144,7 +152,7 @@ class VersionWatcher:
         return error.message if isinstance(error, ForeignError) else f"cannot follow: {error}"
 
     def _log_once(self, trouble: str) -> None:
-        """Unless the last message was the same."""
+        """Logs why the mount does not follow, unless the last message was the same."""
         if trouble != self._last_error:
             version = self._snapshots[0].version
             log.warning("%s; the mount stays at version %d", trouble, version)
@@ -179,7 +187,9 @@ class VersionWatcher:
             self._recover()
 
     async def _no_plan_runs(self, question: str) -> bool:
-        """The message "hold plans" also makes the worker accept none from then on."""
+        """Whether no plan is running, as the worker reports; False also if it does not answer in
+        time. `question` is the message to send: "running", or "hold plans", after which the worker
+        accepts no plans."""
         if not self._has_worker or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
@@ -215,28 +225,28 @@ class VersionWatcher:
         self._versions += 1  # with the new version; the retired one may be gone already
 
     async def _free_memory(self) -> None:
-        """Objects of versions that have ended refer to each other in cycles, and a snapshot would
-        stay mapped until Python collects those."""
+        """Has Python collect garbage if a version has ended. The objects of a version refer to each
+        other in cycles, and its snapshot would stay mapped until then."""
         versions = len(self._snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)
         self._versions = versions
 
     def _prepare(self) -> "_ReadySwitch | None":
-        """Step 1, in a thread; None if there is no newer version. Raises DieselError."""
+        """Step 1, in a thread. Returns None if there is no newer version. Raises DieselError."""
         old = self._snapshots[0]
         new = self._source.open(self._request).snapshot
         if new.identity != old.identity:
             raise ForeignError(f"{new.dataset!r} is another dataset now ({new.identity})")
         if new.version <= old.version:
             return None
-        self._leases.set_versions([new, *self._snapshots])  # first: comparing takes seconds
+        self._leases.set_versions([new, *self._snapshots])  # before comparing, which takes seconds
         has_worker = self._has_worker
         reader = self._source.reader(self._request, new, self._memory_bytes, pushes=has_worker)
         try:
             diff = diff_snapshots(old, new)
             ready = _ReadySwitch(diff, self._switching.prepare(diff, reader))
-        except DieselError:
+        except BaseException:
             reader.close()
             raise
         if has_worker and self._link.alive:
@@ -251,7 +261,7 @@ class VersionWatcher:
         return ready
 
     async def _switch(self, ready: "_ReadySwitch") -> ContentReader:
-        """Steps 3 and 4. Returns the reader of the version before, to be closed."""
+        """Steps 3 and 4. Returns the reader of the version before, which the caller closes."""
         old, new = ready.diff.old, ready.diff.new
         self._applied_version = old.version
         before = await ready.prepared.make(
@@ -278,8 +288,8 @@ class VersionWatcher:
 
 @dataclass(slots=True)
 class _ReadySwitch:
-    """A switch after step 1, and files for the worker: snapshot, push status, and more by the kind
-    of switch."""
+    """A switch after step 1, and descriptors of files for the worker: the snapshot, the push status
+    (`sessions/push_status.py`), and then those of `PreparedSwitch.worker_files`."""
 
     diff: SnapshotDiff
     prepared: PreparedSwitch

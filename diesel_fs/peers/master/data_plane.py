@@ -1,26 +1,28 @@
 """The data plane of a master: answers READs that need not wait, for masters and clients of other
 nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, section 3).
 
-It knows authenticated connections and, of each version of the dataset, a table from chunks to
-memory and open files (`node/chunk_table.py`). The control plane hands connections over after their
-handshake (`acceptor.py`, `local.py`), and answers all other requests.
+Each connection that it serves is authenticated, and has the table of its version of the dataset:
+from chunks to memory and open files (`node/chunk_table.py`). The control plane (the master's trio
+loop: `acceptor.py`, `local.py`) hands connections over after their handshake, and answers all other
+requests.
 
 Concurrency. One thread serves all connections, in a bare `epoll` loop: a turn of trio's loop costs
-more than a request, which is one `recv` and one `sendmsg`, straight from the memory of its parts.
-The thread waits only for `epoll`: sockets do not block, and lent files are read only from the page
-cache.
+more than answering a request, which takes one `recv` and one `sendmsg` straight from the memory of
+the chunks. The thread waits only for `epoll`: sockets do not block, and lent files are read only
+from the page cache.
 
 All state of connections belongs to this thread. Public methods may be called in any thread: they
 append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
-order, so an answer cannot overtake the `adopt` of its connection. After `close` the caller runs
-them. The table is shared with trio's thread without a lock, since each access is one operation of a
-dictionary or a queue; a view stays valid after its chunk has been dropped.
+order, so an answer cannot overtake the `adopt` of its connection. After `close`, the thread that
+calls such a method runs its command itself. The table is shared with trio's thread without a lock,
+since each access is one operation of a dictionary or a queue; a view stays valid after its chunk
+has been dropped.
 
-While the control plane answers a forwarded request (`in_flight`), further requests on the
-connection are answered, in any order. A connection with too much in flight, or with answers that
-the other end does not take, is read no further (`is_blocked`), and is closed when it is slower than
-`net/channel.py` allows. A connection with many requests at once gets `_TURN_REQUESTS` answers a
-turn, so that others need not wait.
+While the control plane answers a forwarded request (it is then *in flight*), further requests on
+the connection are answered, in any order. If a connection has too much in flight, or the other end
+does not take its answers, it is not read from (`is_blocked`); it is closed when the other end is
+slower than `net/channel.py` allows. A connection with many requests at once gets `_TURN_REQUESTS`
+answers in each turn of the loop, so that others need not wait.
 """
 
 import logging
@@ -57,10 +59,10 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""Another node's connection is closed after this time without requests."""
+"""A connection of another node is closed after this time without requests."""
 
 _BUFFER_BYTES = 64 << 10
-"""More than the longest request."""
+"""The buffer for received bytes; larger than the longest request."""
 
 _TURN_REQUESTS = 64  # of one connection in a turn
 _CHECK_S = 2.0  # between looks at slow and idle connections
@@ -82,7 +84,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` is of the other end's version, `rank` its node's."""
+        """`table` has the chunks of the other end's version; `rank` is the other end's node."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -93,16 +95,17 @@ class ServedConnection:
         self.receive, self.send = channel.receive_some, channel.send_one
         self.send_many = channel.send_some
         self.is_open = True
-        self.watched = 0
-        self.held = b""
+        self.watched = 0  # the events that epoll waits for
+        self.held = b""  # received and not handled yet
         self.unsent: list[memoryview] = []
-        self.begun_s = self.used_s = monotonic()
-        self.moved = 0  # bytes that left since `begun_s`
-        self.in_flight = 0  # forwarded and unanswered
+        self.begun_s = self.used_s = monotonic()  # `unsent` began; the last request came
+        self.moved = 0  # bytes that were sent since `begun_s`
+        self.in_flight = 0  # requests that are forwarded and not answered
         self.in_flight_bytes = 0
 
     @property
     def is_blocked(self) -> bool:
+        """Whether no more requests are read for now."""
         return bool(
             self.unsent
             or self.in_flight >= wire.REQUESTS_MAX
@@ -111,8 +114,8 @@ class ServedConnection:
 
 
 Forward = Callable[[ServedConnection, int, int, Parts, int], None]
-"""Called in the data plane's thread with a READ that has to wait: connection, ID, flags, parts, and
-their bytes. `DataPlane.answer` answers it."""
+"""A function that the data plane's thread calls with a READ that has to wait: connection, ID,
+flags, parts, and their bytes. The control plane then calls `DataPlane.answer`."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
@@ -120,6 +123,8 @@ ForwardPlan = Callable[[ServedConnection, int, bytes], None]
 
 
 class DataPlane:
+    """The thread that serves connections; it runs from the constructor to `close`."""
+
     def __init__(self, forward: Forward, forward_plan: ForwardPlan) -> None:
         self._forward = forward
         self._forward_plan = forward_plan
@@ -140,26 +145,27 @@ class DataPlane:
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """The connection belongs to the data plane from now on. A master's newest replaces its
-        older one."""
+        """Serve a connection, which belongs to the data plane from now on. The newest connection of
+        a master replaces its older one."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """`size` bytes, in one piece, which must not change any more."""
+        """Send `parts`, `size` bytes in all, with no other bytes between. They must not change any
+        more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
     def answer(
         self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
-        """As `send`, to a forwarded request for `request_bytes` bytes."""
+        """As `send`, for the answer to a forwarded request that asked for `request_bytes` bytes."""
         self._command(partial(self._answer, connection, request_bytes, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
-        """Unsent bytes are dropped."""
+        """Close a connection; its unsent bytes are lost."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """Close all connections adopted by now."""
+        """Close all connections that were adopted before this call."""
         self._command(self._close_all)
 
     @property
@@ -167,6 +173,8 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
+        """Counters since the start, and the state of the connections. `inline`: requests that were
+        not forwarded."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -179,13 +187,13 @@ class DataPlane:
         }
 
     def close(self) -> None:
-        """Repeatable."""
+        """End the thread and close all connections. May be called again."""
         self._command(self._end_thread)
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """The thread calls `command`, after earlier ones. Once the thread has ended, the caller
-        does."""
+        """Have the thread call `command`, after earlier commands. Once the thread has ended, the
+        caller's thread does."""
         with self._ending:
             if not self._is_closed:
                 self._commands.append(command)
@@ -234,6 +242,7 @@ class DataPlane:
             self._end(connection, error)
 
     def _end(self, connection: ServedConnection, error: Exception) -> None:
+        """Close a connection after an error, and log that."""
         if isinstance(error, CorruptError):
             log.warning("refused from='node %d' why=%r", connection.rank, error.message)
         elif isinstance(error, ConnectionClosed | OSError):
@@ -304,7 +313,7 @@ class DataPlane:
             raise ConnectionClosed("the other end closed the connection")
 
     def _go_on(self, connection: ServedConnection) -> None:
-        """Handle the bytes received before; then wait for more."""
+        """Handle the bytes that were received before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -317,8 +326,8 @@ class DataPlane:
         self._watch(connection)
 
     def _receive(self, connection: ServedConnection) -> None:
-        """Receive once (all that a buffering channel has), and answer. Raises ConnectionClosed,
-        OSError, CorruptError."""
+        """Receive once, and answer; from a channel with a buffer of its own (TLS), receive until
+        that is empty. Raises ConnectionClosed, OSError, CorruptError."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
@@ -347,8 +356,8 @@ class DataPlane:
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
         """Answer the only request in the buffer, of `length` bytes, if all its parts are in memory,
-        as is usual; returns whether it did. Raises OSError. It is called all the time, so it has
-        few operations."""
+        as is usual; returns whether it did. Raises OSError. Nearly all requests are answered here,
+        so it has few operations."""
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
@@ -410,8 +419,8 @@ class DataPlane:
     def _answer_any(
         self, connection: ServedConnection, content: memoryview, at: int, end: int
     ) -> int:
-        """Answer or forward the request at `at`; returns its length, 0 if it is incomplete. Raises
-        OSError, CorruptError."""
+        """Answer or forward the request that begins at `at`; returns its length, or 0 if it is
+        incomplete. Raises OSError, CorruptError."""
         table = connection.table
         request = wire.parse_request(content, at)
         length = HEAD_BYTES + request.body_bytes
@@ -487,6 +496,7 @@ class DataPlane:
             self._keep_unsent(connection, parts, size - sent)
 
     def _keep_unsent(self, connection: ServedConnection, parts: Sequence[Bytes], left: int) -> None:
+        """Keep the last `left` bytes of `parts`, which the socket did not take."""
         views = byte_views(parts)
         drop_written(views, sum(map(len, views)) - left)
         if not connection.unsent:
@@ -504,6 +514,7 @@ class DataPlane:
         self._watch(connection)
 
     def _watch(self, connection: ServedConnection) -> None:
+        """Set the events for which epoll waits at a connection."""
         if not connection.is_open:
             return
         if connection.unsent:

@@ -2,8 +2,8 @@
 
 It checks which processes may connect, gives them the table of owners, unpins all that a process has
 pinned when it ends, and decides when an unused master ends. The data plane takes over connections
-for READs. A client that breaks off at any point leaves nothing behind. All runs in the master's
-trio loop; a connection carries one request at a time, and has one task.
+for READs. If a client ends at any point, nothing of it stays. Everything runs in the master's trio
+loop; each connection has one task, and carries one request at a time.
 """
 
 import array
@@ -29,27 +29,29 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""Some hundred workers of a node have a few threads each."""
+"""The most connections of clients: a node has some hundred workers with a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""For this time after a switch, clients that ask for the former version do not make the master end:
-its own have yet to connect anew."""
+"""How long after a switch of the version clients that ask for the former version do not make the
+master end: its own clients have yet to connect anew."""
 
 _RECEIVE_BYTES = 64 << 10
-_ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
-_TURN_REQUESTS = 64  # of one client
+_ANY_CHUNK = 1 << 32  # no limit: unpinning a chunk that was never pinned does nothing
+_TURN_REQUESTS = 64  # of one client, before other tasks run
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _FILES_MAX = 4  # in one message: one is expected, others are closed
 _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
 class LocalServer:
+    """Accepts clients, counts the readers, and decides when the master ends."""
+
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._connections: Counter[int] = Counter()
+        self._connections: Counter[int] = Counter()  # of each process
         self._readers = 0  # connections for this version
         self._other_version_wanted = False
         self._switched_s = -math.inf
@@ -79,8 +81,9 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Return when no client has read this version for `idle_timeout_s`; at once if one comes
-        for another version, which then starts a master of its own, and none reads this."""
+        """Return when no client has read this version for `idle_timeout_s`. If no client reads it
+        and one asks for another version, return at once: that client then starts a master of its
+        own."""
         while True:
             self._clients_changed = trio.Event()
             timeout_s = math.inf if self._readers else idle_timeout_s
@@ -97,7 +100,8 @@ class LocalServer:
                 return
 
     async def _serve(self, accepted: socket.socket, pid: int) -> None:
-        """A process's pins end with its last connection."""
+        """Serve one connection. When a process's last connection ends, all its chunks are unpinned
+        and its plans forgotten."""
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
@@ -120,6 +124,7 @@ class LocalServer:
 
     @property
     def readers(self) -> int:
+        """The number of connections for this version."""
         return self._readers
 
     def reader_joined(self) -> None:
@@ -127,15 +132,20 @@ class LocalServer:
         self._clients_changed.set()
 
     def switched(self) -> None:
+        """Note that a client has switched the version."""
         self._switched_s = trio.current_time()
 
     def other_version_requested(self) -> None:
+        """End the master soon, as a client has asked for another version; unless readers are
+        connected, or it has just switched the version."""
         if not self._readers and trio.current_time() > self._switched_s + SWITCH_S:
             self._other_version_wanted = True
             self._clients_changed.set()
 
 
 class _Client:
+    """One connection of a client."""
+
     def __init__(
         self, server: LocalServer, master: Master, accepted: socket.socket, pid: int
     ) -> None:
@@ -149,6 +159,7 @@ class _Client:
 
     @property
     def is_accepted(self) -> bool:
+        """Whether its hello was accepted."""
         return self._version >= 0
 
     @property
@@ -160,7 +171,7 @@ class _Client:
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The caller owns the socket from now on."""
+        """The socket, which the caller closes."""
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
@@ -245,7 +256,8 @@ class _Client:
         await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Check the snapshot, and switch to it if it is newer."""
+        """Check the snapshot that the client has sent, and switch to its version if that is
+        newer."""
         version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
@@ -269,6 +281,8 @@ class _Client:
     # The socket
 
     async def _receive(self, size: int) -> bool:
+        """Receive until `size` bytes have come; returns False if the client has closed the
+        connection."""
         while len(self._received) < size:
             try:
                 content, control, _, _ = self._socket.recvmsg(
@@ -286,6 +300,7 @@ class _Client:
         return True
 
     async def _send(self, content: bytes, file: int | None = None) -> None:
+        """Send an answer, with a descriptor if `file` is given."""
         rights = []
         if file is not None:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
@@ -305,8 +320,8 @@ class _Client:
 
 
 class LocalSocket:
-    """Clients connect here. Until `listen`, the kernel refuses them at once: a master that starts,
-    and may wait for Redis, must not make readers wait."""
+    """The socket at which clients connect. Until `listen`, the kernel refuses clients at once, so
+    that they do not wait for a master that starts, which may itself wait for Redis."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -325,8 +340,8 @@ class LocalSocket:
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Also remove the socket from its path, unless another master has put its own there.
-        Repeatable, even if that one got the same inode number."""
+        """Close the socket, and remove it from its path unless another master has put its own
+        there. May be called again, even if the other socket got the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -3,9 +3,9 @@
 It follows the members of the task, knows which node owns each chunk, and shows that to its clients
 (`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps this node's
 chunks. It answers the reads that the data plane cannot answer at once (`AnswerSource`), asks other
-masters (`peer.py`) and the store for chunks, and exchanges readers' plans with other masters. It
-reports at once which parts it cannot give, and the reader reads them from the store: nothing that
-happens to members is an error of a reader.
+masters (`peer.py`) and the store for chunks, and exchanges readers' plans (which files they will
+read, `plan/`) with other masters. It reports at once which parts it cannot give, and the reader
+reads these from the store: so no reader gets an error when members come, go or fail.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
@@ -59,18 +59,18 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""A third of a registration's lifetime."""
+"""The interval of renewals: a third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""From its start until all nodes are there, at most for this time, a master renews at this shorter
-interval: if another node comes to own a chunk just after this one fetched it, the chunk crosses the
-network twice."""
+"""From its start until all nodes are there, but at most for `GATHER_S`, a master renews at the
+shorter interval `GATHER_RENEW_S`, to learn of new nodes soon: if a new node becomes the owner of a
+chunk that this node has just fetched, the chunk crosses the network twice."""
 
 LOAD_S = 3.0
-"""The wait for a fetch: a client gives up its master after 5 s. For several parts as much longer as
-the reader waits (`wire.working_s`)."""
+"""How long a request waits for a fetch, as a client gives up its master after 5 s. A request for
+several parts waits as much longer as the reader does (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8
+_LIVE_LEVELS = 8  # the live parts of chunks are rounded to eighths, to fetch ahead in order
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -79,6 +79,8 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
+    """Another master, and the scope of all tasks that talk to it."""
+
     member: Member
     peer: Peer
     scope: trio.CancelScope
@@ -86,9 +88,12 @@ class _PeerEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MasterOptions:
+    """Options of one master; the intervals and the lifetime are in seconds."""
+
     world: int
+    """The number of nodes that the task has when all are there."""
     oneshot: bool = False
-    """Fetch all of this node's chunks from the start."""
+    """Whether to fetch all of this node's chunks from the start."""
     renew_s: float = RENEW_S
     gather_renew_s: float = GATHER_RENEW_S
     ttl_s: float = TTL_S
@@ -107,7 +112,7 @@ class Master:
         make_cache: Callable[[Fetch], NodeCache],
         options: MasterOptions,
     ) -> None:
-        """`make_cache` gets the function that fetches a chunk."""
+        """`make_cache` makes the node's cache; it is passed the function that fetches a chunk."""
         self.rank = member.rank
         self._me = me
         self._member = member
@@ -134,15 +139,17 @@ class Master:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Chunk numbers belong to this version."""
+        """The snapshot of the current version, to which chunk numbers belong."""
         return self._owners.snapshot
 
     @property
     def owner(self) -> Ranks:
+        """The rank of the owner of each chunk."""
         return self._owners.owner
 
     @property
     def task_view(self) -> TaskView:
+        """The answer to a client's MEMBERS."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -160,8 +167,8 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member until cancelled, until a newer master takes this rank, or until this master
-        may not be one any more. `first` has the members at the start."""
+        """Be a member until cancelled, until a newer master takes this rank, or until the registry
+        refuses this master. `first` has the members at the start."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
@@ -175,7 +182,8 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Renew until this master may not be a member any more."""
+        """Renew the registration until a newer master has taken this rank, or the registry refuses
+        this master."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -233,8 +241,9 @@ class Master:
             self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
-        """Members that may still have to register again after an outage of the registry. Otherwise
-        connections would end, and other nodes would fetch their chunks."""
+        """Members that may still have to register again after an outage of the registry. They count
+        for a while: otherwise connections to them would end, and other nodes would fetch their
+        chunks."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -243,7 +252,8 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """When the registry has lost the secret, the master that registers first makes another."""
+        """Take over another secret, which the first master to register makes when the registry has
+        lost the old one. Ends all connections."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -258,8 +268,8 @@ class Master:
                 self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
-        """Share a version's chunks among this node and others. Returns whether owners changed and
-        the version is still current."""
+        """Assign the chunks of a version to this node and `others`. Returns whether the owners have
+        changed and this is still the current version."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
@@ -267,7 +277,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if not owners.ranks and others:  # other nodes hold this one's chunks
+        if not owners.ranks and others:  # others still have the chunks that are this node's now
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:
@@ -296,7 +306,8 @@ class Master:
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
-        """Ping a node from `--peers`, which does not register: is it there?"""
+        """Ping a node from `--peers`, which does not register, and take its chunks over while it
+        does not answer."""
         rank, heard_s = entry.member.rank, trio.current_time()
         while True:
             if await entry.peer.ping():
@@ -309,8 +320,8 @@ class Master:
             await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Chunks of both versions stay. The new one starts with owners: the members known to hold
-        it."""
+        """Switch to another version, unless it is older. Chunks that both versions have stay. At
+        first, the owners are this node and the members known to have the new version."""
         owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
@@ -342,8 +353,9 @@ class Master:
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process. A descriptor of the whole chunk, or None. `load`: fetch
-        it if it is not in memory."""
+        """Pin a chunk for a client process (`pinner` is its number). Returns a descriptor of the
+        whole chunk, which the cache closes, or None. `load`: fetch the chunk if it is not in
+        memory."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -370,7 +382,7 @@ class Master:
         return self.cache.table
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        if rank == self.rank or rank not in self._peers:  # its streams would never end
+        if rank == self.rank or rank not in self._peers:  # nothing would end its readers' plans
             self._renew_now.set()
             return UNKNOWN
         return self.plan.take(rank, body)
@@ -426,9 +438,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by row: of chunks that are here, and with `load` of those in `mine` (a
-        flag for each row) that come in time (`LOAD_S`). Adds chunks that could not be fetched to
-        `failed`."""
+        """The contents of parts, by their rows in `parts`: of chunks that this node has, and with
+        `load` also of those that it owns (`mine` has a flag for each row) and that come in time
+        (`LOAD_S`). Adds chunks that could not be fetched to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -459,7 +471,8 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fill `room` from a node that may hold the chunk, else from the store."""
+        """Fetch a chunk into `room`, its buffer: from a node that may hold it, else from the
+        store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -484,7 +497,7 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """With `oneshot`: fetch all of this node's chunks while no caller waits for a fetch."""
+        """With `oneshot`: fetch all chunks of this node, each while no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:
@@ -500,9 +513,10 @@ class Master:
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """After `run`: write this node's chunks from memory to its disk. The next master will find
-        all nodes present, so the chunks it will own come first: while nodes leave one by one, those
-        that remain own more and more. May be cancelled anywhere."""
+        """After `run`: write this node's chunks from memory to its disk. The chunks that it owns
+        when all nodes are present come first, as the next master will find all nodes present: now,
+        while nodes leave one by one, the remaining ones own more and more. May be cancelled
+        anywhere."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True
@@ -512,7 +526,7 @@ class Master:
         await self.cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """For `Dataset.task_stats` and `dlcmd stats`."""
+        """The master's counters and state, for `Dataset.task_stats` and `dlcmd stats`."""
         return {
             "rank": self.rank,
             "world": self._world,

@@ -1,9 +1,9 @@
 """The members of a task: its name, its masters, which node this is, and registrations as bytes and
-messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Pure.
+messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Does no I/O.
 
-A task is a training job, a node one of its machines, and a master the process on a node that the
-others reach. A master registers in a member store (Redis, or a server in front of it) and learns
-there which masters are in its task. Values check themselves, and raise UsageError.
+A task is a training job, a node one of its machines, and a master the process on a node to which
+other nodes connect. A master registers in a member store (Redis, or a server in front of it) and
+learns there which masters are in its task. Values check themselves, and raise UsageError.
 """
 
 import hashlib
@@ -20,23 +20,24 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""Two renewals may be lost."""
+"""How long a registration lasts after its last renewal: so long that two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
-"""Ranks travel in two bytes."""
+"""The highest rank: ranks are sent in two bytes."""
 
 MEMBERS_MAX = 4096
-"""Each master keeps connections to all others."""
+"""The most members of a task: each master keeps connections to all others."""
 
 INSTANCE_BYTES, SECRET_BYTES, CERTIFICATE_BYTES = 16, 32, 32
 ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
 
 KEY_BYTES_MIN = 16
-"""Whoever has seen one proof of a `--task-key-file` can try all short keys."""
+"""The least length of a `--task-key-file`: whoever has seen one proof made with a key can try all
+short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
-"""For a master known by `--peers` alone."""
+"""The instance of a master that is known by `--peers` alone."""
 
 _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brackets; then the port
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]):[0-9]{1,5}",
@@ -46,7 +47,7 @@ _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brack
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """A dataset, a user, and the task's name."""
+    """The full name of a task: a dataset, a user, and the task's own name."""
 
     identity: UUID
     user: str  # the account at a server; `uid:N` without one
@@ -64,18 +65,20 @@ class TaskName:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes."""
+        """SHA-256 of the full name, which stands for it in proofs."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
+    """A master that is registered, or named by `--peers`."""
+
     rank: int
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
     version: int
-    certificate: bytes = b""  # its SHA-256; empty without TLS, or if it is not known
+    certificate: bytes = b""  # SHA-256 of it; empty without TLS, or if it is not known
     has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The members at one moment; only the newest instance of each rank."""
+    """The members at one moment. Of several instances of one rank, only the newest is a member."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # by which masters prove that they belong to the task
@@ -102,17 +105,18 @@ class Membership:
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """The last master of each rank stays."""
+        """A membership of these members; of several of one rank, the last one counts."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """Masters of other versions are not nodes of this task."""
+        """The members that have this version of the dataset: only these count as nodes."""
         return tuple(member for member in self.members if member.version == version)
 
 
 def split_address(address: str) -> HostPort:
-    """The address may come from anywhere. Raises UsageError."""
+    """The host and port of a master's address, which may come from another machine. Raises
+    UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -130,8 +134,8 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """SHA-256 of a key file's content, without space around it. Raises UsageError, which does not
-    show the key."""
+    """The task's secret that a key file gives: SHA-256 of its content, without the space around it.
+    Raises UsageError if the key is too short."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
         raise UsageError(
@@ -200,16 +204,18 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """Sent at each renewal: Redis may lose it."""
+    """What a master sends of its former registration at each renewal, since Redis may have lost
+    it."""
 
-    since: int = 0  # by Redis's clock (us); 0: not yet
-    state: int = 0  # of the last received membership
+    since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
+    state: int = 0  # the number of the last received membership
     secret: bytes = field(default=b"", repr=False)  # empty: none, or not to be sent
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """`members` is None if the caller's are current."""
+    """The answer to `MemberStore.join`. `since`, `state` and `secret` are as in `MemberRecord`;
+    `members` is None if the membership `state` that the caller has is still current."""
 
     since: int
     state: int
@@ -228,7 +234,7 @@ class MemberStore(Protocol):
         ...
 
     def leave(self, task: TaskName, member: Member) -> None:
-        """Idempotent."""
+        """Remove the master's registration, if there is one. Idempotent."""
         ...
 
     def close(self) -> None: ...
@@ -238,13 +244,13 @@ class MemberStore(Protocol):
 
 
 def pack_member(member: Member) -> bytes:
-    """Leaves out rank and instance."""
+    """A registration as the store keeps it, without rank and instance, which are its key."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
 def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
-    """Raises UsageError."""
+    """The member of a stored registration. Raises UsageError."""
     if len(packed) < _STORED.size:
         raise UsageError("a registration that is too short")
     version, flags, certificate = _STORED.unpack_from(packed)
@@ -257,7 +263,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """Leaves out `do` and the dataset."""
+    """The fields of a `join` request, except `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -278,12 +284,12 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """Leaves out `do` and the dataset."""
+    """The fields of a `leave` request, except `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 
 def parse_leave(fields: Fields) -> tuple[str, Member]:
-    """The task's name, and the master."""
+    """The task's name, and the master. Raises UsageError."""
     return fields.text("task"), parse_member(fields)
 
 
@@ -299,7 +305,7 @@ def join_reply_message(reply: JoinReply) -> Message:
 
 
 def parse_join_reply(message: Message) -> JoinReply:
-    """Raises UsageError."""
+    """The answer to a `join` request. Raises UsageError."""
     fields = Fields(message, "an answer")
     since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
     secret = fields.octets("secret", 0, SECRET_BYTES)

@@ -1,9 +1,9 @@
 """The options of a training task, and the request that starts a master with them.
 
 `TaskOptions` declares each option once: the options of `dlcmd mount` and the keyword arguments of
-`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds the values that a
-master needs besides; it travels to the master over a pipe, as arguments of programs are no secret.
-All values are immutable. The module imports no numpy, so that a mount starts fast.
+`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds the other values
+that a master needs; it is sent to the master over a pipe, as other users can read the arguments of
+a program. All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from ...system.daemons import DaemonRequest
 from .membership import TaskName
 
 IDLE_TIMEOUT_S = 10.0
-"""A master without clients stays: between two epochs workers end and new ones start."""
+"""How long a master stays without clients: between two epochs, workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: at the first read, or all from the start."""
@@ -35,22 +35,25 @@ Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
 
 
 def chunk_policy(evict: str) -> str:
-    """The policy for a dataset's caches of chunks. Files of a chunk differ in importance, so only
-    caches of files decide by that; `lrfu` decides between datasets (`cache/policies/lrfu.py`)."""
+    """The eviction policy for caches of chunks if the user's policy is `evict`. Importance is of
+    files, and those of one chunk differ in it, so only caches of files evict by it; `lrfu` decides
+    only between datasets (`cache/policies/lrfu.py`). For both, caches of chunks use `plan`."""
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
-"""Kept in a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
+"""What a mount's cache folder keeps: chunks, or order logs (files in the order of reading,
+`cache/ORDER_LOG.md`); `auto` lets the mount decide."""
 
 
 class TaskKwargs(TypedDict, total=False):
-    """Fields of `TaskOptions`. None: not given."""
+    """The fields of `TaskOptions` as keyword arguments of `diesel_fs.connect` and
+    `diesel_fs.mount`. None: not given."""
 
     task: str | None
     task_key: str | None  # None: DIESEL_TASK_KEY
-    rank: SupportsIndex | str | None  # text: an environment variable's
-    world: SupportsIndex | str | None
+    rank: SupportsIndex | str | None  # text: digits, as in an environment variable
+    world: SupportsIndex | str | None  # as `rank`
     peers: Sequence[str] | str | None  # text: separated by commas
     listen: str | None
     advertise: str | None
@@ -64,13 +67,13 @@ class TaskKwargs(TypedDict, total=False):
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
-"""A count may be text, from an environment variable; addresses are a list, or text with commas; a
-size is in bytes."""
+"""The kind of an option's value. A count may also be text, from an environment variable; addresses
+are a list, or text with commas; a size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """Without `help`, it is no option of `dlcmd mount`."""
+    """How an option is shown and checked. If `help` is empty, it is no option of `dlcmd mount`."""
 
     kind: OptionKind
     metavar: str | None
@@ -89,6 +92,7 @@ _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
 
 def cli_name(name: str) -> str:
+    """A field's name as an option of `dlcmd`."""
     return _CLI_NAMES.get(name, "--" + name.replace("_", "-"))
 
 
@@ -103,10 +107,11 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions(DaemonRequest):
-    """A task, and this node's part in it. "", 0, None and () mean: not given."""
+    """The options of a task, and of this node in it. The values "", 0, None and () mean: not
+    given."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
-    """For some thousand peers and a key."""
+    """The longest request: enough for some thousand peers and a key."""
 
     task: str = _option(
         "", "text", "NAME", "Read through the cache that the nodes of this training task share."
@@ -148,7 +153,7 @@ class TaskOptions(DaemonRequest):
         " profits (`dlcmd run`). `auto`: chunks, until such a job reads small files of a dataset"
         " that is larger than the memory.", choices=_LAYOUTS,
     )  # fmt: skip
-    policy: FillPolicy = _option(  # noqa: RUF009  # it makes a field
+    policy: FillPolicy = _option(  # noqa: RUF009  # `_option` makes a field
         "on-demand", "choice", None, "Load chunks into memory when they are first read, or all from"
         " the start.", choices=_POLICIES,
     )  # fmt: skip
@@ -172,6 +177,7 @@ class TaskOptions(DaemonRequest):
     )  # fmt: skip
 
     def __bool__(self) -> bool:
+        """Whether the options name a task."""
         return bool(self.task)
 
     def or_single_node(
@@ -186,8 +192,8 @@ class TaskOptions(DaemonRequest):
         return replace(self, task=single_node_task(shared_name), rank=0, world=1)
 
     def check(self, spelled: Callable[[str], str] = cli_name) -> None:
-        """Raise UsageError for options that need a task if none is named and for contradictory
-        ones, ConfigError for a blank key. `spelled` gives the user's name of a field."""
+        """Raise UsageError if options contradict each other, or need a task and none is named;
+        ConfigError if the key is blank. `spelled` gives a field's name as the user writes it."""
         if self.cache_bytes and not self.cache_dir:
             raise UsageError(
                 "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
@@ -234,9 +240,10 @@ class TaskOptions(DaemonRequest):
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
-        """Read a call's keyword arguments; `shared_name`: see `or_single_node`. `words` are its
-        other arguments, of which `task_only` are those that need a task. Raises UsageError, with
-        the name of the unknown or bad argument, and as `check`."""
+        """The options in the keyword arguments of a call of the library. `shared_name` and
+        `spelled`: see `or_single_node` and `check`. `words` are the names of the call's other
+        arguments, for messages; `task_only` has those of them that need a task. Raises UsageError
+        that names the unknown or bad argument, and as `check`."""
         given: dict[str, object] = {**kwargs}
         check_words(given, [*words, *sorted(TaskKwargs.__optional_keys__)])
         task = given.get("task")
@@ -252,12 +259,13 @@ class TaskOptions(DaemonRequest):
 
 
 def option_specs() -> dict[str, OptionSpec]:
+    """The specification of each option, by its field's name."""
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 
 def _checked_value(option: "Field[object]", value: object) -> object:
-    """The default for None. Raises UsageError, which names the argument, but quotes no text: that
-    may be a secret."""
+    """A field's value from an argument of a call; the default for None. Raises UsageError that
+    names the argument, but does not quote its text, which may be a secret."""
     word, spec = option.name, option.metadata["option"]
     match spec.kind:
         case "text":
@@ -311,7 +319,7 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """All that starts a master: also the dataset and access to the repository."""
+    """All that a master needs to start: the options, the dataset, and access to the repository."""
 
     url: str = ""
     user: str = ""
@@ -326,13 +334,14 @@ class TaskRequest(TaskOptions):
 
     @property
     def name(self) -> TaskName:
-        """The user is the account at a server, else this machine's user number, which must be the
-        same on all nodes. Raises UsageError."""
+        """The task's full name. Its user is the account at a server, else the number of this
+        machine's user, which must be the same on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     def differing_options(self, running: "TaskRequest") -> list[str]:
-        """The options, as users write them, in which a running master's request differs. Options
-        that are at their default here do not count, nor do keys, which no saved request holds."""
+        """The options, as users write them, that this request gives and in which the request of the
+        running master differs. Options that have their default here do not count, nor do keys,
+        which are not saved."""
         default = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default)
         return [
             cli_name(name)
@@ -342,7 +351,8 @@ class TaskRequest(TaskOptions):
         ]
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
-        """Whether both ask for the same also in the options that are at their default here."""
+        """Whether a master that runs with the request `running` does all that this one asks for.
+        Unlike in `differing_options`, options that have their default here count, too."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)
@@ -353,24 +363,25 @@ class TaskRequest(TaskOptions):
 
     @property
     def credentials(self) -> Credentials | None:
-        """Raises ConfigError."""
+        """The account at a server; None: no account. Raises ConfigError for a malformed key."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
 SINGLE_NODE_PREFIX = "alone-"
-"""Starts the name of a task that no user has named: the cache folder of one node."""
+"""Begins the name of a task that no user has named: that of one node with a cache folder."""
 
 
 def single_node_task(shared_name: str) -> str:
-    """All processes of this user on this machine with this `shared_name` join it, and no others."""
+    """The name of a task that all processes of this user on this machine with this `shared_name`
+    join, and no others."""
     text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{SINGLE_NODE_PREFIX}{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:
-    """Strips space around it. Raises ConfigError, and PermissionDenied if other users may read the
-    file."""
+    """The content of a key file, without the space around it. Raises ConfigError, and
+    PermissionDenied if other users may read the file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
         raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)

@@ -1,8 +1,9 @@
 """Which node owns each chunk of a version: a table in memory that the clients of a master map, so
-that a look-up costs no exchange.
+that they can look an owner up without a request.
 
-`PEERS.md`, section 4, has the layout. One master writes; readers see each owner as it was before or
-after a change, and either is right: a node that does not own a chunk any more says so.
+`PEERS.md`, section 4, has the layout. Only the master writes. During a change, a reader sees each
+owner as it was before or after; either is right, as a node that is asked for a chunk that it does
+not own any more answers so.
 """
 
 import fcntl
@@ -29,7 +30,8 @@ class OwnerTable:
     def __init__(self, chunks: int) -> None:
         size = _HEAD.size + 4 * chunks
         self.descriptor = os.memfd_create("diesel-owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """Read-only for clients."""
+        """The table for clients, which cannot write to it through this descriptor; -1 after
+        `close`."""
 
         os.ftruncate(self.descriptor, size)
         self._map = mmap.mmap(self.descriptor, size)
@@ -44,11 +46,11 @@ class OwnerTable:
         self.bump_generation()
 
     def bump_generation(self) -> None:
-        """Clients then get members and secret, and read the owners."""
+        """Have clients request the members and the secret again, and read the owners anew."""
         self._generation += 1
 
     def close(self) -> None:
-        """Clients keep their mappings. Repeatable."""
+        """Close the descriptor. Clients keep their mappings. May be called again."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -62,19 +64,19 @@ class OwnerTableView:
     """The table as a client maps it."""
 
     def __init__(self, descriptor: int, chunks: int) -> None:
-        """The caller keeps the descriptor. Raises OSError, and CorruptError for another size or a
-        table that could shrink."""
+        """Map the table; the caller closes the descriptor. Raises OSError, and CorruptError if the
+        table has another size or could shrink."""
         size = _HEAD.size + 4 * chunks
         if os.fstat(descriptor).st_size != size:
             raise CorruptError("a table of owners of another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CorruptError("a table of owners that could shrink")
         self.inode = os.fstat(descriptor).st_ino
-        """It differs between tables."""
+        """A number that differs between tables."""
 
         mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         self.generation_of = mapped[:8].cast("Q")
-        """The generation, as its only item."""
+        """A view whose only item is `generation`."""
 
         self.owners: Owners = np.frombuffer(mapped, "<i4", chunks, _HEAD.size)
 

@@ -2,9 +2,9 @@
 
 A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two Lua scripts, each atomic,
 decide by Redis's clock alone which registrations have expired, which instance of a rank is newer,
-and when the task's secret is deleted. Nothing stored here needs to last: the next renewals restore
-what Redis loses, the secret included. Foreign values count as absent. Any thread, process and
-forked child.
+and when the task's secret is deleted. Nothing stored here needs to last: if Redis loses
+registrations and secret, the next renewals restore them. Values that are no registrations count as
+absent. Any thread, process and forked child.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""A longer renewal leaves no time for the next before the registration expires."""
+"""The time limit of one call: after a longer renewal, the registration would expire before the
+next."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
@@ -130,6 +131,8 @@ return {'ok'}
 
 
 class RedisMemberStore(MemberStore):
+    """The member store in one Redis."""
+
     def __init__(self, link: RedisLink, ttl_s: float = TTL_S) -> None:
         self._link = link
         self._ttl_us = int(ttl_s * 1_000_000)
@@ -138,14 +141,16 @@ class RedisMemberStore(MemberStore):
     def open(
         cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S, ttl_s: float = TTL_S
     ) -> Self:
-        """`store` is the repository's object store. Raises as `open_link`."""
+        """`store` is the ID of the repository's object store; `deadline_s` is the time limit of
+        each call. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store), ttl_s)
 
     def __repr__(self) -> str:
         return f"RedisMemberStore({self._link.address})"
 
     def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
-        """Also raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
+        """As `MemberStore.join`. Also raises MetadataError, BusyError, DeadlineError,
+        NoSpaceError."""
         offered = b"" if me.has_key_file else record.secret or secrets.token_bytes(SECRET_BYTES)
         arguments: list[Word] = [
             me.rank, me.instance, record.since, pack_member(me), offered, self._ttl_us,
@@ -166,7 +171,7 @@ class RedisMemberStore(MemberStore):
         return JoinReply(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
 
     def leave(self, task: TaskName, me: Member) -> None:
-        """Raises as `join`."""
+        """As `MemberStore.leave`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
         arguments: list[Word] = [me.rank, me.instance, self._ttl_us]
         self._run(ScriptCommand(LEAVE, task_keys(task.digest), arguments))
 
@@ -182,6 +187,7 @@ class RedisMemberStore(MemberStore):
 
 
 def _address(me: Member, packed: object) -> str:
+    """The address in a packed member; empty if there is none, or it is damaged."""
     with contextlib.suppress(UsageError):
         if isinstance(packed, bytes):
             return unpack_member(me.rank, me.instance, packed).address

@@ -1,9 +1,9 @@
-"""The registry of a task, as one master uses it: it registers there, renews its registration, and
-learns which other masters are in its task.
+"""The registry of a task, as one master uses it. The master registers there, renews its
+registration, and learns which other masters are in its task.
 
-A registry works with Redis, directly or through a DIESEL server, or it is a fixed list of addresses
-(`--peers`). It remembers the record that a master sends again at its next renewal. All calls block,
-for some seconds at most; any thread, one at a time.
+A registry keeps registrations in Redis, directly or through a DIESEL server, or it is a fixed list
+of addresses (`--peers`). It remembers the record that it sends again at the master's next renewal.
+All calls block, for some seconds at most; any thread, one at a time.
 """
 
 import threading
@@ -43,11 +43,12 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""For one attempt through a server: two, and the pause between renewals, take less than a
-registration lasts."""
+"""The time limit of one attempt through a server: two attempts, and the pause between renewals,
+take less time than a registration lasts."""
 
 FIRST_S = 5.0
-"""For one attempt of the first registration: all nodes start at once, and log in first."""
+"""The time limit of one attempt of the first registration: all nodes start at once, and must log in
+first."""
 
 _ATTEMPTS = 2  # on different servers if possible
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
@@ -56,25 +57,29 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
+    """The registry of one task, for one master."""
+
     @abstractmethod
     def renew(self, me: Member) -> Membership:
-        """Register, or renew. All current members, this master among them. Raises ConflictError if
-        a newer instance has this rank, and MetadataError if a later renewal may succeed. After
-        other errors this master may not be in this task, or not with these options."""
+        """Register, or renew the registration. Returns all current members, this master among them.
+        Raises ConflictError if a newer instance has this rank, and MetadataError if a later renewal
+        may succeed. Other errors mean that this master may not be in this task, or not with these
+        options."""
 
     @abstractmethod
     def leave(self, me: Member) -> None:
-        """Idempotent. After a MetadataError the registration expires."""
+        """End the registration. Idempotent. After a MetadataError it expires by itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Repeatable."""
+        """Close the connections. May be called again."""
 
 
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """`deadline_s` is each call's. Raises UsageError if the repository has no Redis; ConfigError,
+    """The member store of a repository that is opened without a server. `deadline_s` is the time
+    limit of each call. Raises UsageError if the repository has no Redis; ConfigError,
     MetadataError."""
     if not url.meta:
         raise UsageError(
@@ -95,9 +100,9 @@ def open_registry(
     key: bytes | None = None,
     peers: Sequence[str] = (),
 ) -> Registry:
-    """Without Redis, `peers` are the masters' addresses, by rank; `key` is the key file's content.
-    The first renewal connects. Raises UsageError if there is neither Redis nor `peers`, or no key
-    though one is needed."""
+    """The registry of a task; the first renewal connects. `peers` are the masters' addresses, by
+    rank: if given, they are the members, and Redis is not used. `key` is the key file's content.
+    Raises UsageError if there is neither Redis nor `peers`, or `peers` and no key."""
     secret = None if key is None else secret_from_key(key)
     if peers:
         return StaticRegistry(peers, secret)
@@ -110,7 +115,8 @@ def open_registry(
 
 
 class StaticRegistry(Registry):
-    """All listed addresses count as members, whether they answer or not."""
+    """The fixed list of `--peers`. All its addresses count as members, whether they answer or
+    not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
         """Raises UsageError."""
@@ -129,7 +135,8 @@ class StaticRegistry(Registry):
         self._secret = secret
 
     def renew(self, me: Member) -> Membership:
-        """Instances and certificates of the others are unknown; they get this master's version."""
+        """The instances and certificates of other masters are unknown; their version is taken to be
+        this master's."""
         if me.rank >= len(self._peers):
             raise UsageError(
                 f"this is node {me.rank}, and --peers names {len(self._peers)}",
@@ -153,7 +160,8 @@ class RedisRegistry(Registry):
     def __init__(
         self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
-        """`secret` is the key file's; None: the registry receives the task's when it registers."""
+        """`secret` is the key file's; None: the registry gets the task's secret when it registers.
+        `opener` connects to the member store."""
         self._task = task
         self._secret = secret
         self._opener = opener
@@ -216,6 +224,7 @@ class RedisRegistry(Registry):
 
 @contextmanager
 def _unavailable_as_metadata_error() -> Iterator[None]:
+    """Raise MetadataError in place of errors after which a later renewal may succeed."""
     try:
         yield
     except _UNAVAILABLE as error:
@@ -223,7 +232,7 @@ def _unavailable_as_metadata_error() -> Iterator[None]:
 
 
 class ServerMemberStore(MemberStore):
-    """Registrations that a DIESEL server keeps."""
+    """Registrations in the Redis of a DIESEL server."""
 
     def __init__(self, repository: RemoteRepository) -> None:
         self._repository = repository
@@ -248,11 +257,12 @@ class ServerMemberStore(MemberStore):
         self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
-        """The repository closes its connections."""
+        """Does nothing: the repository closes its connections."""
 
 
 def _is_private_link(url: RepositoryUrl) -> bool:
-    """They use TLS or loopback."""
+    """Whether all connections to the servers use TLS or loopback, so that nobody can read a
+    secret."""
     return url.scheme == "diesel+tls" or all(
         each.host in _LOOPBACK for each in parse_addresses(url)
     )

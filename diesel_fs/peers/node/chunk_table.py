@@ -21,15 +21,19 @@ from ...cache.tiers import CacheHandle
 from ..wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
+"""Requests for a chunk that the data plane answers from one loan of its file."""
 
 LOAN_S = 60.0
-"""A removed chunk's file takes room on the disk for at most this time."""
+"""How long a file is lent at most: a removed chunk's file takes room on the disk while it is
+open."""
 
 LOANS_MAX = 256
-"""One more takes back the file that was lent first."""
+"""Files that are lent at once. When one more is lent, the file that was lent first is taken
+back."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""For one answer: it takes memory, and other connections wait."""
+"""The longest answer that is read from files: its bytes take memory, and other connections wait
+meanwhile."""
 
 _READS_REMEMBERED = 4096
 
@@ -37,7 +41,8 @@ _Taken = TypeVar("_Taken")
 
 
 class _Loan:
-    """Closed with its last reference, as the other thread may be reading."""
+    """An open file that is lent. It is closed with the last reference to it, as the data plane may
+    be reading it when it is taken back."""
 
     __slots__ = ("file", "requests_left", "until_s")
 
@@ -48,24 +53,26 @@ class _Loan:
 
 
 class ChunkTable:
-    """The data plane answers from `views` and lent files alone."""
+    """The chunks that the data plane can answer from without a wait: `views` and lent files."""
 
     def __init__(self, sizes: Sizes) -> None:
-        """Bytes of each chunk."""
+        """`sizes`: bytes of each chunk."""
         self.sizes = sizes
         self.views: dict[int, memoryview] = {}
         """Whole chunks in memory."""
 
         self.records_reads = False
-        """A cache that replaces nothing need not know of reads."""
+        """Whether `record_read` keeps reads for the eviction policy. A cache that never replaces
+        its own chunks does not need them."""
 
         self._reads: deque[tuple[Sequence[int], int]] = deque(maxlen=_READS_REMEMBERED)
         self._loans: dict[int, _Loan] = {}  # the first lent first
         self._file_reads: deque[tuple[int, int]] = deque(maxlen=_READS_REMEMBERED)
 
     def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """The bytes of parts, and their number. None if some cannot be had without waiting, a part
-        lies outside its chunk, or they are more than one request may ask for."""
+        """The contents of the parts in `records` (`wire.PART`), and their bytes in all. The
+        contents are None if some are neither in memory nor in the page cache, if a part lies
+        outside its chunk, or if the request is too large: the control plane then answers."""
         views, found, size = self.views, [], 0
         try:
             for chunk, start, length in PART.iter_unpack(records):
@@ -80,7 +87,7 @@ class ChunkTable:
         return found, size
 
     def _find_in_files(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """As `find`, if not all chunks are in memory."""
+        """As `find`, when at least one chunk is not in memory."""
         parts = list(PART.iter_unpack(records))
         size = sum(length for _, _, length in parts)
         if size > FROM_FILES_BYTES_MAX:
@@ -109,8 +116,8 @@ class ChunkTable:
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
-        """The table closes the file. Called by the control plane, as are `take_back` and
-        `take_back_old`."""
+        """Lend a chunk's open file to the data plane; the table closes the file. Only the control
+        plane calls this, `take_back` and `take_back_old`."""
         loans = self._loans
         loans.pop(chunk, None)
         loans[chunk] = _Loan(file)
@@ -118,33 +125,36 @@ class ChunkTable:
             del loans[next(iter(loans))]
 
     def take_back(self, chunk: int | None = None) -> None:
-        """Without a chunk, take back all."""
+        """Stop lending the file of `chunk`; None: all files."""
         if chunk is None:
             self._loans.clear()
         else:
             self._loans.pop(chunk, None)
 
     def take_back_old(self) -> None:
+        """Stop lending the files that were lent for `LOAN_S`."""
         loans, now_s = self._loans, monotonic()
         while loans and loans[first := next(iter(loans))].until_s <= now_s:
             del loans[first]
 
     def take_file_reads(self) -> list[tuple[int, int]]:
-        """Chunk and bytes of each since the last call. Any thread."""
+        """Remove and return the reads from lent files since the last call: the chunk and the bytes
+        of each. Any thread."""
         return _taken(self._file_reads)
 
     def record_read(self, chunks: Sequence[int], size: int) -> None:
-        """A request got parts of these chunks, `size` bytes in all. Any thread."""
+        """Note that a request got parts of these chunks, `size` bytes in all. Any thread."""
         if self.records_reads:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """Reads since the last call. Any thread."""
+        """Remove and return the reads from memory since the last call, as `record_read` got them.
+        Any thread."""
         return _taken(self._reads)
 
 
 def _taken(queue: "deque[_Taken]") -> "list[_Taken]":
-    """Another thread adds to the queue."""
+    """Empty the queue, to which another thread may be adding."""
     taken = []
     try:
         while True:

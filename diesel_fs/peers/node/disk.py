@@ -1,11 +1,11 @@
 """The files of chunks on a node's disk: reads and writes them, in threads, since a disk may hang.
 
-Chunks without room in memory wait in the ledger's queue until they are written; `replacement.py`
-chooses the chunks that leave the disk for them. Before that, the tier evicts for this dataset
-(`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node, `flush`
-writes the chunks in memory. Other tasks of the user may use the same folder and dataset, so chunks
-may come and go: when this is noticed, the folder is scanned again. A chunk that was just read is
-lent to the data plane (`chunk_table.py`).
+Chunks without room in memory wait in the ledger's queue until they are written. While the disk
+lacks chunks of this dataset, the tier first evicts chunks of other datasets to make room
+(`CacheFolder.make_room`); then `replacement.py` chooses the chunks of this dataset that leave. At
+the end of a node, `flush` writes the chunks in memory. Other tasks of the user may use the same
+folder and dataset, so chunks may come and go: when this is noticed, the folder is scanned again.
+The file of a chunk that was just read is lent to the data plane (`chunk_table.py`).
 
 Concurrency. All methods run in the master's one trio loop; only the `work` functions run in
 threads, and they touch only their arguments and the disk tier, which is thread-safe. `run` holds
@@ -15,9 +15,10 @@ entering one costs more than reading a few files.
 
 A read or load is given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk rests
 for a while, and callers read from the store. No reader waits for writes and scans, which may take
-as long as the disk does. At any wait the version may change, and with it the numbers of chunks, so
-the code looks again after each: at `Ledger.is_named`, the table that was lent to, the queue. The
-ledger is changed only between waits, in the step that looks at a thread's answer.
+as long as the disk does. During any wait the version may change, and with it the numbers of chunks.
+So after each wait the code checks that a number still means the same chunk (`Ledger.is_named`, the
+identity of `ledger.table`, or the entry in the queue). The ledger is changed only between waits, in
+the step that handles a thread's answer.
 """
 
 import contextlib
@@ -42,24 +43,24 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 READ_TIMEOUT_S = 1.0
-"""A slower disk is slower than any store; callers read from the store."""
+"""The time limit of one read of the disk: a slower disk is slower than any store."""
 
 DISK_PAUSE_S = 30.0
-"""The rest of a disk that was late or could not be written."""
+"""How long a disk is not used after it was late, and not written to after a write has failed."""
 
 RESCAN_S = 60.0
-"""How soon the folder is scanned after a chunk was found gone: others may be gone, too, or back.
-Also the pause of a tier with too little room."""
+"""How long after a chunk was found gone the folder is scanned: other chunks may be gone, too, or
+back. It is also the pause after a scan that has found too little room."""
 
 NOTE_USE_S = 60.0
-"""How often a dataset is marked as used while its job lives, even if memory serves all reads: its
-chunks cool down from the job's end on (`cache/disk`)."""
+"""The interval at which a dataset is marked as used while its job lives, even if memory serves all
+reads: then its chunks count as unused only from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""At the end, another process, or an abandoned thread, may be writing a chunk."""
+"""How long `flush` waits for another writer of a chunk: another process, or an abandoned thread."""
 
 _THREADS = 8
-_READS_PER_THREAD = 8  # of one chunk each; its first read reads and checks all of it
+_READS_PER_THREAD = 8  # each of one chunk; a chunk's first read reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
 """Ranges of one chunk: start and bytes."""
@@ -68,6 +69,8 @@ Made = TypeVar("Made")
 
 
 class _DiskRead:
+    """A read of ranges of one chunk, and its result."""
+
     def __init__(self, key: ChunkKey, spans: Spans) -> None:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
@@ -76,7 +79,8 @@ class _DiskRead:
         self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
-        """Runs in a thread. Returns contents, open file, and whether the chunk is there."""
+        """Runs in a thread. Returns the contents and the open file (None if the read failed), and
+        whether the chunk is there."""
         found = disk.find(self._key)
         if found is not None:
             with contextlib.suppress(OSError, EOFError, MemoryError):
@@ -89,7 +93,8 @@ class _DiskRead:
 
 
 class Disk:
-    """Without a disk tier, only `run` and `flush` are called."""
+    """The chunks on the disk, as the node's cache uses them. Without a disk tier (`tier` is None),
+    only `run` and `flush` may be called."""
 
     def __init__(
         self,
@@ -116,11 +121,13 @@ class Disk:
         self._work.set()
 
     def note_version(self) -> None:
+        """The numbers of chunks have changed: scan the folder again."""
         self._next_scan_s = -math.inf
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Returns None if the chunk is not here."""
+        """Read these ranges of a chunk on the disk; None if it is not there, or the disk is late or
+        fails."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
         if self._nursery is None:
@@ -140,7 +147,8 @@ class Disk:
         return wanted.contents
 
     async def _read_wanted(self, nursery: trio.Nursery) -> None:
-        """This task starts after the reads that began together."""
+        """Start threads for all reads of this turn of the loop: this task runs only after they have
+        been added."""
         wanted, self._wanted = self._wanted, []
         for first in range(0, len(wanted), _READS_PER_THREAD):
             some = wanted[first : first + _READS_PER_THREAD]
@@ -163,7 +171,8 @@ class Disk:
                 each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk, checked; None if it is not here. Raises OSError without memory."""
+        """A whole chunk from the disk, checked, in memory; None if it is not there, is damaged, or
+        the disk is late. Raises OSError if the machine has no memory for it."""
         key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
 
         def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
@@ -188,7 +197,8 @@ class Disk:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes: drop the chunk if it is damaged."""
+        """A reader got damaged bytes of this chunk: check its file, and drop it if it is
+        damaged."""
         self._ledger.table.take_back(chunk)
         if self._ledger.on_disk[chunk]:
             key = self._ledger.key(chunk)
@@ -201,7 +211,7 @@ class Disk:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """Evictions by this process from the folder that datasets share."""
+        """Counts of this process's evictions from the folder that all datasets share."""
         folder = None if self._tier is None else self._tier.folder
         return {
             "disk_room_evictions": 0 if folder is None else folder.room_evictions,
@@ -234,7 +244,7 @@ class Disk:
 
         while True:
             await trio.sleep(NOTE_USE_S)
-            await self._in_thread(work, math.inf)  # nobody waits; and never two of them hang
+            await self._in_thread(work, math.inf)  # a second one is not started while this hangs
 
     async def _write_always(self) -> None:
         while True:
@@ -252,7 +262,8 @@ class Disk:
 
     async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
         """After `run`: write these chunks, in this order, as far as there is room. Only chunks in
-        `evictable` are replaced. May be cancelled anywhere; logs the outcome."""
+        `evictable` are replaced; no chunk in it is written. May be cancelled at any wait; logs the
+        outcome."""
         if self._tier is None:
             return
         ledger = self._ledger
@@ -308,7 +319,8 @@ class Disk:
     async def _put(
         self, chunk: int, content: memoryview, victims: Sequence[int]
     ) -> tuple[bool, bool]:
-        """Whether the chunk is on the disk now, and whether another writer was at it."""
+        """Erase `victims` and write a chunk. Returns whether the chunk is on the disk now, and
+        whether another process or thread is writing it."""
         ledger = self._ledger
         key, victim_keys = ledger.key(chunk), [ledger.key(each) for each in victims]
         size, total_bytes = len(content), ledger.total_bytes
@@ -335,13 +347,14 @@ class Disk:
         now_s = trio.current_time()
         wanted_bytes = min(ledger.room.queue_bytes, total_bytes - ledger.tables.disk.bytes)
         if ledger.disk_room_bytes < wanted_bytes and now_s >= self._next_room_s:
-            self._next_scan_s = now_s  # it makes room
+            self._next_scan_s = now_s  # a scan makes room
         return is_there, other_writes
 
     # The state of the disk
 
     async def _scan(self, *, makes_room: bool) -> None:
-        """Make room for absent chunks in the queue, then find out which are here."""
+        """Find out which chunks are on the disk; with `makes_room`, first evict chunks of other
+        datasets until the absent chunks fit, as far as the queue is long."""
         self._next_scan_s = math.inf
         ledger = self._ledger
         identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes
@@ -377,7 +390,8 @@ class Disk:
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
-        """If the chunk is still there, the disk has failed."""
+        """Handle a failed read: if the chunk is still there, the disk has failed and is not used
+        for a while; else the chunk is recorded as gone."""
         now_s = trio.current_time()
         if is_there:
             self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S
@@ -390,6 +404,7 @@ class Disk:
     # Threads
 
     async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
+        """The result of `work`; None if it failed or took longer than `within_s` seconds."""
         tier = self._tier
         assert tier is not None
         with trio.move_on_after(within_s):

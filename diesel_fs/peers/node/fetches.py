@@ -5,14 +5,16 @@ callers wait for a chunk, it is fetched once.
 
 Concurrency. Everything runs in the master's one trio loop; threads only allocate, check and seal
 memory. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a cancelled caller
-does not end the fetch for others. `FETCHES` flights that callers wait for run at once;
-`FILL_FETCHES` more (`prefetch_owned`, `prefetch_planned`) start only while no caller waits.
+does not end the fetch for others. At most `FETCHES` flights that callers wait for run at once.
+`FILL_FETCHES` more, which fetch ahead of readers (`prefetch_owned`, `prefetch_planned`), start only
+while no caller waits.
 
-Between a caller's look at the ledger and `start` there is no wait: so a chunk has at most one
-flight, and `Replacement.take` reserves the room that was found free. `_land` in one step releases
-it, puts the chunk into the ledger, and wakes the callers. A flight may last through a new version:
-`switch_version` gives it its chunk's new number, or -1; then its callers still get the bytes, and
-the node does not keep them.
+From the moment that a caller looks at the ledger until `_start` there is no wait: so a chunk has at
+most one flight, and `Replacement.take` reserves the room that was found free. `_land` releases that
+room, puts the chunk into the ledger, and wakes the callers, all in one step. If the version changes
+during a flight, `switch_version` sets `Flight.chunk` to the chunk's new number. That is -1 if the
+new version does not have the chunk: then the callers still get the bytes, but the node does not
+keep them.
 """
 
 import contextlib
@@ -42,13 +44,15 @@ FETCHES = 8
 link without making any caller wait too long."""
 
 FILL_FETCHES = 2
-"""They start only while no caller waits for one."""
+"""Fetches at once that no caller waits for. They start only while no caller waits for another
+one."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
-"""The pause before a chunk is fetched ahead again after a failure; doubles up to the maximum."""
+"""The pause before chunks are fetched ahead again after a failure; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
-"""Fills `room` with a whole chunk, and keeps no view of it. Raises DieselError."""
+"""A function that gets a chunk's number and a buffer of its size, fills the buffer with the chunk,
+and keeps no view of it. Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -59,23 +63,28 @@ class Flight:
     """A chunk that is being fetched, or loaded from the disk."""
 
     chunk: int
-    """Its number in the current version, or -1."""
+    """The chunk's number in the current version; -1 if the version does not have it."""
     key: ChunkKey
     size: int
     to_memory: bool
+    """Whether it goes to memory; else it goes through the ledger's queue to the disk."""
     from_disk: bool
     is_ahead: bool
-    """No caller waited when the fetch began."""
+    """Whether no caller waited when the fetch began."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
+    """The checked chunk, once `done` is set; None if the flight has failed."""
     error: DieselError | None = None
 
     @property
     def is_awaited(self) -> bool:
+        """Whether a caller waits for it to come from the store or another node."""
         return not self.from_disk and not self.is_ahead
 
 
 class Fetches:
+    """The fetches of one node's cache."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -103,7 +112,8 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled; then callers that wait get nothing."""
+        """Own the tasks of all fetches, until cancelled; then callers that wait for a fetch get
+        nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -113,8 +123,8 @@ class Fetches:
                 self._nursery = None
 
     def begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> Flight | None:
-        """Fetch a chunk that a caller wants, or load it from the disk, if it is worth it. `is_new`:
-        this miss was not counted yet."""
+        """Start to fetch a chunk that a caller wants, or to load it from the disk. None: it is not
+        worth it, or may not be fetched (no `load`). `is_new`: this miss was not counted yet."""
         from_disk = self._ledger.is_readable(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
@@ -122,7 +132,7 @@ class Fetches:
         return None if placement is None else self._start(chunk, placement, from_disk=from_disk)
 
     def switch_version(self, before: list[int]) -> None:
-        """`before`: each chunk's former number, or -1."""
+        """Renumber the flights. `before`: each chunk's former number, or -1 if it is new."""
         after = {was: number for number, was in enumerate(before) if was >= 0}
         for flight in self.in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
@@ -133,12 +143,12 @@ class Fetches:
         self.note_room()
 
     def note_room(self) -> None:
-        """More room, or more to fetch."""
+        """Wake `prefetch_owned`: there is more room, or more to fetch."""
         changed, self._room_changed = self._room_changed, trio.Event()
         changed.set()
 
     def note_future(self) -> None:
-        """Another future or position."""
+        """Wake `prefetch_planned`: there is another future, or a reader has moved."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 
@@ -158,7 +168,8 @@ class Fetches:
         return flight
 
     async def _fly(self, flight: Flight) -> None:
-        """Callers that wait get the error; none leaves this task."""
+        """Bring the chunk. Callers that wait get the error in the flight; the task itself raises
+        none."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:
@@ -177,6 +188,7 @@ class Fetches:
             self._land(flight, memory)
 
     def _land(self, flight: Flight, memory: SealedMemory | None) -> None:
+        """End the flight. `memory` has its chunk if that goes to memory and has come."""
         chunk, is_known, ledger = flight.chunk, flight.chunk >= 0, self._ledger
         if flight.to_memory:
             ledger.release(flight.size)
@@ -201,7 +213,8 @@ class Fetches:
         flight.done.set()
 
     async def _fetch_checked(self, flight: Flight) -> SealedMemory | None:
-        """A checked chunk in memory that can be pinned, or in the flight's view alone."""
+        """Fetch and check a chunk. Returns it in sealed memory; None if it goes to the disk (then
+        it is in `flight.view`), or was not fetched."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
@@ -241,8 +254,8 @@ class Fetches:
     # Fetching ahead
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
-        """Fetch this node's absent chunks, in this order, while room is free; again whenever its
-        share or the room grows. Ends with `switch_version`, or when cancelled."""
+        """Fetch the absent chunks that this node owns, in this order, while room is free; and again
+        whenever its share or the room grows. Ends with `switch_version`, or when cancelled."""
         version, retry_s, ledger = self._version, FILL_RETRY_S, self._ledger
         while version == self._version:
             changed, failures = self._room_changed, self._counts["fill_failures"]
@@ -274,8 +287,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """Stops when one does not fit. With `future`, also fetches in place of chunks needed later,
-        while that is current."""
+        """Fetch the chunks in `left` ahead until one has no room. With `future`, they may also
+        replace chunks that are needed later; then it ends when another future is set."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -308,7 +321,7 @@ class Fetches:
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """The chunk cannot change between seal and check."""
+    """Seal the memory, then check it: the chunk cannot change between."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

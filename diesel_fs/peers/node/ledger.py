@@ -1,15 +1,15 @@
 """Where each chunk of a version is: in memory, on the node's disk, waiting to be written, pinned by
-a client, or owned by this node; and how much room is left. Pure.
+a client, or owned by this node; and how much room is left. Does no I/O and never waits.
 
 The memory budget covers chunks that are in memory, that are being fetched, or that a client has
 pinned. A pinned chunk is not replaced but revoked: the master asks its clients to unpin it. Until
 they have, its memory serves reads and counts in the budget, even when the chunk has been dropped.
-Bytes that are being sent when their chunk is dropped do not count. When the machine has no memory,
-descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
+If a chunk is dropped while the data plane is sending its bytes, they do not count. When the machine
+has no memory, descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
 
 `replacement.py` decides which chunk makes room. Both eviction policies are tables of the chunks in
-memory and on the disk, which the ledger keeps up to date. All calls come from one trio loop and
-never wait, so each is atomic. `switch_version` changes all numbers of chunks at once.
+memory and on the disk, which the ledger keeps up to date. All calls come from one trio loop, so
+each is atomic. `switch_version` changes all numbers of chunks at once.
 """
 
 import math
@@ -32,45 +32,51 @@ BUDGET_RETRY_S = 60.0
 """The budget stays small this long after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""At most an eighth of the node's memory, and at least one chunk."""
+"""Bytes that may wait to be written to the disk; less on a node with little memory (an eighth of
+it), but always one chunk."""
 
 Mask = npt.NDArray[np.bool_]
 """A flag for each chunk."""
 
 
 def chunk_budget_bytes(memory_bytes: int, sizes: Sizes, *, has_disk: bool) -> int:
-    """For chunks that stay in memory."""
+    """The part of a node's memory that is for chunks that stay in it; the rest is for the queue to
+    the disk."""
     return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
 def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
-    """For chunks that are to be written to the disk."""
+    """The part of a node's memory that is for chunks that wait to be written to its disk."""
     largest = int(sizes.max(initial=0))
     return min(max(memory_bytes // 8, largest), max(WRITE_BACK_BYTES_MAX, largest))
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
+    """How much a node may keep: bytes and chunks in memory, and bytes in the queue to the disk."""
+
     memory_bytes: int
     memory_chunks: int
-    """Bounded by the limits of descriptors and mappings."""
+    """The maximum of chunks in memory, bounded by the limits of descriptors and mappings."""
     queue_bytes: int
-    """For the queue to the disk; 0 without one."""
+    """The maximum of the queue to the disk; 0 without a disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The eviction policies, each with the chunks that are there."""
+    """The eviction policies, one for memory and one for the disk. Each also is the table of the
+    chunks that are there."""
 
     memory: EvictionPolicy
     disk: EvictionPolicy
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned which memory, and which is revoked.
-    Pinned memory takes its room until unpinned, even if its chunk has gone. A process unpins each
-    memory once, however often it has pinned the chunk in it; a chunk that was dropped and fetched
-    again lies in other memory. Chunks keep their numbers from when they were pinned."""
+    """Which client process (a *pinner*, a number) has pinned the memory of which chunks, and which
+    memory is *revoked*, so that its clients should unpin it. Pinned memory takes its room until it
+    is unpinned, even if its chunk was dropped. A process unpins each memory once, however often it
+    has pinned the chunk in it; a chunk that was dropped and fetched again lies in other memory.
+    Chunks keep their numbers from when they were pinned."""
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
@@ -87,8 +93,8 @@ class PinTable:
             self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
 
     def unpin(self, pinner: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
-        """Yields memory that no process has any more. Chunks that the process has not pinned are
-        ignored."""
+        """Yields each memory that no process has pinned any more. Chunks that this process has not
+        pinned are ignored."""
         mine = self._by_pinner.get(pinner, {})
         for chunk in chunks:
             if memories := mine.get(chunk):
@@ -99,7 +105,7 @@ class PinTable:
                     yield memory
 
     def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
-        """The process has ended."""
+        """As `unpin`, of all chunks of a process that has ended."""
         for memories in self._by_pinner.pop(pinner, {}).values():
             for memory in memories:
                 if self._drop_pin(memory):
@@ -113,10 +119,13 @@ class PinTable:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether it is to be unpinned, and no other process has pinned it since."""
+        """Whether the clients that have pinned this memory should unpin it. It must not be pinned
+        again."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
+        """The chunks that this process should unpin, by the numbers that they had when
+        pinned."""
         return [
             chunk
             for chunk, memories in self._by_pinner.get(pinner, {}).items()
@@ -124,6 +133,7 @@ class PinTable:
         ]
 
     def _drop_pin(self, memory: SealedMemory) -> bool:
+        """Returns whether that was the memory's last pin."""
         self._pin_counts[memory] -= 1
         if self._pin_counts[memory]:
             return False
@@ -153,25 +163,27 @@ class Ledger:
         """Counters of the whole cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
-        """Chunks of other nodes, as far as known."""
+        """The chunks that other nodes have; None: not known."""
         self.memories: dict[int, SealedMemory] = {}
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
-        """Chunks to be written to the disk, in this order."""
+        """Chunks to be written to the disk, in this order, and their contents."""
         self.disk_room_bytes = 0
-        """Known from the disk tier's last write or scan."""
+        """The free room on the disk, from the disk tier's last write or scan."""
         self.disk_rests_until_s = -math.inf
-        """Until then a failed disk is not used."""
+        """Until this time a disk that has failed is not used."""
         self.disk_writes_rest_until_s = -math.inf
+        """Until this time nothing is written to a disk on which a write has failed."""
         self.on_enqueue: Callable[[], None] = lambda: None
         self._clock = clock
         self._budget_bytes = room.memory_bytes
         self._shrunk_until_s = math.inf
         self._pinned_dropped_bytes = 0  # dropped and still pinned
-        self._reserved_bytes = self._reserved_count = 0  # fetched to memory
-        self._reserved_queue_bytes = 0  # fetched to be written
+        self._reserved_bytes = self._reserved_count = 0  # of chunks on their way to memory
+        self._reserved_queue_bytes = 0  # of chunks on their way to the queue
         self._queued_bytes = 0
         self.share_fits = True
-        """None of this node's chunks is ever replaced."""
+        """Whether all chunks that this node owns fit in its memory, so that none of them is ever
+        replaced."""
         self._set_chunks(ids, sizes)
 
     def _set_chunks(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
@@ -183,7 +195,7 @@ class Ledger:
         self.present: Mask = np.zeros(len(ids), np.bool_)
         self.present[[*self.memories]] = True
         self.on_disk: Mask = np.zeros(len(ids), np.bool_)
-        """Known even while the disk rests, perhaps out of date."""
+        """Chunks on the disk, perhaps out of date. It is kept also while the disk is not used."""
         self.on_disk[[*self.tables.disk.sizes]] = True
 
     @property
@@ -191,15 +203,15 @@ class Ledger:
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """The chunk's name in all versions."""
+        """The chunk's name, which is the same in all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
-        """Whether this number still means `key` after a wait."""
+        """Whether this number still means the chunk `key`; for use after a wait."""
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """Whether it is in memory, in the queue, or on the disk as far as known."""
+        """Whether the chunk is in memory, in the queue, or on the disk as far as known."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
@@ -215,21 +227,25 @@ class Ledger:
 
     @property
     def budget_bytes(self) -> int:
+        """The bytes that chunks in memory may take now."""
         if self._clock() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.room.memory_bytes, math.inf
         return self._budget_bytes
 
     @property
     def used_bytes(self) -> int:
+        """The bytes that count in the budget: of chunks in memory, of dropped chunks that are still
+        pinned, and of chunks on their way."""
         return self.tables.memory.bytes + self._pinned_dropped_bytes + self._reserved_bytes
 
     @property
     def absent_bytes(self) -> int:
+        """Bytes of this node's own chunks that are not in memory."""
         return int(self.size_column[self.owned & ~self.present].sum())
 
     @property
     def excess_chunks(self) -> int:
-        """The number of chunks by which one more would exceed the limit."""
+        """The number of chunks that must go before one more may come to memory; 0 or less: none."""
         return len(self.memories) + self._reserved_count + 1 - self.room.memory_chunks
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
@@ -238,7 +254,8 @@ class Ledger:
         self.tables.memory.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
-        """A pinned chunk's memory still counts in the budget."""
+        """Remove a chunk from memory. If a client has pinned it, its memory still counts in the
+        budget."""
         memory = self.memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -249,6 +266,8 @@ class Ledger:
         memory.close()
 
     def reserve(self, size: int) -> None:
+        """Set room in memory aside for a chunk of this size that is on its way; `release` ends
+        that."""
         self._reserved_count += 1
         self._reserved_bytes += size
 
@@ -267,7 +286,7 @@ class Ledger:
         return here_bytes
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """`chunks` is None when the process has ended."""
+        """Unpin these chunks of a client process; None: all, as the process has ended."""
         freed = self.pins.unpin_all(pinner) if chunks is None else self.pins.unpin(pinner, chunks)
         for memory in freed:
             if memory.descriptor < 0:  # its chunk was dropped before
@@ -281,11 +300,12 @@ class Ledger:
 
     @property
     def is_disk_resting(self) -> bool:
-        """Always true without a disk."""
+        """Whether the disk is not used now. Always true without a disk."""
         return not self.has_disk or self._clock() < self.disk_rests_until_s
 
     @property
     def readable(self) -> Mask:
+        """The chunks that can be read from the disk now."""
         return np.zeros_like(self.on_disk) if self.is_disk_resting else self.on_disk
 
     def is_readable(self, chunk: int) -> bool:
@@ -296,24 +316,25 @@ class Ledger:
         self.tables.disk.insert(chunk, self.sizes[chunk])
 
     def record_erased(self, chunk: int) -> None:
-        self.table.take_back(chunk)
+        self.table.take_back(chunk)  # the data plane may no longer read the chunk's file
         self.on_disk[chunk] = False
         self.tables.disk.remove(chunk)
 
     def takes(self, size: int) -> bool:
+        """Whether the queue to the disk takes a chunk of this size now."""
         if self.is_disk_resting or self._clock() < self.disk_writes_rest_until_s:
             return False
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """Whether it fits without replacing another chunk."""
+        """Whether a chunk of this size fits on the disk without replacing another one."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
-        """Have a checked, unchanging chunk written. It is dropped when the queue is full or the
-        disk rests."""
+        """Have a chunk written to the disk. `content` is checked and must not change. Nothing is
+        done if the queue is full or the disk is not used now."""
         if chunk in self.queue or self.on_disk[chunk] or not self.takes(len(content)):
             return
         self.queue[chunk] = content
@@ -321,25 +342,32 @@ class Ledger:
         self.on_enqueue()
 
     def dequeue(self, chunk: int, content: memoryview) -> None:
-        """Does nothing if a new version has removed the chunk."""
+        """Remove a written chunk from the queue. Does nothing if `content` is no longer queued
+        under this number, as a new version may have removed or renumbered it."""
         if self.queue.get(chunk) is content:
             del self.queue[chunk]
             self._queued_bytes -= len(content)
 
     def reserve_queue(self, size: int) -> None:
-        """Less than 0 releases."""
+        """Set room in the queue aside for a chunk that is on its way; a negative `size` gives it
+        back."""
         self._reserved_queue_bytes += size
 
     # The whole
 
     @property
     def held(self) -> Mask:
+        """The chunks that this node can give: in memory, or readable on the disk."""
         return self.present | self.readable
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
-        """Returns each chunk's former number, or -1. Chunks in both versions keep their places, and
-        stay this node's. Pins keep the old numbers, and the data plane's connections of the old
-        version the old table, until they are closed."""
+        """Take over the chunks of another version. Chunks in both versions keep their places and
+        their owner. Returns, for each chunk of the new version, its number in the old one, or -1 if
+        it is new.
+
+        Pins keep the old numbers. Connections of the data plane that were opened for the old
+        version keep the old table until they close.
+        """
         old = {key: number for number, key in enumerate(zip(self.ids, self.sizes, strict=True))}
         before = [old.get(key, -1) for key in zip(ids, map(int, sizes), strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
@@ -360,8 +388,8 @@ class Ledger:
         return before
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and bytes and chunks by place. `held_bytes` is of all chunks
-        here, `dataset_bytes` of all that there are."""
+        """Counters since the start, and bytes and chunks by place. `held_bytes` counts all chunks
+        of the dataset that are here, `dataset_bytes` all that it has."""
         mine, held = self.owned, self.held
         return {
             **{name: self.counts[name] for name in COUNTS},
@@ -381,7 +409,7 @@ class Ledger:
         }
 
     def close(self) -> None:
-        """Views and other processes' mappings stay valid."""
+        """Drop all chunks. Views, and mappings of other processes, stay valid."""
         for chunk in [*self.memories]:
             self.drop(chunk)
         self.table.take_back()
@@ -395,3 +423,4 @@ COUNTS = (
     "allocation_failures", "disk_reads", "disk_bytes", "disk_loads", "disk_writes",
     "disk_evictions", "disk_refused", "disk_plan_bypassed", "disk_failures", "disk_looks",
 )  # fmt: skip
+"""The names of the counters in `Ledger.counts`."""

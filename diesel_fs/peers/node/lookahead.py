@@ -1,8 +1,8 @@
-"""Which chunks a node should fetch ahead, and how many at a time. Pure.
+"""Which chunks a node should fetch ahead, and how many at a time. Does no I/O and never waits.
 
-The masters know the position of each reader, up to a second late. This module measures how fast
-readers advance, and names the chunks of this node that are read within `PREFETCH_S`, the soonest
-first.
+The masters know the position of each reader in its order, up to a second late. This module measures
+how fast readers advance, and chooses the chunks of this node that are read within `PREFETCH_S`, the
+soonest first. A *time* of a read is its position in the order, no clock.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,24 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger
 
 PREFETCH_S = 4.0
-"""Masters' knowledge of each other is up to a second old, and a fetch may take that long."""
+"""How far ahead of the readers chunks are fetched: positions are up to a second old when they come,
+and a fetch may take seconds."""
 
 PREFETCH_DIVISOR = 8
-"""Chunks fetched ahead and not read yet take at most this part of the memory."""
+"""Chunks that were fetched ahead and not read yet take at most the memory divided by this."""
 
 RATE_PERIOD_S = 2.0
-"""Readers report their positions once a second."""
+"""The shortest time over which the readers' rate is measured: they report their positions once a
+second."""
 
 _CHUNKS_MAX = 32  # looked at after each exchange; a decision takes 50 us
 _RATE_WEIGHT = 0.5
 
 
 class Lookahead:
+    """Measures the readers' rate, and remembers which chunks were fetched ahead and not read
+    yet."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._measured_s = 0.0
@@ -35,6 +40,7 @@ class Lookahead:
         self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
+        """Start with another future (None: none is known)."""
         self._ahead.clear()
         self._measured_s = now_s
         self._measured_left = 0 if future is None else future.uses.left
@@ -46,8 +52,8 @@ class Lookahead:
     def move_readers(
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
-        """Positions may go back. Returns the chunks that readers have passed; None if no reader has
-        moved."""
+        """Set the position of each reader, which may also go back. Returns the chunks that readers
+        have passed; None if no reader has moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)
@@ -64,8 +70,8 @@ class Lookahead:
         return np.concatenate(passed)
 
     def next_chunks(self, future: ChunkFuture) -> list[int]:
-        """Absent chunks of this node that are read soon, the soonest first, within the limits. They
-        count as fetched ahead from now on."""
+        """Chunks that this node owns, does not hold, and that are read soon: the soonest first,
+        within the limits. They count as fetched ahead from now on."""
         now, uses, ledger = future.uses.now, future.uses, self._ledger
         ahead = np.array([*self._ahead], np.int64)
         times = dict(zip(ahead.tolist(), uses.next_time(ahead).tolist(), strict=True))

@@ -1,18 +1,18 @@
 """The chunks that a node keeps: in memory that its readers can map, and on its disk.
 
-The face of the package, for the master and its clients. `ledger.py` and `replacement.py` are pure;
-`fetches.py` and `disk.py` do all waiting. Chunks that are not kept are read from the disk in parts,
-or by the caller from the store.
+The master calls only this module of the package. `ledger.py` and `replacement.py` decide without
+waiting; `fetches.py` and `disk.py` do all waiting. Of a chunk that is not worth memory, only the
+wanted parts are read from the disk; without one there, the caller reads them from the store.
 
-Concurrency. Callers are tasks of the master's one trio loop. Only `async` methods wait, so all else
-is atomic. The data plane's thread reads chunks in memory through the ledger's chunk table, and its
-hits arrive later, in batches.
+Concurrency. Callers are tasks of the master's one trio loop. Only `async` methods wait, so all
+others are atomic. The data plane's thread reads chunks in memory through the ledger's chunk table;
+the policy learns of its hits later, in batches.
 
 A caller of `get` or `read` may wait for a fetch, for a load from the disk, or for a read of the
 disk. Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change the
-meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, at most `_TRIES`
-times, and gives up when its number means another chunk. A cancelled caller ends no fetch: `run`
-owns the fetches.
+meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, in all at most
+`_TRIES` times, and gives up if the chunk's number means another chunk by then. A cancelled caller
+ends no fetch: `run` owns the fetches.
 """
 
 import logging
@@ -45,13 +45,16 @@ _TRIES = 4  # of one call, if a chunk is evicted before it is read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
+    """How much a node keeps, and where."""
+
     memory_bytes: int
-    """Includes the queue to the disk."""
+    """Memory for chunks, and for the queue to the disk."""
     policy: Callable[[], EvictionPolicy]
-    """For victims in memory, and for those on the disk."""
+    """Makes an eviction policy. It is called twice: for the chunks in memory, and for those on the
+    disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """The caller's measured costs of a fetch; without them, the fetches are measured."""
+    """The caller's measured costs of a fetch; None: this cache measures its own fetches."""
 
 
 class NodeCache:
@@ -88,7 +91,8 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Runs until cancelled; then callers that wait get nothing."""
+        """Scan the disk, write to it and fetch, until cancelled; then callers that wait get
+        nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -105,7 +109,7 @@ class NodeCache:
         return self.ledger.holds(chunk)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk in memory, counted as used. The view stays valid."""
+        """A chunk in memory, or None. This counts as a use of it. The view stays valid."""
         view = self.ledger.views.get(chunk)
         if view is not None:
             self.replacement.record_hits((chunk,), 0)
@@ -113,8 +117,8 @@ class NodeCache:
 
     async def get(self, chunk: int, wanted_bytes: int, *, load: bool) -> memoryview | None:
         """A whole chunk, of which the caller needs `wanted_bytes`: from memory, from the disk, or,
-        with `load` and if it is worth it, fetched. None: read from the store. Raises DieselError
-        when the fetch failed."""
+        with `load` and if it is worth it, fetched. None: the caller reads from the store. Raises
+        DieselError if the fetch failed."""
         view = self.find(chunk)
         if view is None:
             found = await self._load(chunk, wanted_bytes, None, load=load)
@@ -122,8 +126,8 @@ class NodeCache:
         return view
 
     async def read(self, chunk: int, spans: Spans, *, load: bool) -> list[memoryview] | None:
-        """As `get`; but of a chunk on the disk that is not worth memory only these bytes are
-        read."""
+        """The contents of these ranges of a chunk. As `get`, but if the chunk is on the disk and
+        not worth memory, only these ranges are read."""
         view, wanted_bytes = self.ledger.views.get(chunk), sum(size for _, size in spans)
         if view is None:
             return await self._load(chunk, wanted_bytes, spans, load=load)
@@ -133,6 +137,8 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
+        """As `read`, for a chunk that is not in memory; `spans` None: the whole chunk, as one
+        item."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
@@ -167,7 +173,8 @@ class NodeCache:
         return None
 
     async def recheck(self, chunk: int) -> None:
-        """As `Disk.recheck`, also for memory."""
+        """A reader got damaged bytes of this chunk: check it in memory and on the disk, and drop it
+        where it is damaged."""
         ledger = self.ledger
         memory, key = ledger.memories.get(chunk), ledger.key(chunk)
         if memory is not None:
@@ -186,8 +193,9 @@ class NodeCache:
     # Pins
 
     def pin(self, pinner: int, chunk: int) -> int | None:
-        """Pin a chunk for a client process. Its descriptor, which stays this node's; None if the
-        chunk is not in memory, or is revoked."""
+        """Pin a chunk for a client process (`pinner` is its number). Returns a descriptor of its
+        memory, which the cache closes; None if the chunk is not in memory, or is revoked
+        (`PinTable`)."""
         pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
         if memory is None or pins.is_revoked(memory):
             return None
@@ -196,28 +204,31 @@ class NodeCache:
         return memory.descriptor
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """`chunks` is None when the process has ended."""
+        """Unpin these chunks of a client process; None: all, as the process has ended."""
         self.ledger.unpin(pinner, chunks)
         self._note_room()
 
     def revoked(self, pinner: int) -> list[int]:
+        """The chunks that this process should unpin."""
         return self.ledger.pins.revoked(pinner)
 
     # Owners and versions
 
     def set_owned(self, owned: Mask) -> None:
-        """Other chunks are replaced first."""
+        """Which chunks this node owns; the other ones are replaced first."""
         self.ledger.set_owned(owned.astype(np.bool_))
         self._note_room()
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
-        """Chunks in both versions stay, and stay this node's. Pins keep the old numbers."""
+        """Take over the chunks of another version. Chunks in both versions stay here, with their
+        owner; pins keep the old numbers."""
         before = self.replacement.switch_version(ids, sizes)
         self._disk.note_version()
         self.fetches.switch_version(before)
 
     @property
     def held(self) -> Mask:
+        """The chunks that this node can give, from memory or from its disk."""
         return self.ledger.held
 
     # What will be read
@@ -229,22 +240,24 @@ class NodeCache:
 
     @property
     def uses_left(self) -> int:
+        """The reads that are still to come, of all chunks; 0 if they are not known."""
         future = self.replacement.future
         return 0 if future is None else future.uses.left
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """The reads of the whole task; None: not known any more."""
+        """Set the reads of the whole task that are to come; None: they are not known any more."""
         self.replacement.set_future(future)
         self.fetches.lookahead.begin(future, trio.current_time())
         self.fetches.note_future()
 
     def set_values(self, values: UnitValues | None) -> None:
-        """What chunks are worth that no reader is known to read."""
+        """Set the worth of chunks that no reader is known to read; None: not known
+        (`EvictionPolicy.set_values`)."""
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Readers may go back. Positions are up to a second old: decisions may
-        cost time, never wrong bytes."""
+        """Set the position of each reader in its order; it may be less than before. Positions are
+        up to a second old, so decisions may be worse, but bytes never wrong."""
         future = self.replacement.future
         if future is None:
             return
@@ -259,9 +272,9 @@ class NodeCache:
     # The end
 
     async def flush_to_disk(self, share: Mask) -> None:
-        """After `run`: write chunks from memory to the disk, as far as there is room: `share`
-        first, then this node's others. Only chunks of other nodes are replaced. May be cancelled
-        anywhere."""
+        """After `run`: write chunks from memory to the disk, as far as there is room: those in
+        `share` first, then the others that this node owns. Only chunks of other nodes are replaced.
+        May be cancelled anywhere."""
         ledger = self.ledger
         ours = share | ledger.owned
         first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
@@ -270,8 +283,8 @@ class NodeCache:
         await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
     def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Yields those in memory. Each is dropped when the caller is done with it: other processes
-        may wait for memory."""
+        """Yields those of these chunks that are in memory. Each is dropped when the caller asks for
+        the next one: other processes may wait for memory."""
         for chunk in chunks:
             view = self.ledger.views.get(chunk)
             if view is not None:
@@ -286,7 +299,7 @@ class NodeCache:
         return {**self.ledger.stats(), **self._disk.stats()}
 
     def close(self) -> None:
-        """Views and other processes' mappings stay valid."""
+        """Drop all chunks. Views, and mappings of other processes, stay valid."""
         self.ledger.close()
 
     def _note_room(self) -> None:

@@ -2,8 +2,8 @@
 
 No process can change a sealed memfd any more, through a descriptor or a mapping, and it cannot
 shrink. Map it privately: before Linux 6.7 the seal against writing also forbids shared mappings
-that only read, and pages that are not written are not copied. An object belongs to one thread at a
-time.
+that only read. A private mapping copies only pages that are written, so none. Each object here
+belongs to one thread at a time.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from pathlib import Path
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
-"""For connections, libraries and threads; at most half of the process's limit."""
+"""Descriptors and mappings that are kept free for connections, libraries and threads; at most half
+of the process's limit."""
 
 # Per chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
@@ -26,10 +27,11 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class WritableMemory:
-    """Filled through `room`, a view, and then sealed or discarded."""
+    """Memory of one chunk that is filled through `room`, a view, and then sealed or discarded."""
 
     def __init__(self, size: int) -> None:
-        """Allocates all pages at once: a lack of memory is an OSError here, and no signal later."""
+        """Allocates all pages at once: so a lack of memory is an OSError here, and no signal when a
+        page is written."""
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
@@ -42,8 +44,8 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """Make the content unchangeable. Raises BufferError while a part of `room` is in use, and
-        OSError; the caller then discards it."""
+        """Make the content unchangeable, and return it. Raises BufferError while a part of `room`
+        is in use, and OSError; then the caller calls `discard`."""
         self.room.release()
         self._map.close()  # the kernel refuses the seal of a writable mapping
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
@@ -52,7 +54,8 @@ class WritableMemory:
         return sealed
 
     def discard(self) -> None:
-        """Frees the memory when no part of `room` is in use any more."""
+        """Free the memory, as soon as no part of `room` is in use any more. Does nothing after
+        `seal`."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -61,12 +64,13 @@ class WritableMemory:
             self._map.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:  # a thread made it, and the caller has gone
+        if getattr(self, "_file", -1) >= 0:  # a thread made it for a caller that was cancelled
             os.close(self._file)
 
 
 class SealedMemory:
-    """`view` is for this process, `descriptor` for others."""
+    """A chunk that cannot change: `view` is for this process, `descriptor` (-1 when closed) for
+    other processes, which map it."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
@@ -75,7 +79,8 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Views and other processes' mappings stay valid."""
+        """Give the memory back when the last view and the last mapping of another process are gone;
+        these stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -94,6 +99,7 @@ def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
 
 
 def raise_descriptor_limit() -> int:
+    """Raise this process's limit of descriptors as far as it may. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -101,7 +107,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """Chunks in memory, by the limits of descriptors and mappings."""
+    """The maximum of chunks in memory that the limits of descriptors and mappings allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

@@ -1,7 +1,8 @@
-"""Makes the future of a task's readers: which chunks they will read, in which order. Pure.
+"""Makes the future of a task's readers: which chunks they will read, in which order. Does no I/O.
 
 That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that nothing
-else changes meanwhile.
+else changes meanwhile. Here a *unit* (`orders/future.py`) is a chunk, and a *use* is a read of a
+chunk. A stream is one reader with the epochs that it will read (`messages.py`).
 """
 
 from dataclasses import dataclass
@@ -19,25 +20,27 @@ from ..node.chunk_future import ChunkFuture
 from .messages import PlannedEpoch
 
 Units = npt.NDArray[np.uint32]
+"""Numbers of chunks."""
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
-"""A node's rank, and its stream's key."""
+"""What identifies a stream in a task: the rank of its node, and its key there."""
 
 
 @dataclass(slots=True)
 class PlannedPart:
-    """A stream as the future has it, from position `start` on. `ends` has the ends of each
-    position's uses, if a file may lie in several chunks."""
+    """A stream in the future: its reads from position `start` of its epochs on. `ends` has, for
+    each position, the number of uses up to and with it; None if each position is one use, as no
+    file lies in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
     start: int
     ends: Positions64 | None = None
-    at: int = 0  # passed uses, as last reported
+    at: int = 0  # uses that the reader has passed, as last reported
 
 
 class ChunksOfEntries:
-    """The chunks of each entry, and the bytes of a read of each chunk."""
+    """The chunks of each entry of a snapshot, and the mean bytes of a read of each chunk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
@@ -59,8 +62,8 @@ class ChunksOfEntries:
         self.read_bytes = self.live_bytes / np.maximum(reads, 1)
 
     def units(self, entries: Entries) -> tuple[Units, Positions64 | None]:
-        """The chunks of these entries, in order; and the ends of those of each entry, or None if
-        each has one."""
+        """The chunks of these entries, in order; and, for each entry, the number of chunks up to
+        and with its own, or None if each entry has one chunk."""
         if not len(self._many) or not self._is_many[entries].any():
             return self._first[entries], None
         counts = self._count[entries]
@@ -75,6 +78,9 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
+    """One computation of the future. Afterwards `chunks` and `computed` can be passed to the next
+    one, and `bad` has the streams that were left out."""
+
     def __init__(
         self,
         snapshot: Snapshot,
@@ -84,13 +90,13 @@ class FutureBuild:
         computed: dict[ComputedOrder, Entries],
     ) -> None:
         self.chunks = chunks
-        self.computed: dict[ComputedOrder, Entries] = {}
-        self.bad: dict[Key, str] = {}  # why streams cannot be computed
+        self.computed: dict[ComputedOrder, Entries] = {}  # the orders that were used
+        self.bad: dict[Key, str] = {}  # and why they cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """Sets the parts' `ends`. Raises MemoryError."""
+        """Compute the future, and set the `ends` of the parts. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:
@@ -104,6 +110,8 @@ class FutureBuild:
         return ChunkFuture(uses, chunks.live_bytes, chunks.read_bytes)
 
     def _entries(self, epoch: PlannedEpoch) -> Entries:
+        """The entries of an epoch, in their order. Raises DieselError if they cannot be
+        computed."""
         if epoch.computed is None:
             return self._orders[epoch.digest]
         key = epoch.computed.whole

@@ -1,8 +1,9 @@
-"""The messages about the orders in which files will be read (`PEERS.md`, section 5). Pure.
+"""The messages about the orders in which files will be read (`PEERS.md`, section 5). Does no I/O.
 
-A *stream* is one reader with the epochs that it will read. An order that can be computed travels as
-its parameters; any other travels once, in *pieces*, and is known by a digest of all of it. Any
-bytes give a message or one error; no length is allocated before it is known to be allowed.
+A *stream* is one reader with the epochs that it will read. An order that can be computed is sent as
+its parameters. Any other order is sent once, in *pieces*, and later messages name it by a digest of
+the whole order. An *entry* is the number of a file in the snapshot. For any bytes, `parse_plan`
+returns a message or raises one error; it allocates nothing for a length that it has not checked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,12 +29,12 @@ TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILE
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""The number of the announcing process, and the stream's name."""
+"""The longest key of a stream: the number of the announcing process, and the stream's name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
-"""The streams of several mounts and readers of one node."""
+"""The most streams of one node, which may have several mounts and readers."""
 
-_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # without its head
+_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # packed values; 256 are for the other fields
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
 _VALUES_MAX = _PIECE_BYTES_MAX // 4
 _POSITIONS_MAX = 256
@@ -45,20 +46,20 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class OrderPiece:
-    """Entries of an order, from the position `first` on."""
+    """Some entries of an order: those from the position `first` on."""
 
     digest: bytes
-    """The whole order's (`order_digest`)."""
+    """The digest of the whole order (`order_digest`)."""
     length: int
-    """The whole order's."""
+    """The number of entries of the whole order."""
     first: int
     entries: Entries = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """An epoch of `length` entries, and either the digest of its order, which came in pieces, or
-    what computes it."""
+    """An epoch of `length` entries. Its order is sent in pieces and named by `digest`, or given by
+    `computed`."""
 
     number: int
     length: int
@@ -68,7 +69,8 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """Its reader is at `position` in the epoch of the number `at_epoch`."""
+    """A reader and its epochs. The reader is at `position` in the epoch with the number
+    `at_epoch`."""
 
     key: str
     identity: UUID
@@ -80,19 +82,22 @@ class PlannedStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
+    """The reader of a stream reads no more."""
+
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Each reader's epoch, as a number, and its position there."""
+    """Where readers are: for the key of each stream, the number of the epoch and the position in
+    it."""
 
     by_key: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChunks:
-    """A flag for each chunk, from `first` on."""
+    """Which chunks the sending node has: a flag for each chunk, from the chunk `first` on."""
 
     first: int
     held: Mask = field(compare=False)
@@ -100,8 +105,9 @@ class HeldChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkValues:
-    """Entries of each chunk, from `first` on, that an epoch is likely to read: not negative, and at
-    most the entries of the dataset."""
+    """What chunks are worth that no order names: for each chunk from `first` on, the number of its
+    entries that an epoch is likely to read. A value is from 0 to the number of entries of the
+    dataset."""
 
     first: int
     values: Values = field(compare=False)
@@ -117,7 +123,8 @@ def order_digest(entries: Entries) -> bytes:
 
 
 def order_pieces(entries: Entries, digest: bytes, entry_count: int) -> Iterator[OrderPiece]:
-    """`entry_count` is the dataset's, as below."""
+    """An order in messages of allowed length. `entry_count` is the number of entries of the
+    dataset, here and below."""
     each = 8 * _PIECE_BYTES_MAX // _bits(entry_count)
     for first in range(0, len(entries), each):
         yield OrderPiece(digest, len(entries), first, entries[first : first + each])
@@ -140,6 +147,7 @@ def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positio
 
 
 def plan_body(message: PlanMessage, entry_count: int) -> bytes:
+    """The bytes of a message."""
     fields: Message
     match message:
         case OrderPiece(digest, length, first, entries):
@@ -176,7 +184,8 @@ def plan_body(message: PlanMessage, entry_count: int) -> bytes:
 
 
 def parse_plan(body: Bytes, entry_count: int, chunk_count: int) -> PlanMessage:
-    """For a dataset of this size. Raises CorruptError, UsageError."""
+    """The message in these bytes, checked for a dataset with these numbers of entries and chunks.
+    Raises CorruptError, UsageError."""
     if len(body) > PLAN_BYTES_MAX:
         raise CorruptError(f"a message of {len(body)} bytes (at most {PLAN_BYTES_MAX})")
     fields = Fields(unpack(bytes(body), _ITEMS_MAX), "a message about plans")
@@ -281,6 +290,7 @@ def _key(fields: Fields) -> str:
 
 
 def _bits(entry_count: int) -> int:
+    """The bits of one entry in a piece."""
     return max((entry_count - 1).bit_length(), 1)
 
 

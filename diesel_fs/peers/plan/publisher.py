@@ -1,10 +1,9 @@
-"""Keeps one receiver up to date with the plan that a process knows. Pure.
+"""Keeps one receiver up to date with the plan that a process knows. Does no I/O.
 
 A mount's prefetch worker publishes to its node's master, and each master to all others, what its
-own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers the messages that
-the receiver has taken over, and yields those for the rest: each order once, each stream when it
-changes, then positions. The caller sends them, from a thread (`sender.py`) or from trio
-(`master/`).
+own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what its receiver
+has taken over, and yields messages for the rest: each order once, each stream when it changes, then
+positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -33,35 +32,41 @@ from .messages import (
 )
 
 News = Generator[bytes, int | None, None]
-"""Yields messages; is sent each answer's status, or None if none came."""
+"""A generator that yields messages; each answer's status is sent into it, or None if no answer
+came."""
 
 _Step = Generator[bytes, int | None, int | None]
-"""As `News`; returns the last status."""
+"""As `News`; it returns the last status."""
 
 _RETRY_NEWS = 60
-"""A rejected stream is sent again after this number of rounds."""
+"""Rounds (calls of `news`) after which a rejected stream is sent again."""
 
 _REPEAT_NEWS = 30
-"""Every this many rounds, unchanged positions and held chunks are repeated: the receiver may have
-forgotten this process. Between masters that is every 30 s."""
+"""Rounds (calls of `news`) after which positions and held chunks are repeated even if they have not
+changed: the receiver may have forgotten this process. Between masters that is every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announcement:
+    """What a process announces: all streams of its readers by their keys, and more."""
+
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """Entries of an epoch that is not computed; None if not known any more."""
+    """Gives the entries of an epoch whose order cannot be computed; None if it is not known any
+    more."""
     values: Values | None = None
-    """Values of chunks; None if not known."""
+    """What each chunk is worth that no stream names (`ChunkValues`); None if not known."""
     held: Mask | None = None
-    """The node's chunks; None if the receiver does not need them."""
+    """Which chunks the node has; None if the receiver does not need them."""
 
 
 class PlanPublisher:
+    """What one receiver knows of the plan."""
+
     def __init__(self, entry_count: int) -> None:
-        """`entry_count` is the version's."""
+        """`entry_count` is the number of entries of the dataset's version."""
         self._entry_count = entry_count
-        self._orders: set[bytes] = set()  # that the receiver has
+        self._orders: set[bytes] = set()  # these and the streams are those that the receiver has
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._positions: dict[str, tuple[int, int]] = {}
         self._rejected: dict[str, tuple[tuple[PlannedEpoch, ...], int]] = {}  # and in which round
@@ -69,14 +74,15 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """None if no answer came."""
+        """The status of the last answer; None if no answer came."""
 
     @property
     def has_published(self) -> bool:
+        """Whether the receiver knows any stream."""
         return bool(self._streams)
 
     def forget(self) -> None:
-        """The receiver may know nothing any more."""
+        """Start anew, as the receiver may know nothing any more."""
         self._orders.clear()
         self._streams.clear()
         self._positions.clear()
@@ -85,7 +91,8 @@ class PlanPublisher:
 
     def news(self, announced: Announcement) -> News:
         """The messages after which the receiver knows this plan and no other. Ends early if no
-        answer comes, or if the receiver has forgotten this process; call it again later."""
+        answer comes, or if the receiver has forgotten this process; then call `news` again
+        later."""
         self._rounds += 1
         status = yield from self._send_streams(announced)
         if status in (None, UNKNOWN):
@@ -107,7 +114,7 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Stops at the first message that is not taken."""
+        """Send messages until one is not taken over. Returns the last status."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -116,7 +123,7 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Streams and positions, until no answer comes."""
+        """Send streams and positions, until no answer comes."""
         streams = announced.streams
         status: int | None = TAKEN
         self.last_status = status
@@ -159,7 +166,7 @@ class PlanPublisher:
                 continue
             entries = announced.order_of(epoch)
             if entries is None:
-                return TAKEN  # it has changed: the next round sends it
+                return TAKEN  # the stream has changed: the next round sends it
             pieces = order_pieces(entries, epoch.digest, self._entry_count)
             status = yield from self._send_all(pieces)
             if status != TAKEN:

@@ -1,14 +1,15 @@
 """The plan of a task: which files all readers of all nodes will read, as one master knows it
-(`PEERS.md`, section 5).
+(`PEERS.md`, section 5). A *stream* is one reader with the epochs that it will read; an *order* is
+the list of the files of one epoch.
 
 `TaskPlan` checks the messages of mounts and masters, keeps the plan within limits, makes a
 `ChunkFuture` of it for the node's cache, and has the cache follow the readers' positions. For a
 stream with a computed order it foresees one epoch more than announced.
 
-The future is made in a thread, when streams were announced or have ended. It begins at the readers'
-positions then, without streams that stand still (`STILL_S`): a validation set that is read later,
-or a killed job. All else runs in the master's trio loop and never waits. A wrong message can cost
-time, but no reader gets a byte from here.
+The future is made in a thread, when streams were announced or have ended. It begins at the
+positions that the readers have then. Streams that stand still (`STILL_S`) are left out: a
+validation set that is read later, or a killed job. All else runs in the master's trio loop; only
+`run` waits. A wrong message can cost time, but no wrong bytes: readers get no bytes from here.
 """
 
 import logging
@@ -49,31 +50,35 @@ from .publisher import Announcement
 log = logging.getLogger("diesel.task")
 
 EXCHANGE_S = 1.0
-"""How often masters exchange positions."""
+"""The interval at which masters exchange positions."""
 
 APPLY_S = 0.2
-"""Positions and streams are collected for this time before the cache learns of them."""
+"""How long positions and streams are collected before the cache learns of them."""
 
 STILL_S = 60.0
-"""A stream that stands still for this time, while others go on, is not planned for."""
+"""If a stream stands still for this time, while others go on, the future leaves it out."""
 
 PARTIAL_ORDERS_MAX = 4
-"""Incomplete orders of a sender; further ones replace the oldest."""
+"""The most incomplete orders of one sender; a further one replaces the oldest."""
 
 WHOLE_ORDERS_MIN = 8
-"""Orders of the whole dataset, of which ranks read parts, that are computed in any case."""
+"""The number of whole orders (of all ranks of a job, each of which reads a part) that are computed
+in any case; more only if they fit in the limit of entries."""
 
 UNUSED_ORDER_S = 60.0
-"""A whole order waits this long for a stream that uses it."""
+"""How long an order is kept until a stream uses it."""
 
 VALUED_MAX = 256
-"""Tables of all nodes' clients; further ones are refused."""
+"""The most tables of chunks' values (`ChunkValues`), one for each client of any node; further ones
+are refused."""
 
 Values = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
 class _PartialOrder:
+    """An order of which not all pieces have come; `entries` counts those that have."""
+
     length: int
     pieces: list[Entries]
     entries: int = 0
@@ -81,7 +86,7 @@ class _PartialOrder:
 
 @dataclass(slots=True)
 class _Order:
-    """`since_s`: when it came, or was last used."""
+    """An announced order. `since_s`: when it came, or was last used."""
 
     entries: Entries
     since_s: float
@@ -89,14 +94,14 @@ class _Order:
 
 @dataclass(slots=True)
 class _KnownStream:
-    """`moved_s`: when its reader last went on."""
+    """A stream, and when its reader last went on."""
 
     stream: PlannedStream
     moved_s: float
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """Includes one more if that can be computed."""
+        """The announced epochs, and one more if its order can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -106,7 +111,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """Counted over all epochs."""
+        """The reader's position, counted from the start of the first epoch."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -128,7 +133,8 @@ class TaskPlan:
         *,
         entries_max: int = PLAN_ENTRIES_MAX,
     ) -> None:
-        """`entries_max` bounds the positions of all streams together."""
+        """`rank` is this node's. `entries_max` is the most reads of all streams together, and the
+        most entries of all orders."""
         self._rank = rank
         self._cache = cache
         self._entries_max = entries_max
@@ -138,11 +144,11 @@ class TaskPlan:
         self.switch_version(snapshot)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """The former version's orders mean nothing."""
+        """Forget all: orders of the former version mean nothing."""
         self._snapshot = snapshot
         self._chunks: ChunksOfEntries | None = None
         self.known = trio.Event()
-        """Without a stream, masters exchange nothing."""
+        """Set while any stream is known: without one, masters exchange nothing."""
 
         self._streams: dict[Key, _KnownStream] = {}
         self._orders: dict[bytes, _Order] = {}
@@ -157,11 +163,11 @@ class TaskPlan:
         self._logged.clear()
         self._wake.set()
 
-    # What others say
+    # Messages from masters and clients
 
     def take(self, rank: int, body: bytes, *, client: int = 0) -> int:
-        """Take over a message from the master of a node, or a `client` process of this one; returns
-        the answer's status."""
+        """Take over a message from the master of the node `rank`, or, if `client` is not 0, from
+        this node's client process of that number. Returns the answer's status (`messages.py`)."""
         try:
             message = parse_plan(body, len(self._snapshot), self._snapshot.chunk_count)
         except DieselError as error:
@@ -194,7 +200,8 @@ class TaskPlan:
         return TAKEN
 
     def forget(self, rank: int) -> None:
-        """A master has left. Its node's streams come with its next master."""
+        """Forget all of a node whose master has left. The node's next master announces its streams
+        again."""
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
@@ -202,6 +209,7 @@ class TaskPlan:
         self._wake.set()
 
     def forget_client(self, client: int) -> None:
+        """Forget all of a client process of this node that has ended."""
         prefix = _key_of(client, "")
         mine = [key for key in self._streams if key[0] == self._rank and key[1].startswith(prefix)]
         self._forget_streams(mine)
@@ -295,7 +303,7 @@ class TaskPlan:
         return status
 
     def _refuse(self, rank: int, status: int, what: str) -> int:
-        """Log the first message of its kind from a node."""
+        """Log the first message of a kind that is refused from a node; returns `status`."""
         self._counts["refused"] += 1
         if (rank, status) not in self._logged:
             self._logged.add((rank, status))
@@ -303,16 +311,19 @@ class TaskPlan:
         return status
 
     def _whole_orders(self, new: _KnownStream, key: Key) -> int:
+        """The number of whole orders that all streams need, with `new` as the stream `key`."""
         streams = [new, *(each for other, each in self._streams.items() if other != key)]
         epochs = [epoch for each in streams for epoch in each.epochs]
         return len({each.computed.whole for each in epochs if each.computed is not None})
 
     def _order_entries(self) -> int:
+        """The entries of all orders, incomplete ones included."""
         partial = sum(each.length for some in self._partial.values() for each in some.values())
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Keeps orders for which a stream may be coming."""
+        """Drop orders that no stream uses, unless they came so lately that a stream may be
+        coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -324,6 +335,7 @@ class TaskPlan:
     # Publishing
 
     def announcement(self) -> Announcement:
+        """What this node's readers announce, for the other masters."""
         mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
         values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
@@ -343,7 +355,7 @@ class TaskPlan:
     # The future
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Pass the plan on to the node's cache, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -365,12 +377,14 @@ class TaskPlan:
             self._apply_positions()
 
     def _moving(self) -> dict[Key, _KnownStream]:
+        """The streams that do not stand still."""
         newest_s = max((each.moved_s for each in self._streams.values()), default=0.0)
         return {
             key: each for key, each in self._streams.items() if newest_s < each.moved_s + STILL_S
         }
 
     async def _build(self, moving: dict[Key, _KnownStream]) -> None:
+        """Make the future of these streams, and give it to the cache."""
         self._is_dirty = False
         snapshot = self._snapshot
         parts = [PlannedPart(key, each.epochs, each.position) for key, each in moving.items()]
@@ -403,7 +417,7 @@ class TaskPlan:
         for each in self._planned:
             known = self._streams.get(each.key)
             if known is None or known.epochs != each.epochs:
-                continue  # its position waits for the next future
+                continue  # the stream's position waits for the next future
             at = known.position - each.start
             if at < 0:  # back behind the start of the future
                 self._is_dirty = True
@@ -426,12 +440,15 @@ class TaskPlan:
 
 
 def _key_of(client: int, key: str) -> str:
+    """A stream's key on its node: clients choose keys by themselves, so theirs get a prefix."""
     return f"{client}/{key}" if client else key
 
 
 def _explicit(stream: PlannedStream) -> list[PlannedEpoch]:
+    """The epochs whose orders are not computed, but sent."""
     return [each for each in stream.epochs if each.computed is None]
 
 
 def _length(known: _KnownStream) -> int:
+    """The number of reads in a stream's epochs."""
     return sum(each.length for each in known.epochs)

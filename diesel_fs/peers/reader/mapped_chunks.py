@@ -1,8 +1,9 @@
 """The chunks in the master's memory that this process has mapped. Thread-safe.
 
 A mapping lives as long as any view of it, and as long as this table keeps it: within the table's
-limits, and until the master revokes the chunk. `master_link.py` tells the master which chunks are
-unmapped. A forked child goes on with its parent's mappings, which the parent unpins.
+limits, and until the master *revokes* the chunk (asks this process to unpin it). `master_link.py`
+then tells the master which chunks are unmapped. A forked child goes on using its parent's mappings;
+the parent unpins them.
 """
 
 import ctypes
@@ -21,16 +22,17 @@ import numpy.typing as npt
 from .request_socket import start_anew_in_forks
 
 MAPPED_BYTES_MAX = 8 << 30
-"""Address space; the memory is the master's. Page tables of touched pages take a 512th in each
-process."""
+"""The most bytes of mapped chunks. They take address space; the memory is the master's. Page tables
+take a 512th of the touched pages in each process."""
 
 MAPPED_CHUNKS_MAX = 16_384
-"""A process may have 65,530 mappings; its libraries need some."""
+"""The most mapped chunks: a process may have 65,530 mappings, and its libraries need some."""
 
 MAPPED, NOBODY = -2, -1
-"""They stand for an owner's rank."""
+"""Values in place of an owner's rank: this process has mapped the chunk, or it has no owner."""
 
 Sources = npt.NDArray[np.int32]
+"""Where each chunk is read from: `MAPPED`, the rank of its owner, or `NOBODY`."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -48,13 +50,13 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 class MemoryMap:
     """The start of a file, mapped until its last view is gone. Python's `mmap` keeps a descriptor
-    for each mapping: a thousand chunks would use up a process's."""
+    for each mapping: a thousand chunks would use up the descriptors of a process."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended")
 
     def __init__(self, descriptor: int, size: int, ended: Callable[[], None]) -> None:
-        """`ended` is called in any thread at the unmapping, so it must do next to nothing. Raises
-        OSError."""
+        """`ended` is called after the unmapping, in whichever thread drops the last view, so it
+        must do next to nothing. Raises OSError."""
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
@@ -82,18 +84,18 @@ _Memory: TypeAlias = tuple[int, int]
 
 
 class MappedChunks:
-    """The table of one `TaskStore`."""
+    """The table of the chunks that one `TaskStore` has mapped."""
 
     def __init__(
         self, chunks: int, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
     ) -> None:
-        """`chunks` is the version's number of chunks."""
+        """`chunks` is the number of chunks of the dataset's version."""
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
-        """For each chunk `MAPPED` while the table keeps it, else its owner's rank. It may be out of
-        date at once: see `find_many`."""
+        """For each chunk `MAPPED` while the table keeps it, else its owner's rank. Another thread
+        may change it at any time: see `find_many`."""
 
         self.source_of = self.sources.data
-        """For single look-ups."""
+        """A view of `sources`, for single look-ups."""
 
         self._owners: Sources = self.sources.copy()
         self._bytes_max = bytes_max
@@ -126,17 +128,19 @@ class MappedChunks:
 
     @property
     def has_unmapped(self) -> bool:
+        """Whether the master must be told of unmapped chunks."""
         return bool(self._unmapped)
 
     def set_owners(self, owners: Sources) -> None:
-        """`NOBODY`: none."""
+        """Set the rank of the owner of each chunk, or `NOBODY`."""
         with self._lock:
             self._owners[:] = owners
             self.sources[:] = owners
             self.sources[list(self._views)] = MAPPED
 
     def find(self, chunk: int) -> memoryview | None:
-        """Read-only. Never waits."""
+        """A view of a chunk that cannot be written to; None if the table does not keep the chunk.
+        Never waits."""
         view = self._views.get(chunk)
         if view is not None:
             self._clock += 1
@@ -144,13 +148,15 @@ class MappedChunks:
         return view
 
     def find_many(self, chunks: npt.NDArray[np.uint32]) -> list[memoryview | None]:
-        """As `find`; chunks may repeat. None for one that the table does not keep any more."""
+        """As `find`, for several chunks, which may repeat: None for each chunk that the table does
+        not keep any more."""
         self._clock += 1
         self._last_used[chunks] = self._clock
         return list(map(self._views.get, chunks.tolist()))
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
-        """Map a pinned chunk; the caller keeps its descriptor. Raises OSError."""
+        """Map a pinned chunk, and keep it in the table. The caller closes the descriptor. Raises
+        OSError."""
         with self._lock:
             memory = chunk, os.fstat(descriptor).st_ino
             mapping = self._maps.get(memory)
@@ -170,13 +176,13 @@ class MappedChunks:
         return view
 
     def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
-        """`callback` is called, in any thread, when the table gives the chunk up or the master
-        revokes it: it should drop its views. A later callback replaces it."""
+        """Have `callback` called, in any thread, when the table gives the chunk up or the master
+        revokes it. It should drop its views. A later callback for the chunk replaces it."""
         with self._lock:
             self._on_revoke[chunk] = callback
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Each is unmapped with its last view."""
+        """Keep these chunks in the table no longer. Each is unmapped with its last view."""
         callbacks: list[Callable[[], None]] = []
         views = []
         with self._lock:
@@ -195,7 +201,8 @@ class MappedChunks:
         self.release(list(self._views))
 
     def drop_damaged(self, chunk: int) -> bool:
-        """When pinned again, the chunk is mapped anew. Returns whether the table kept it."""
+        """Forget the mappings of a damaged chunk, so that it is mapped anew when it is pinned
+        again. Returns whether the table kept it."""
         with self._lock:
             for memory in [each for each in self._maps if each[0] == chunk]:
                 del self._maps[memory]
@@ -204,14 +211,14 @@ class MappedChunks:
         return kept
 
     def forget_all(self) -> None:
-        """The master that pinned these chunks is gone."""
+        """Release all chunks, and count none as pinned: the master that pinned them is gone."""
         with self._lock:
             self._begin_count()
         self.release_all()
 
     def take_unmapped(self) -> list[int]:
-        """Chunks since the last call: one item for each memory in which the master has pinned
-        it."""
+        """The chunks that were unmapped since the last call, for UNPIN: a chunk is listed once for
+        each memory in which the master has pinned it."""
         found = []
         with self._lock:
             while self._unmapped:
@@ -225,8 +232,8 @@ class MappedChunks:
         return found
 
     def _excess(self) -> list[int]:
-        """Chunks over the limits, the least recently used first: an eighth more than needed, as
-        each call looks at all of them."""
+        """Chunks to release if the table is over its limits, the least recently used first. An
+        eighth more than needed is released, as each call sorts all chunks."""
         if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8

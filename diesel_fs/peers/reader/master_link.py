@@ -2,13 +2,13 @@
 reader asks the master at all.
 
 A `MasterConnection` is one blocking socket. A `MasterLink` keeps connections, limits the time of an
-answer, and has a circuit breaker (`../../net/breaker.py`), which the first failure opens. A failure
-is never raised: the caller gets None and reads from the store. Reads of chunks go over other
-connections (`owner_link.py`).
+answer, and has a circuit breaker (`../../net/breaker.py`): after the first failure it does not ask
+the master for a while. It raises no error (`open_data` excepted): the caller gets None and reads
+from the store. Reads of chunks go over other connections (`owner_link.py`).
 
 Concurrency: many threads; each exchange (a request and its answer) has a connection of its own. A
-forked child opens its own. One connection stays open as long as the link: a master without
-connections ends.
+forked child opens connections of its own. One connection stays open as long as the link, since a
+master without connections ends.
 """
 
 import logging
@@ -31,32 +31,33 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 DEADLINE_S = 5.0
-"""A master's own deadlines add up to less: a slower one hangs."""
+"""The time limit of an answer. A master's own time limits add up to less, so a slower one hangs."""
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
-"""The pause for a failed master; doubles up to the maximum."""
+"""How long a failed master is not asked; doubles up to the maximum."""
 
 IDLE_CONNECTIONS_MAX = 8
-"""For as many threads."""
+"""Connections that are kept when no thread uses them."""
 
-_BUFFER_BYTES = (
-    8 << 10
-)  # an answer to PIN, some revoked chunks; longer ones get memory of their own
+_BUFFER_BYTES = 8 << 10  # an answer to PIN with some revoked chunks; longer ones get own memory
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 
 
 class ExchangeFailed(Exception):
-    """The connection cannot be used any more."""
+    """A request was not answered. Its connection cannot be used any more, unless the master has
+    rejected the request."""
 
 
-class RequestRejected(ExchangeFailed): ...
+class RequestRejected(ExchangeFailed):
+    """The master has rejected a request; the connection can be used further."""
 
 
 class MasterConnection(RequestSocket):
-    """A connection for one thread at a time."""
+    """A connection to the master, for one thread at a time. `revoked` has the chunks that the last
+    answer asks this process to unpin."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
-        """Raises ExchangeFailed."""
+        """Connect, and say hello. Raises ExchangeFailed."""
         self.revoked: list[int] = []
         self._buffer = bytearray(_BUFFER_BYTES)
         unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -82,7 +83,7 @@ class MasterConnection(RequestSocket):
                 os.close(table)
 
     def send_request(self, request: bytes, *, descriptor: int = -1) -> None:
-        """`descriptor` may be -1. Raises ExchangeFailed."""
+        """Send a request, with a descriptor unless `descriptor` is -1. Raises ExchangeFailed."""
         try:
             if descriptor >= 0:
                 sent = socket.send_fds(self.socket, [request], [descriptor])
@@ -97,8 +98,9 @@ class MasterConnection(RequestSocket):
     def receive_answer(
         self, kind: int, count: int, *, expects_descriptor: bool = False
     ) -> tuple[memoryview, int]:
-        """The body, valid until the next request is sent; and with `expects_descriptor` the
-        descriptor that came with it, else -1. Raises ExchangeFailed, RequestRejected."""
+        """Receive the answer to a request of this kind and count. Returns its body, which is valid
+        until the next request is sent; and the descriptor that came with it (the caller closes it),
+        or -1. Raises ExchangeFailed, RequestRejected."""
         descriptor = -1
         try:
             room = memoryview(self._buffer)
@@ -151,12 +153,12 @@ class MasterConnection(RequestSocket):
         return got, descriptor
 
     def detach(self) -> socket.socket:
-        """The caller owns the socket from now on."""
+        """The socket, which the caller closes."""
         return socket.socket(fileno=self.socket.detach())
 
 
 class MasterLink:
-    """The master at one socket, for one version of one dataset."""
+    """A reader's link to the master at one socket, for one version of one dataset."""
 
     def __init__(
         self,
@@ -169,10 +171,10 @@ class MasterLink:
         pause_s: float = PAUSE_S,
         restart: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`mapped` has the chunks that the master has pinned for this process, and learns which
-        ones it revokes, and when it has ended. `restart` starts a master in place of one that was
-        killed, and returns whether it did; it is called in a thread whenever connecting fails, with
-        whether a master has ever answered this link."""
+        """`mapped` has the chunks that the master has pinned for this process; the link passes on
+        to it which chunks the master revokes, and when the master has ended. `restart` starts a
+        master in place of one that was killed, and returns whether it did. It is called in a thread
+        whenever connecting fails; its argument is whether a master has ever answered this link."""
         self._path = os.fspath(path)
         self._identity = identity
         self._version = version
@@ -184,7 +186,7 @@ class MasterLink:
         self._restart = restart
         self.rank = -1  # the master's; -1 before its first answer
         self.owners: OwnerTableView | None = None
-        """From the last master that answered."""
+        """The table of owners of the last master that answered; None before."""
 
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
@@ -204,7 +206,8 @@ class MasterLink:
         self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()
 
     def connect(self) -> bool:
-        """Returns whether there is a connection. Other calls connect by themselves."""
+        """Connect if there is no connection; returns whether there is one. Other calls connect by
+        themselves."""
         connection = self._acquire()
         if connection is None:
             return False
@@ -213,23 +216,25 @@ class MasterLink:
 
     @property
     def is_connected(self) -> bool:
-        """When the last connection closes, the master unpins all chunks of this process."""
+        """Whether any connection is open. When the last one closes, the master unpins all chunks of
+        this process."""
         return bool(self._open)
 
     def stop_connecting(self) -> None:
-        """Start no master either; open connections are used until `close`."""
+        """Make no new connection, and start no master; open connections are used until `close`."""
         with self._lock:
             self._is_ending = True
 
     def retry(self) -> None:
-        """End a pause."""
+        """Ask the master again at once: end a pause of the circuit breaker."""
         with self._lock:
             self._breaker.record_success()
         self._last_warning = ""
 
     def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """`fetch`: even if the master has to fetch the chunk. A descriptor, which the caller
-        closes; None if the chunk is not in memory or the master does not answer."""
+        """Pin a chunk. Returns a descriptor of its memory, which the caller closes; None if the
+        chunk is not in memory or the master does not answer. `fetch`: the master fetches the chunk
+        if it is not there."""
         answer = self._request(
             local_wire.PIN, 1, local_wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
@@ -247,6 +252,7 @@ class MasterLink:
         return None
 
     def task_view(self) -> local_wire.TaskView | None:
+        """The other masters, and what is needed to ask them; None if the master does not answer."""
         answer = self._request(local_wire.MEMBERS, 0, b"", is_read=True)
         try:
             return None if answer is None else local_wire.parse_members(answer[0])
@@ -255,7 +261,7 @@ class MasterLink:
             return None
 
     def open_data(self) -> socket.socket:
-        """A blocking connection for READs. Raises MetadataError."""
+        """A new blocking connection to the master for READs. Raises MetadataError."""
         ticket = self._admit() if self.connect() else 0
         connection = self._open_connection(ticket) if ticket else None
         if connection is None:
@@ -277,7 +283,8 @@ class MasterLink:
         return connection.detach()
 
     def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer, or None."""
+        """Send a message about plans (`plan/messages.py`). Returns the status of the answer, or
+        None if the master does not answer."""
         answer = self._request(local_wire.PLAN, len(body), body)
         try:
             return None if answer is None else local_wire.parse_plan_status(answer[0])
@@ -286,32 +293,34 @@ class MasterLink:
             return None
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
-        """Send a request without content in its answer; returns whether that came."""
+        """Send a request whose answer has no content; returns whether the answer came."""
         return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Announce another version, with the descriptor of its snapshot; returns whether the master
-        accepted it. The connection is of that version then, and is closed."""
+        """Announce another version: `body` is the request's, `snapshot` a descriptor of the
+        version's snapshot. Returns whether the master accepted it. Its connection is then closed,
+        as it belongs to the new version, and this link to the old one."""
         kind = local_wire.SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
-        """JSON; empty if the master does not answer."""
+        """The master's statistics as JSON; empty if it does not answer."""
         answer = self._request(local_wire.STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
     def return_unmapped(self) -> None:
-        """Unpin chunks that are unmapped, and learn which ones the master revokes."""
+        """Unpin the chunks that this process has unmapped, and learn which chunks the master
+        revokes."""
         while True:
             chunks = self._mapped.take_unmapped()
             sent = chunks[: local_wire.UNPINNED_MAX]
             if not self.notify(local_wire.UNPIN, len(sent), local_wire.chunks_body(sent)):
-                return  # the master unpins them at the close
+                return  # the master unpins them when the last connection closes
             if not self._mapped.has_unmapped:
                 return
 
     def close(self) -> None:
-        """Connections in use close when released. Repeatable."""
+        """Close all connections; those in use close when they are released. May be called again."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -334,8 +343,9 @@ class MasterLink:
         expects_descriptor: bool = False,
         closes: bool = False,
     ) -> tuple[bytes, int] | None:
-        """The body, and a descriptor as `MasterConnection.receive_answer`; None if the master does
-        not answer. `is_read`: see `_acquire`; `closes`: do not keep the connection."""
+        """Send a request, and return the answer as `MasterConnection.receive_answer` does; None if
+        the master does not answer or rejects it. `is_read`: see `_acquire`; `closes`: do not keep
+        the connection."""
         connection = self._acquire(is_read=is_read)
         if connection is None:
             return None
@@ -360,13 +370,14 @@ class MasterLink:
     def _send(
         self, connection: MasterConnection, ticket: int, request: bytes, *, descriptor: int = -1
     ) -> bool:
+        """Send a request; returns False if the connection has failed."""
         self.counts["requests"] += 1
         try:
             connection.send_request(request, descriptor=descriptor)
         except ExchangeFailed as error:
             self._discard(connection, ticket, str(error))
             return False
-        except BaseException:  # a signal handler's: the state of the exchange is unknown
+        except BaseException:  # from a signal handler: the state of the exchange is unknown
             connection.close()
             raise
         return True
@@ -380,6 +391,8 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
+        """Receive the answer to a request that was sent; None if there is none, or the master
+        rejects it."""
         try:
             answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -399,14 +412,15 @@ class MasterLink:
         return answer
 
     def _note_answer(self) -> None:
-        """Only a working master answers this request."""
+        """Close the circuit breaker. Called only for requests that only a working master
+        answers."""
         if self._breaker.state(0) is not BreakerState.CLOSED:
             log.info("the task's master answers again")
             self.retry()
 
     def _acquire(self, *, is_read: bool = True) -> MasterConnection | None:
         """A connection for the caller alone, or None. During a pause, reads get none, and other
-        requests (`is_read` is False) any idle one."""
+        requests (`is_read` is False) get an idle one if there is any."""
         with self._lock:
             if self._closed and not self._idle:
                 return None
@@ -417,6 +431,7 @@ class MasterLink:
         return self._open_connection(ticket) if ticket else None
 
     def _admit(self) -> int:
+        """The circuit breaker's ticket for a new connection; 0 if none may be made now."""
         with self._lock:
             is_over = self._closed or self._is_ending
             ticket = 0 if is_over else self._breaker.admit(time.monotonic())
@@ -424,6 +439,8 @@ class MasterLink:
         return ticket
 
     def _open_connection(self, ticket: int) -> MasterConnection | None:
+        """A new connection to the master; None if it does not answer. Starts a killed master again,
+        in a thread."""
         try:
             connection = MasterConnection(
                 self._path, self._identity, self._version, self._deadline_s
@@ -478,7 +495,7 @@ class MasterLink:
         connection.close()
 
     def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
-        """Also close all idle connections, which lead to the same master."""
+        """Close a failed connection, and all idle ones, which lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)

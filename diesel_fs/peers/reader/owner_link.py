@@ -3,12 +3,13 @@ for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
-never raises an error: the caller gets None and reads from the store.
+raises no error: if the master gives no answer, the caller gets None and reads from the store.
 
 Concurrency: many threads. The sockets block: a wake-up by an event loop would cost more than a
-request. One thread (the *leader*) receives the answers on a connection for all threads that wait,
-each straight into the memory of the request that came first, which is nearly always its own. A
-forked child opens its own connections.
+request. One of the threads that wait on a connection (the *leader*) receives the answers for all of
+them. It receives each answer straight into the memory of the oldest request that is not answered:
+nearly always the answer is to that request; if not, it is moved. A forked child opens its own
+connections.
 """
 
 import logging
@@ -31,28 +32,31 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""Making the connection goes on after this time."""
+"""How long a reader waits for a connection. The attempt to connect goes on after that."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Unanswered requests: they fit the sockets' buffers, so sending never waits for a master that
-waits for this reader."""
+"""The most bytes of requests that are not answered. They fit in the sockets' buffers, so sending
+never waits for a master that waits for this reader."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
 _SEND_LIMIT_S = 1.0
 _SCRATCH_BYTES = 64 << 10  # longer answers have their own memory
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
-_SAMPLED = 8  # the time of one in this number of single reads counts
-_SEND_WAIT_S = 1.0  # for another thread; in a signal handler, for its own
+_SAMPLED = 8  # one in this number of single reads is timed
+_SEND_WAIT_S = 1.0  # for the thread that sends; a signal handler may have interrupted that one
 _IDS = 1 << 32
 
 
-class _ConnectionLost(Exception): ...
+class _ConnectionLost(Exception):
+    """The connection was closed, by the master or by another thread."""
 
 
 _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
+    """A READ that was sent, and its answer when `is_done`."""
+
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
         "size", "ticket", "waiter",
@@ -80,23 +84,25 @@ class PendingRead:
 
 
 Answer = tuple[memoryview, bytes]
-"""The given parts' bytes, joined; and all statuses, empty if all parts were given."""
+"""The bytes of the given parts, joined; and a status for each part (`wire.py`), or no statuses if
+all parts were given."""
 
 
 class _OwnerConnection(RequestSocket):
-    """`pending` and `has_leader` are used under the link's lock, the other fields by the leader."""
+    """One connection to a master. `pending`, `has_leader` and the counts of bytes are used under
+    the link's lock, the other fields only by the leader."""
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
         self.pending: dict[int, PendingRead] = {}
         self.has_leader = self.is_lost = False
         self.unanswered_bytes = self.payload_bytes = 0
-        self.room: memoryview | None = None  # of an answer that has begun
-        self.got = 0
-        self.carried = b""  # bytes behind it
+        self.room: memoryview | None = None  # for the answer that is being received
+        self.got = 0  # bytes in `room`
+        self.carried = b""  # received bytes behind that answer
 
     def take_carried(self, room: memoryview) -> int:
-        """Move bytes received behind another answer into `room`; returns their number."""
+        """Move bytes that were received behind another answer into `room`; returns their number."""
         carried = self.carried
         if not carried:
             return 0
@@ -106,13 +112,13 @@ class _OwnerConnection(RequestSocket):
         return count
 
     def close(self) -> None:
-        """Waiting threads see `is_lost`."""
+        """Close the connection; threads that wait find out by `is_lost`."""
         self.is_lost = True
         super().close()
 
 
 class OwnerLink:
-    """One master, for parts of chunks of one version."""
+    """A reader's link to one master, for parts of chunks of one version."""
 
     def __init__(
         self,
@@ -122,11 +128,11 @@ class OwnerLink:
         flags: int = wire.LOAD,
         breaker: PeerBreaker | None = None,
     ) -> None:
-        """`connect` makes an authenticated, blocking connection, or raises DieselError. `flags` are
-        those of each READ."""
+        """`rank` is the master's. `connect` makes an authenticated, blocking connection, or raises
+        DieselError. `flags` are sent with each READ (`wire.py`)."""
         self.rank = rank
         self.is_refused = False
-        """The master answered the last attempt to connect, and refused."""
+        """Whether the master has refused this reader at the last attempt to connect."""
 
         self.counts = dict.fromkeys(
             ("connections", "requests", "bytes", "timed_out", "failed", "skipped", "damaged"), 0
@@ -157,8 +163,9 @@ class OwnerLink:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
-        """Send a READ of parts, or of one part (chunk, start, bytes): `size` bytes in all, none
-        empty, within the limits of one request. None if the master is not to be asked now."""
+        """Send a READ of parts, or of one part (chunk, start, bytes): `size` bytes in all, no part
+        empty, within the limits of one request. Returns the request, for `finish`; None if the
+        master is not to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
         if connection is None or connection.is_lost or not self._breaker.is_clean:
@@ -185,7 +192,7 @@ class OwnerLink:
             connection.send(request)
         except OSError as error:
             self._lose(connection, str(error))
-        except BaseException:  # a signal handler's: some of the request may have left
+        except BaseException:  # from a signal handler: some of the request may have been sent
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -194,9 +201,10 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part that is not empty, or None. A small part on an unused connection goes this short
-        way: one exchange, for which nothing is set up. If that fails, the request goes on as any
-        other."""
+        """The bytes of one part, which must not be empty; None if the master does not give them. If
+        the part is small and no request is pending on the connection, this takes a short way: one
+        send and one receive, without a `PendingRead`. If the answer is not complete then, the
+        request goes on like any other."""
         connection = self._connection
         if (
             connection is None
@@ -229,7 +237,7 @@ class OwnerLink:
                 connection.room, connection.got = pending.room, got
         except OSError as error:  # of `send`
             self._lose(connection, str(error))
-        except BaseException:  # a signal handler's: some of the answer may be lost
+        except BaseException:  # from a signal handler: some of the answer may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -253,7 +261,8 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; False if none is answered."""
+        """Wait until another request may be sent; returns False if the earlier ones are not
+        answered in time."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -266,8 +275,8 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None if there is none. A request on a
-        connection that was closed is sent once more."""
+        """Wait for the answer, within the time limit; None if there is none. If the connection was
+        closed meanwhile, the request is sent once more."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
         if is_here or self._wait(pending, begun_s):
@@ -284,6 +293,7 @@ class OwnerLink:
         return None
 
     def record_damage(self) -> None:
+        """Note that bytes from this master did not match their checksum."""
         self.counts["damaged"] += 1
         with self._lock:
             is_over = self._breaker.record_damage(time.monotonic())
@@ -291,7 +301,7 @@ class OwnerLink:
             log.error("node %d sent damaged data three times: it is not asked for 60 s", self.rank)
 
     def close(self) -> None:
-        """Repeatable."""
+        """Close the connection, and make no other. May be called again."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
@@ -309,7 +319,8 @@ class OwnerLink:
     # Connecting
 
     def _connected(self, ticket: int) -> _OwnerConnection | None:
-        """A thread connects; all readers wait a while."""
+        """A connection; None if there is none within `CONNECT_WAIT_S`. A thread connects, for which
+        all readers wait."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
                 return self._connection
@@ -351,6 +362,7 @@ class OwnerLink:
             self._log_pause(why)
 
     def _lose(self, connection: _OwnerConnection, why: str) -> None:
+        """Close a connection that has failed, and wake all threads that wait for its answers."""
         if why:
             log.debug("node %d: %s", self.rank, why)
         connection.close()
@@ -378,6 +390,8 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
+        """The answer, when `pending` is done. If its payload is shorter than the parts, some were
+        not given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
@@ -387,8 +401,8 @@ class OwnerLink:
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
         """Receive the answer to a connection's only request, if it comes in time and gives all
-        parts, as is usual. Otherwise False, and `_wait` goes on from the received bytes. Few
-        operations, as in `read_one`."""
+        parts, as is usual; returns whether it did. If not, `_wait` goes on from the received bytes.
+        This has few operations, as nearly all reads of several parts are answered here."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -409,12 +423,12 @@ class OwnerLink:
             )
             while is_usual and got < total and count:
                 if self._is_late(connection, pending, begun_s):
-                    break  # it sends, but too slowly
+                    break  # the master sends, but too slowly
                 count = connection.receive_rest(room[got:])
                 got += count
         except OSError:
             pass
-        except BaseException:  # a signal handler's: bytes may be lost
+        except BaseException:  # from a signal handler: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -431,7 +445,8 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """False if the answer is late after `begun_s`, or the connection is lost."""
+        """Wait until the request is answered, also as the leader. Returns False if the answer is
+        late (the time counts from `begun_s`), or the connection is lost."""
         connection = pending.connection
         is_over = False
         while not pending.is_done and not connection.is_lost and not is_over:
@@ -461,7 +476,7 @@ class OwnerLink:
     def _note_success(self, pending: PendingRead, waited_s: float) -> None:
         self.counts["bytes"] += len(pending.room) - HEAD_BYTES - pending.count
         breaker = self._breaker
-        if not pending.is_working:  # else it would measure the store
+        if not pending.is_working:  # else the latency would be the store's
             breaker.record_latency(waited_s, pending.size)
         if not breaker.is_clean:
             with self._lock:
@@ -477,8 +492,8 @@ class OwnerLink:
         return time.monotonic() - begun_s > limit_s
 
     def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
-        """Be the leader until a request is answered; then a waiting thread takes over. False if it
-        is late. Any error ends the connection."""
+        """Be the leader until `pending` is answered; then a waiting thread takes over. Returns
+        False if the answer is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -489,7 +504,7 @@ class OwnerLink:
                 with self._lock:
                     self._breaker.open(time.monotonic())
                 log.error("node %d violates the protocol: %s", self.rank, error)
-        except BaseException:  # a signal handler's: bytes may be lost
+        except BaseException:  # from a signal handler: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -498,7 +513,8 @@ class OwnerLink:
         return True
 
     def _end_lead(self, connection: _OwnerConnection) -> None:
-        """Under the lock."""
+        """Give the leadership up, and wake a waiting thread to take it. The caller holds the
+        lock."""
         connection.has_leader = False
         for each in connection.pending.values():
             if each.waiter is not None:
@@ -508,8 +524,8 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Until `pending` is answered; False if it is late. Raises OSError, _ConnectionLost,
-        CorruptError."""
+        """Receive answers until `pending` is answered; returns False if its answer is late. Raises
+        OSError, _ConnectionLost, CorruptError."""
         receive = connection.receive
         while not pending.is_done:
             room, got = self._next_room(connection)
@@ -517,7 +533,7 @@ class OwnerLink:
             while True:
                 if answered is None and got >= HEAD_BYTES:
                     answered, total = self._answered(connection, room)
-                    if room is not answered.room:  # another one was answered first
+                    if room is not answered.room:  # another request was answered first
                         _move(connection, answered.room, min(got, total))
                         room, got = answered.room, connection.got
                 if answered is not None and got >= total:
@@ -541,7 +557,8 @@ class OwnerLink:
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
-        """Room for the next answer, and the number of its bytes that are there."""
+        """The memory for the next answer, and the number of its bytes that were received
+        already."""
         if connection.room is None:
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
@@ -560,7 +577,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """Keep the bytes behind an answer of `total` bytes."""
+        """Take over an answer of `total` bytes, and keep the bytes that were received behind it."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -578,6 +595,7 @@ class OwnerLink:
         _wake(answered)
 
     def _settle(self, answered: PendingRead) -> None:
+        """Count a request as answered. The caller holds the lock."""
         connection = answered.connection
         del connection.pending[answered.number]
         connection.unanswered_bytes -= answered.request_bytes
@@ -586,7 +604,8 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """`size` received bytes belong to the answer in `room`."""
+    """The first `size` received bytes belong to the answer in `room`: move them there, and the
+    others to `carried`."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

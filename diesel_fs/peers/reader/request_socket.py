@@ -5,8 +5,8 @@ time of each call, which costs nothing while answers come.
 
 After a fork, parent and child hold the same sockets, and locks may be held by threads that the
 child does not have. So each object that threads share registers with `start_anew_in_forks`: in the
-child, before any other code, it makes new locks and closes its copies of the sockets. The parent's
-stay open.
+child, before any other code, it makes new locks and closes the child's copies of the sockets. The
+parent's sockets stay open.
 """
 
 import os
@@ -24,12 +24,12 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class RequestSocket:
-    """One thread at a time sends, and one receives."""
+    """A blocking socket. One thread at a time sends, and one receives."""
 
     def __init__(
         self, connected: socket.socket | TlsSocket, *, receive_limit_s: float, send_limit_s: float
     ) -> None:
-        """`receive` and `send` raise BlockingIOError when nothing moves for their limit."""
+        """`receive` and `send` raise BlockingIOError if no byte moves within their limits."""
         self.socket = connected.plain if isinstance(connected, TlsSocket) else connected
         for option, limit_s in (
             (socket.SO_RCVTIMEO, receive_limit_s),
@@ -40,22 +40,26 @@ class RequestSocket:
         self.send: Callable[[bytes], object] = connected.sendall
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.receive_rest = self.receive
-        """For bytes that must come: returns with them, or after the limit."""
+        """As `receive`, for bytes that are known to come: without TLS it returns when the whole
+        buffer is full, or after the limit."""
         if not isinstance(connected, TlsSocket):
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """May run while a thread receives. Repeatable."""
+        """Close the connection. May run while a thread receives, and may be called again."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def close_copy(self) -> None:
+        """Close this process's copy of a socket; the connection of the parent stays open."""
         with suppress(OSError):
             os.close(self.socket.detach())
 
 
 class Inherited(Protocol):
+    """An object that a forked child gets from its parent."""
+
     def start_anew(self) -> None:
         """In the child: make new locks, and close copies of the parent's sockets."""
 
@@ -64,7 +68,7 @@ _INHERITED: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def start_anew_in_forks(each: Inherited) -> None:
-    """Children forked from now on call `each.start_anew`."""
+    """Have children that are forked from now on call `each.start_anew`."""
     _INHERITED.add(each)
 
 

@@ -1,10 +1,10 @@
-"""The object store of a reader in a task: the task's nodes serve reads of the task's version as far
-as they have the chunks, and the store behind it serves the rest.
+"""The object store of a reader in a task. Reads of the task's version of the dataset are served by
+the task's nodes as far as they have the chunks; the repository's own object store serves the rest.
 
-`TaskStore` has the names of objects, the way to the store behind, and the messages to its node's
-master; `task_chunks.py` reads chunks by number. The caller checks the bytes, and reports damage by
-`read_uncached`. A reader never gets an error because of a master. Thread-safe; a forked child may
-go on with its parent's object.
+`TaskStore` maps names of objects to chunk numbers, passes other reads on, and sends messages to its
+node's master; `task_chunks.py` reads chunks by number. The caller checks the bytes, and reports
+damage by `read_uncached`. A reader never gets an error because of a master. Thread-safe; a forked
+child may go on with its parent's object.
 """
 
 import json
@@ -41,10 +41,10 @@ from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
-"""Most bytes of one request of `read_parts`; a larger part is read alone."""
+"""The most bytes of one request of `read_parts`; a larger part is read alone."""
 
 MASTER_END_WAIT_S = 1.0
-"""A master may be ending."""
+"""How long `join` waits for the end of a master that does not accept this reader."""
 
 _JOIN_ATTEMPTS = 3
 
@@ -52,6 +52,7 @@ _JOIN_ATTEMPTS = 3
 def master_request(
     options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
+    """The request that starts or joins the master of a task that reads this snapshot."""
     credentials = repository.credentials
     return TaskRequest(
         **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
@@ -66,7 +67,7 @@ def master_request(
 
 
 class TaskStore(StoreWrapper):
-    """Chunks of one version are read through the node's master."""
+    """An object store that reads the chunks of one version through the masters of a task."""
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class TaskStore(StoreWrapper):
         heartbeat_s: float = HEARTBEAT_S,
         request: TaskRequest | None = None,
     ) -> None:
-        """`path` is the master's socket; the first read connects. With `request`, a killed master
-        is restarted."""
+        """`inner` is the repository's object store, `path` the master's socket; the first read
+        connects. With `request`, a killed master is restarted."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self._version = snapshot.version
-        # The last item, at -1, is for other names
+        # The last item, at -1, is for objects that are not chunks of this version
         self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._number_by_name: dict[str, int] = {}
@@ -113,16 +114,17 @@ class TaskStore(StoreWrapper):
         *,
         wait_s: float = MASTER_END_WAIT_S,
     ) -> "TaskStore":
-        """Find or start the task's master on this node; wait for one that may be ending. Raises
-        DieselError."""
+        """Find or start the task's master on this node. If it does not accept this reader, it may
+        be ending: then wait for its end, at most `wait_s`, and try again. Raises DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else it has just ended: it was idle, or serves another version
+                break  # else the master has just ended: it was idle, or served another version
         return store
 
     def connect(self) -> bool:
+        """Connect to the master; returns whether it accepts this reader."""
         return self._link.connect()
 
     # Reading
@@ -147,7 +149,8 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """The master's clients have switched. Returns whether the master answered."""
+        """Announce to the master that its clients have switched to this version. Returns whether
+        the master accepted that."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -159,14 +162,14 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """A store for another version, through the same master, which learns of it. This store
-        stays."""
+        """A store for another version, through the same master, which this call has switch, too.
+        This store stays usable."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
         store._link.rank = self._link.rank
         if is_announced:
-            store.connect()  # else the master seems idle until the first read
+            store.connect()  # else the master would count no reader until the first read
         return store
 
     def send_plan(self, body: bytes) -> int | None:
@@ -174,6 +177,7 @@ class TaskStore(StoreWrapper):
         return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
+        """The master's statistics, whether it `answers`, and this reader's under `client`."""
         text = self._link.stats()
         try:
             reported = json.loads(text) if text else {}
@@ -192,7 +196,7 @@ class TaskStore(StoreWrapper):
 
     @property
     def read_counts(self) -> tuple[int, int]:
-        """Parts from the task's cache, and from the store."""
+        """The numbers of parts that were read from the task's cache, and from the store."""
         counts = self._chunks.counts
         hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
         return hits, counts["store_reads"]
@@ -202,12 +206,14 @@ class TaskStore(StoreWrapper):
         self._link.retry()
 
     def close(self) -> None:
-        """Release the master. Views stay valid; their chunks are unpinned with the last view.
-        Repeatable."""
+        """Leave the master. Views stay valid; each chunk is unpinned with its last view. May be
+        called again."""
         self._chunks.close()
         self._stored.close()
 
     def _number(self, name: str) -> int:
+        """The number of the chunk that is the object `name`; -1 if it is no chunk of this
+        version."""
         number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -219,6 +225,9 @@ class TaskStore(StoreWrapper):
 
 
 class _TaskReads(FastReads):
+    """The fast reads of a `TaskStore` (`storage/objects/store.py`): several parts at once, and
+    pins."""
+
     _store: TaskStore
 
     batches_reads = True
@@ -234,8 +243,8 @@ class _TaskReads(FastReads):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Read one batch ahead: the first is in flight when this returns. Bytes of mapped chunks
-        are not copied."""
+        """The contents of parts, read one batch ahead: the first batch is in flight when this
+        returns. Bytes of mapped chunks are not copied."""
         batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
         first = next(batches, None)
         return iter(()) if first is None else self._read_batches(self._begin(first), batches)
@@ -267,7 +276,8 @@ class _TaskReads(FastReads):
         return True
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """The node that gave these bytes is reported for damage."""
+        """Read from the store, as cached bytes were damaged: the node that gave them is
+        reported."""
         number = self._store._number(name)
         if number >= 0:
             self._store._chunks.report_damage(number, start, len(buffer))
@@ -313,7 +323,8 @@ class _TaskReads(FastReads):
 
 
 class _Batch(NamedTuple):
-    """Those at `places` are parts of chunks."""
+    """A batch of reads that has begun. `reading` yields the parts at `places`, which are parts of
+    chunks; the others must be read from the store."""
 
     parts: Sequence[Part]
     places: Sequence[int]
@@ -321,9 +332,13 @@ class _Batch(NamedTuple):
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Returns whether a killed master was restarted. Raises DieselError. A master that has not
-    served this reader (`has_served`) served another version; its readers may have ended, so one is
-    started if there is none."""
+    """Restart the master of a link that cannot connect. Returns whether one was started. Raises
+    DieselError.
+
+    If the master has served this reader (`has_served`), it is restarted only if it was killed.
+    Otherwise it served another version, and may have ended with its readers: then a master is
+    started unless one is alive.
+    """
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)

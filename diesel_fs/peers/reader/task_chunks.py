@@ -1,11 +1,10 @@
-"""Reads parts of the chunks of one version of a dataset for a reader in a task, from wherever they
-are.
+"""Reads parts of the chunks of one version of a dataset, for a reader in a task.
 
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
 pinned (the master keeps them until they are unpinned) and mapped: then a read of them is a look-up
-and a slice. The master has checked them whole; bytes over a connection are unchecked. Thread-safe;
-a forked child may go on with its parent's object.
+and a slice. The master has checked mapped chunks whole; bytes that came over a connection are
+unchecked. Thread-safe; a forked child may go on with its parent's object.
 """
 
 import logging
@@ -43,28 +42,29 @@ from .request_socket import start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 PIN_COST_S = 60e-6
-"""An exchange with the master, and the mapping."""
+"""The time that pinning and mapping a chunk takes."""
 
 READ_COST_S = 40e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
-"""Cost of a read over the connection to this node's master, beyond that of a mapped chunk: a share
-of the request, the work for each part, and the copies. A chunk is mapped when its reads have cost
-as much as mapping it (ski rental): both together then cost at most twice the minimum."""
+"""What a read over the connection to this node's master costs more than one from a mapped chunk: a
+share of the request (seconds), the work for each part (seconds), and the copies (by their rate). A
+chunk is mapped when its reads have cost as much as mapping it would (ski rental): then reads and
+mapping together cost at most twice the minimum."""
 
 PINS_PER_READ_MAX = 32
-"""So one read does not wait for more."""
+"""The most chunks that one read pins, so that it does not wait long."""
 
 EAGER_BYTES = 1 << 20
-"""A chunk is pinned first if a request wants this many bytes of it: to copy them costs more than to
-learn that it is not here."""
+"""If a request wants this many bytes of a chunk, the chunk is pinned before the read: copying the
+bytes costs more than asking in vain for a chunk that is not in memory."""
 
 READS_REMEMBERED = 64
-"""Requests that are kept to report the node that sent damaged bytes."""
+"""The requests that are remembered, to tell which node sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
-"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and learns
-which are revoked, unless a read does."""
+"""The interval at which a reader that has mapped chunks tells its master which ones it has
+unmapped, and learns which ones the master revokes, unless other requests do so."""
 
 COUNTS = (
     "mapped_reads",
@@ -79,7 +79,8 @@ COUNTS = (
 answers, pinned chunks, damaged parts."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
-"""Parts and the ranks of the nodes that got the requests; or one part, and the rank."""
+"""A request: its parts, and for each the rank of the node that was asked; or the chunk, start and
+bytes of one part, and the rank."""
 
 
 class TaskChunks:
@@ -95,7 +96,8 @@ class TaskChunks:
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`stored` reads past the cache. `through_master`: for other nodes' chunks."""
+        """`stored` reads past the cache. `through_master`: ask this node's master also for chunks
+        of other nodes, in place of these nodes."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -112,8 +114,8 @@ class TaskChunks:
         self._own_links: dict[int, OwnerLink] = {}
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = None  # it and its generation belong to the links
-        self._generation = -1
+        self._table: OwnerTableView | None = None  # the links were made by it,
+        self._generation = -1  # at this generation of it
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.start_anew()
@@ -124,14 +126,15 @@ class TaskChunks:
 
     @property
     def rank(self) -> int:
-        """-1 before the master's first answer."""
+        """The rank of this node; -1 before the master's first answer."""
         return self._master.rank
 
     # Reading
 
     def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
-        """Takes at most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX` bytes. Parts are sorted
-        by source and handled in groups: very little is done for each."""
+        """As `ChunkReader.begin`, for at most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX`
+        bytes. Parts are sorted by source and handled in groups, so that little work is done for
+        each part."""
         self._refresh()
         sources = self._mapped.sources.take(parts[:, 0])
         order = sources.argsort(kind="stable")
@@ -170,15 +173,16 @@ class TaskChunks:
         requested: list[tuple[OwnerLink, PendingRead, int, int]],
         not_here: list[int],
     ) -> Iterator[ReadGroup]:
-        """The contents of sorted parts; `order` has the caller's position of each. The first are
-        `mapped`; those `requested` of a node lie from its first number to its last; those
-        `not_here` come from the store."""
+        """The contents of parts, which are sorted by source; `order` has the caller's position of
+        each. The first `mapped` parts are of mapped chunks. `requested` has the links and requests,
+        each with the range of its parts (first, behind the last). `not_here` has the positions of
+        parts that come from the store."""
         counts, own = self.counts, self._master.rank
         places: list[int] = order.tolist()
         if mapped:
             chunks = parts[:mapped, 0]
             views = self._mapped.find_many(chunks)
-            if not all(views):  # one was given up just now
+            if not all(views):  # a chunk was unmapped just now
                 again = self.begin(parts[:mapped])
                 yield from (
                     each._replace(places=[places[at] for at in each.places]) for each in again
@@ -213,12 +217,13 @@ class TaskChunks:
                 yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Numbers as in `mapped_chunks.py`."""
+        """Where each of these chunks is read from: the rank of its owner, `MAPPED` or `NOBODY`
+        (`mapped_chunks.py`)."""
         return self._mapped.sources.take(chunks)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """Few operations: there are very many such reads, and after each wait for a node they are
-        several times slower."""
+        """As `ChunkReader.read_part`. It has few operations, as there are very many such reads, and
+        after each wait for a node Python code runs several times slower."""
         rank = self._mapped.source_of[chunk]
         link = self._links.get(rank)
         table = self._table
@@ -260,7 +265,7 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """A chunk of this node that is not mapped."""
+        """As `try_part`, of a chunk of this node that is not mapped."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
             self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
@@ -276,7 +281,8 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """Returns None if the master does not have the chunk. `fetch`: it may fetch it."""
+        """Pin and map a chunk. Returns None if the master does not have it, or it cannot be mapped.
+        `fetch`: the master fetches the chunk if it does not have it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -333,7 +339,8 @@ class TaskChunks:
         }
 
     def close(self) -> None:
-        """Views stay valid; their chunks are unpinned with the last view. Repeatable."""
+        """Close all connections. Views stay valid; each chunk is unpinned with its last view. May
+        be called again."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._master.is_connected:
             self._master.return_unmapped()
@@ -351,7 +358,8 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """Learn changed owners and members. Links to unchanged members stay."""
+        """If the master has announced changes (by the generation of its table), get the owners and
+        members again. Links to unchanged members stay."""
         table = self._master.owners
         if table is None:
             if not self._master.connect():
@@ -387,6 +395,8 @@ class TaskChunks:
             self.counts["timed_out"] += each.counts["timed_out"]
 
     def _link(self, rank: int) -> OwnerLink | None:
+        """The link to ask for chunks of the node `rank`: to its master, or to this node's; None if
+        there is none."""
         own = self._master.rank
         if rank != own:
             if self._through_master:
@@ -422,8 +432,8 @@ class TaskChunks:
             return self._links[rank]
 
     def _pin_worthwhile(self, parts: wire.Parts) -> bool:
-        """Pin and map those chunks of this node that are worth it; returns whether the master had
-        any."""
+        """Pin and map those chunks of these parts, all of this node, that are worth it; returns
+        whether any was mapped."""
         chunks, sizes = parts[:, 0], parts[:, 2]
         is_due = self._read_cost_s.take(chunks) >= PIN_COST_S
         if int(sizes.sum(dtype=np.int64)) >= EAGER_BYTES:
@@ -437,6 +447,7 @@ class TaskChunks:
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
+        """Add the cost of these reads to what the reads of their chunks have cost."""
         cost_s = READ_COST_S / len(parts) + PART_S + parts[:, 2] / BYTES_PER_S
         np.add.at(self._read_cost_s, parts[:, 0], cost_s)
 
@@ -474,7 +485,8 @@ def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[mem
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """Ends when the store is closed (`ended`) and no view of its chunks is left."""
+    """The heartbeat's thread. It ends when the store is closed (`ended`) and no view of its chunks
+    is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             link.stop_connecting()

@@ -229,7 +229,9 @@ class _Process:
         if streams is None or not streams.announced or "of" not in message:
             return
         position, of = _whole(message["position"]), _whole(message["of"])
-        self._left_early[name] += 2 * position < of
+        if 2 * position >= of:
+            return
+        self._left_early[name] += 1
         if self._left_early[name] == _LEFT_EARLY:
             self._summary.note(
                 f"a loop leaves its epochs early, this one after {position:,} of {of:,} samples"

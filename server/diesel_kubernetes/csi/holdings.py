@@ -1,10 +1,11 @@
 """Measures the share of each dataset that this node holds, in live mounts and in cache folders.
 
-`VOLUMES.md` ("What a node reports") defines each figure. The mounts' statistics (`.diesel/stats`)
-have the task's chunks and the page cache. Below `--cache-root` lie folders of chunks, also of
-mounts that have ended; the snapshots in the state folder list a version's chunks. If figures of two
-places may count the same bytes, the larger one is used, so a share is a lower bound. For one
-thread. A mount that hangs is given up after `ANSWER_S`.
+`VOLUMES.md` ("What a node reports") defines each figure. There are two sources. The statistics of a
+mount (`.diesel/stats`) count the chunks of the task's cache and the contents in the page cache.
+Below `--cache-root` are folders of chunks, also of mounts that have ended; which of these chunks a
+version has is known from its snapshot in the state folder. If the figures of two places may count
+the same bytes, the larger one is used, so a share is a lower bound. For one thread. A mount that
+hangs is given up after `ANSWER_S`.
 """
 
 import logging
@@ -34,20 +35,24 @@ ANSWER_S = 5.0
 """Time for a mount to deliver its statistics."""
 
 UNNAMED = "-"
-"""The namespace if kubelet has named none, as in paths of cache folders."""
+"""Stands for the namespace if kubelet has named none, as in paths of cache folders."""
 
 SETTLED_NS = 2_000_000_000
-"""A folder unchanged for this long is listed again only if its time changes."""
+"""If a folder was unchanged for this long before it was listed, it is listed again only after its
+mtime has changed."""
 
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTable:
+    """The chunks of a version: their IDs, joined, and their sizes in bytes."""
+
     ids: bytes
     sizes: npt.NDArray[np.int64]
 
     def percent_of(self, chunks: Iterable[bytes]) -> int:
+        """The share of the version's bytes that these chunks hold."""
         there = set(chunks)
         ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
         is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
@@ -56,14 +61,20 @@ class _ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
+    """The last look into a cache folder."""
+
     state: object
-    """Nothing has changed while it is equal."""
+    """While the folder's state is equal to this, nothing has changed; None: look again."""
     shares: Mapping[int, int]
     """Percentages by version."""
     is_unknown: bool
+    """Whether it has chunks whose share of a version cannot be told."""
 
 
 class NodeHoldings:
+    """Measures what this node holds, by its mounts and by the folders below `cache_root` (empty:
+    there are none)."""
+
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state
         self._cache_root = cache_root
@@ -72,7 +83,7 @@ class NodeHoldings:
         self._is_root_missing = False
 
     def measure(self) -> tuple[list[HeldDataset], bool]:
-        """Returns the datasets, and whether these are all."""
+        """Returns the datasets, and whether they are all that the node holds."""
         found: dict[tuple[Held, int], HeldDataset] = {}
         is_complete = True
         for held in (*self._in_mounts(), *self._in_folders()):
@@ -88,7 +99,7 @@ class NodeHoldings:
         return datasets, is_complete
 
     def _in_mounts(self) -> Iterator[HeldDataset | None]:
-        """None for a mount that does not report its share."""
+        """The dataset of each mount; None for a mount that does not report its share."""
         table = MountTable.read(self._state)
         for name in table.roots:
             namespace = self._state.namespace(name)
@@ -105,7 +116,8 @@ class NodeHoldings:
                 yield held_by_mount(namespace or UNNAMED, figures, is_used=is_used)
 
     def _in_folders(self) -> Iterator[HeldDataset | None]:
-        """None if the root of cache folders cannot be read."""
+        """The datasets in cache folders, by version; None if the root of cache folders cannot be
+        read."""
         if not self._cache_root:
             return
         listed: dict[str, _Folder] = {}
@@ -130,6 +142,7 @@ class NodeHoldings:
         self._tables = {key: each for key, each in self._tables.items() if key[0].hex in here}
 
     def _dataset_folders(self) -> Iterator[tuple[str, str, UUID]]:
+        """The cache folders: the namespace, the path, and the dataset's identity."""
         for namespace in _subfolders(self._cache_root):
             if is_namespace(namespace):
                 place = os.path.join(self._cache_root, namespace)
@@ -138,7 +151,8 @@ class NodeHoldings:
                         yield namespace, folder, identity
 
     def _look_into(self, folder: str, identity: UUID, copies: Mapping[int, Path]) -> _Folder:
-        """`copies` are the snapshots of the dataset's versions. Raises OSError."""
+        """The shares in a cache folder. `copies` has the paths of the dataset's snapshots, by
+        version. Raises OSError."""
         changed_ns = os.stat(folder).st_mtime_ns
         state = changed_ns, sorted(copies.items())
         before = self._folders.get(folder)
@@ -152,12 +166,13 @@ class NodeHoldings:
             if table is not None
         }
         is_unknown = files.has_logs or bool(files.chunks and not shares)
-        # A change so soon after the last one may have left the same time
+        # Another change soon after this one may leave the same mtime
         is_settled = time.time_ns() - changed_ns > SETTLED_NS
         return _Folder(state if is_settled else None, shares, is_unknown)
 
     def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
-        """Reads a copy of the snapshot; None if that is damaged."""
+        """The chunks of a version, from the copy of its snapshot at `path`; None if the copy is
+        damaged."""
         key = identity, version
         if key not in self._tables:
             try:
@@ -174,7 +189,8 @@ class NodeHoldings:
 def held_by_mount(
     namespace: str, figures: Mapping[str, object], *, is_used: bool
 ) -> HeldDataset | None:
-    """The share in the page cache, or of the node in the task's cache; None if the mount's
+    """The dataset of a mount, by its statistics (`figures`). The share is the part of it in the
+    page cache, or in the node's part of the task's cache, whichever is larger. None if the
     statistics name no dataset."""
     match figures:
         case {"identity": str(identity), "version": int(version)}:
@@ -199,6 +215,6 @@ def _percent(part: int, whole: int) -> int:
 
 
 def _subfolders(path: str) -> list[str]:
-    """Raises OSError."""
+    """The names of the folders in a folder. Raises OSError."""
     with os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

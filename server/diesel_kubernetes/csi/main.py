@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 PREFIX = "DIESEL_CSI"
 
 CONTAINER = "plugin"
-"""This program's container in the pod that `--pod` names."""
+"""The name of this program's container in the pod that `--pod` names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
+    """The options of the command, as `--help` explains them."""
+
     endpoint: str
     node: str
     state: Path
@@ -58,7 +60,7 @@ class PluginOptions:
 
 
 def size(text: str) -> int:
-    """4096, 64K, 4M, 1G."""
+    """The bytes of a size like 4096, 64K, 4M or 1G. Raises UsageError."""
     return parse_size(text)
 
 
@@ -145,8 +147,8 @@ def size(text: str) -> int:
     type=click.Choice(["process", "pod"]),
     default="process",
     show_default=True,
-    help="What a mount is: a process beside this one (where this program is a service of"
-    " the system), or a pod (where it runs in a pod itself).",
+    help="How a mount runs: as a process beside this one (if this program is a service of the"
+    " system), or as a pod (if this program runs in a pod itself).",
 )
 @click.option(
     "--namespace",
@@ -201,6 +203,7 @@ def program(**given: object) -> None:
 
 
 def serve(options: PluginOptions) -> None:
+    """Serve until SIGTERM or SIGINT. Mounts go on afterwards."""
     limits = VolumeLimits(
         url=options.url,
         file_roots=options.file_root,
@@ -233,6 +236,7 @@ def serve(options: PluginOptions) -> None:
 def _in_pods(
     options: PluginOptions, folder: StateFolder, limits: VolumeLimits
 ) -> "tuple[Mounter, NodeReporter]":
+    """The mounter and the reporter of a plugin that runs in a cluster."""
     if not options.image and not options.pod:
         raise UsageError(
             "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"

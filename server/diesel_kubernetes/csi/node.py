@@ -1,9 +1,12 @@
 """The volumes of one node: which mounts they have, when mounts are shared, and when they end.
 
-`NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Concurrency: any thread may call it.
-Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own (the
-reaper) ends unused mounts. A mount is started, joined and ended under the lock of its key, and not
-ended during a call for its key (`_claims`). A target is changed under its own lock.
+`NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Equal volumes have the same *key* and
+share a mount, whose name is `KEY-N`. A *target* is a path at which a pod sees a volume.
+
+Concurrency: any thread may call. Mounts are started by a pool of few threads; all callers with one
+key wait for one start. A thread of its own (the *reaper*) ends unused mounts. A mount is started,
+chosen for sharing and ended under the lock of its key, and is not ended while a `publish` with its
+key is under way (`_claims`). A target is changed under the target's own lock.
 """
 
 import logging
@@ -41,18 +44,26 @@ CHECK_INTERVAL_S = 30.0
 """The pause between the reaper's looks for mounts that have died or could not be ended."""
 
 VERSION_KNOWN_S = 10.0
-"""A mount's version counts as current for this time: the pods of a Job come within moments of each
-other."""
+"""After a check, a mount's version counts as current for this time: the pods of a Job come within
+moments of each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeHealth:
+    """The state of a published volume."""
+
     trouble: str
-    """Empty: it can be read."""
+    """Why the volume cannot be read; empty if it can."""
     usage: FileSystemUsage | None
+    """None if the volume cannot be read."""
 
 
 class NodeVolumes:
+    """Publishes volumes at targets, and starts and ends the mounts for them.
+
+    A mount that no target needs ends after `idle_s`. At most `starts_max` mounts start at once.
+    """
+
     def __init__(
         self,
         state: StateFolder,
@@ -67,14 +78,14 @@ class NodeVolumes:
         self._limits = limits
         self._idle_s = idle_s
         self._lock = threading.Lock()  # of the fields below
-        self._claims: Counter[str] = Counter()  # under way, by key
-        self._starting: dict[str, Future[str]] = {}
-        self._checked_s: dict[str, float] = {}  # by key
+        self._claims: Counter[str] = Counter()  # by key: calls of `publish` that are under way
+        self._starting: dict[str, Future[str]] = {}  # by key: the name of the mount
+        self._checked_s: dict[str, float] = {}  # by name: when the version was known to be current
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._target_calls: Counter[str] = Counter()  # that hold or wait for a lock
+        self._target_calls: Counter[str] = Counter()  # calls that hold or wait for a target's lock
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
-        self._idle_since_s: dict[str, float] = {}  # for the reaper
+        self._idle_since_s: dict[str, float] = {}  # by name; used by the reaper alone
         self._wake = threading.Event()
         self._closing = False
         self._reaper = threading.Thread(target=self._reap, name="diesel-csi-reaper", daemon=True)
@@ -98,7 +109,7 @@ class NodeVolumes:
         timeout_s: float,
         is_wanted: Callable[[], bool],
     ) -> Volume:
-        """Returns when the volume can be read at the target.
+        """Show a volume at a target, and return when it can be read there. Repeatable.
 
         `is_wanted` returns whether the caller still waits; nothing is bound if not. Raises
         UsageError, ConflictError if another volume or file system is at the target, BusyError if
@@ -115,7 +126,7 @@ class NodeVolumes:
                 with self._target_lock(target):
                     is_published = self._is_published(target, key)
                     if not is_published:
-                        check_place(target)  # before a mount is started in vain
+                        check_place(target)  # now, so that no mount is started in vain
                 if not is_published:
                     name = self._joined(volume, key, until_s)
                     with self._target_lock(target):
@@ -129,7 +140,7 @@ class NodeVolumes:
         return volume
 
     def unpublish(self, target: str) -> None:
-        """Do nothing if there is none. Raises DieselError."""
+        """Take a volume away from a target; do nothing if there is none. Raises DieselError."""
         target = checked_target(target, self._state)
         with self._target_lock(target):
             detach(target)
@@ -137,7 +148,7 @@ class NodeVolumes:
         self._wake.set()
 
     def condition(self, target: str) -> VolumeHealth:
-        """Raises NotFoundError if there is no volume."""
+        """The state of the volume at a target. Raises NotFoundError if there is no volume."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
         if place in (TargetState.FREE, TargetState.FOREIGN):
@@ -152,6 +163,7 @@ class NodeVolumes:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:
+        """Keep the reaper from ending the mounts of a key."""
         with self._lock:
             self._claims[key] += 1
         try:
@@ -178,8 +190,8 @@ class NodeVolumes:
                     del self._target_calls[target], self._target_locks[target]
 
     def _is_published(self, target: str, key: str) -> bool:
-        """Whether this volume can be read at the target. Takes a dead bind away. Raises
-        ConflictError if something else is there."""
+        """Whether this volume can be read at the target. The bind of a mount that has ended is
+        taken away. Raises ConflictError if something else is there."""
         place, name = MountTable.read(self._state).at(target)
         match place:
             case TargetState.FREE:
@@ -187,7 +199,7 @@ class NodeVolumes:
             case TargetState.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
             case TargetState.OURS if name_the_same(key_of(name), key):
-                return True  # its secret may have been renewed meanwhile
+                return True  # the same volume; its secrets may have been renewed meanwhile
             case TargetState.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
@@ -199,13 +211,14 @@ class NodeVolumes:
         return False
 
     def _joined(self, volume: Volume, key: str, until_s: float) -> str:
-        """Starts a mount if there is none."""
+        """The name of a mount for the volume; starts one if there is none. Raises DeadlineError at
+        `until_s` (monotonic), and the errors of the start."""
         with self._lock:
             start = self._starting.get(key)
             is_new = start is None
             if start is None:
                 start = self._starting[key] = self._starters.submit(self._start, volume, key)
-        if is_new:  # without the lock: if it has ended, the callback is called here
+        if is_new:  # without the lock: if the start has ended, this calls the callback at once
             start.add_done_callback(lambda _: self._forget_start(key))
         try:
             return start.result(max(0.0, until_s - time.monotonic()))
@@ -239,7 +252,8 @@ class NodeVolumes:
             return name
 
     def _current(self, volume: Volume, living: list[str]) -> str:
-        """ "" if none shows the current version."""
+        """The name of a living mount that the volume may share: one that shows the current version
+        if the volume wants that. "" if there is none."""
         if not living:
             return ""
         newest = living[-1]
@@ -262,7 +276,8 @@ class NodeVolumes:
         return found[-1]
 
     def _end(self, name: str) -> None:
-        """The caller holds the lock of its key."""
+        """End a mount and remove its folder; a failure is logged. The caller holds the lock of the
+        mount's key."""
         try:
             self._mounter.end(name)
             self._state.remove_folder(name)
@@ -286,7 +301,8 @@ class NodeVolumes:
                 log.exception("cannot look for idle mounts (a bug)")
 
     def _end_idle(self) -> float:
-        """Returns the seconds until the next look."""
+        """End mounts that were unused for `idle_s` or have died. Returns the seconds until the next
+        look."""
         now_s = time.monotonic()
         table = MountTable.read(self._state)
         idle = {name for name in self._state.names() if not table.binds.get(name)}
@@ -302,7 +318,7 @@ class NodeVolumes:
         return wait_s
 
     def _end_unneeded(self, name: str) -> None:
-        """Does nothing if somebody needs it after all, or the plugin ends."""
+        """End a mount, unless a target or a call needs it after all, or the plugin is closing."""
         key = key_of(name)
         if self._closing:
             return

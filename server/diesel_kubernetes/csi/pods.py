@@ -1,9 +1,9 @@
-"""Mounts that are pods: on each node of a cluster, a mount has a pod of its own (a *mount pod*).
+"""Mounts that are pods: in a cluster, each mount has a pod of its own (a *mount pod*).
 
-So a mount outlives the plugin's pod, and has its own limits and log. The mount propagates from the
-state folder, below which the pod mounts, to the node and the plugin. Secrets reach the pod by a
-Secret, which the plugin deletes as soon as the mount works; the pod owns it, so the cluster deletes
-it if the plugin cannot. Any thread.
+So a mount outlives the plugin's pod, and has its own limits and log. The pod mounts below the state
+folder, from which the mount propagates to the node and the plugin. The pod gets a volume's secrets
+by a Secret, which the plugin deletes as soon as the mount works. The pod owns the Secret, so the
+cluster deletes it if the plugin cannot. Any thread.
 """
 
 import logging
@@ -34,25 +34,30 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""The pause between two looks at a starting mount pod. The mount itself is an event."""
+"""The pause between two requests for the state of a starting mount pod. For the mount itself the
+plugin need not poll: the kernel wakes it."""
 
 END_DEADLINE_S = 60.0
-"""Pods have 30 s after SIGTERM."""
+"""Time for a mount pod to end; it is killed 30 s after SIGTERM."""
 
 END_CHECK_S = 0.25
+"""The pause between two looks whether a pod has ended."""
 
 OVERHEAD_BYTES = 512 << 20
-"""Three processes, and tables of large datasets."""
+"""Memory that a mount needs beside contents: for its three processes, and tables of large datasets.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
+    """The parts that are the same in all mount pods. `cpu` and `memory` are their requests, in the
+    notation of Kubernetes."""
+
     node: str
     namespace: str
     image: str
     cpu: str = "100m"
     memory: str = "256Mi"
-    """Kubernetes's notation."""
     priority_class: str = "system-node-critical"
 
 
@@ -63,7 +68,7 @@ def pod_name(name: str) -> str:
 def pod_manifest(
     volume: Volume, name: str, state: StateFolder, options: PodOptions
 ) -> dict[str, object]:
-    """It has no secret."""
+    """The mount pod of a volume. The manifest has no secret value, only the Secret's name."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
     # The mount propagates to the node from its own folder; the pod sees no other mounts
@@ -134,13 +139,16 @@ def _metadata(name: str, options: PodOptions) -> dict[str, object]:
 
 
 class PodMounter:
+    """A `Mounter` whose mounts are pods."""
+
     def __init__(self, state: StateFolder, client: Client, options: PodOptions) -> None:
         self._state = state
         self._client = client
         self._options = options
 
     def start(self, volume: Volume, name: str, lock: int) -> None:
-        """No program inherits the lock: the next plugin deletes a pod that did not come up."""
+        """As `Mounter.start`, but nothing inherits the lock: if this plugin is killed, the next one
+        deletes the pod if its mount does not work."""
         named = pod_name(name)
         with api_errors():
             if volume.secrets:
@@ -158,7 +166,7 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
-        """The pod unmounts on SIGTERM."""
+        """As `Mounter.end`: delete the pod, which unmounts on SIGTERM, and wait for its end."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():
@@ -171,7 +179,7 @@ class PodMounter:
         detach_dead(self._state.root(name))
 
     def tidy(self) -> None:
-        """Deletes pods of mounts without a folder, and Secrets of a killed plugin."""
+        """Delete the pods of mounts without a folder, and the Secrets that a killed plugin left."""
         names = {pod_name(name) for name in self._state.names()}
         labels: LabelSelector = {LABEL_NODE: label_value(self._options.node)}
         with api_errors():
@@ -206,7 +214,8 @@ class PodMounter:
             return None
 
     def _wait_until_mounted(self, volume: Volume, name: str) -> None:
-        """Wait until the mount works here, too. Raises the error with which its pod ends."""
+        """Wait until the mount has propagated to this process and works. Raises the error of the
+        mount if its pod ends, and DeadlineError."""
         root, named = self._state.root(name), pod_name(name)
         until_s, why = time.monotonic() + START_DEADLINE_S, "it has not been started"
         changes = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -229,7 +238,8 @@ class PodMounter:
 
 
 def _progress(pod: Pod | None, named: str) -> str:
-    """Why it does not work yet. Raises its error, if it has ended."""
+    """Why the mount in a pod does not work yet, for an error message. Raises the mount's error if
+    the pod has ended."""
     if pod is None:
         raise DieselError(f"the mount pod {named} was deleted")
     status = pod.status

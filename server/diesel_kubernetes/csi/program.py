@@ -1,8 +1,8 @@
 """Runs `dlcmd`, and returns its result or raises its error.
 
-A mount's secrets go into the program's environment, which only root may read, never into its
-arguments. Of the plugin's own variables, it gets only those that find programs and modules. Any
-thread.
+A mount's secrets go into the environment of `dlcmd`, which only root may read, never into its
+arguments. Of the plugin's own variables, `dlcmd` gets only those that find programs and modules.
+Any thread.
 """
 
 import json
@@ -32,13 +32,15 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""The part of a log in an error, if the program has reported none."""
+"""The last lines and characters of a log that an error shows if `dlcmd` has reported none."""
 
 KILLED_OUTPUT_S = 5.0
+"""Time to read the rest of the output after `dlcmd` was killed."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """The repository, and the folders of the mount's files, but no secrets."""
+    """The variables of `dlcmd mount`: the repository, and where the mount keeps its files (`folder`
+    is its own, `cache` is shared). There are no secrets among them."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),
@@ -54,10 +56,12 @@ def run_dlcmd(
     deadline_s: float,
     pass_fds: Sequence[int] = (),
 ) -> dict[str, object]:
-    """Run `dlcmd --json` to its end, and return the object that it prints ({}: none).
+    """Run `dlcmd --json` to its end, and return the first object that it prints ({} if it prints
+    none).
 
     It inherits the descriptors `pass_fds`, and goes on if this process is killed. Raises the error
-    that it reports, otherwise DieselError, and DeadlineError after killing it.
+    that `dlcmd` reports, or DieselError if it reports none; DeadlineError if it was killed after
+    `deadline_s`.
     """
     with subprocess.Popen(
         [*DLCMD, "--json", *arguments],
@@ -91,6 +95,7 @@ def run_dlcmd(
 
 
 def _reported(text: str, verb: str, code: int) -> DieselError:
+    """The error in the last line of `dlcmd`'s stderr (`text`), with the lines before as details."""
     *before, last = text.strip().splitlines() or [""]
     try:
         match json.loads(last):
@@ -105,7 +110,8 @@ def _reported(text: str, verb: str, code: int) -> DieselError:
 
 
 def error_of_exit(verb: str, code: int, text: str) -> DieselError:
-    """`text` is its log or stderr."""
+    """The error of a `dlcmd` that ended with an exit code and reported no error. `text` is its log
+    or stderr, of which the end is shown."""
     kinds = (
         UsageError, NotFoundError, BusyError, PermissionDenied, ObjectStoreError, MetadataError,
         FormatError, NoSpaceError,

@@ -1,8 +1,9 @@
 """Reports the shares of datasets on this node to the cluster; the operator reads the reports.
 
 The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
-the cluster deletes it when the node or the driver goes. A thread of its own measures, since mounts
-may hang, and writes only a report that differs noticeably from the last one.
+the cluster deletes it when the node or the driver is removed. A thread of its own measures, since
+mounts may hang. It writes a report only if it differs noticeably from the last one, or if that one
+is older than REFRESH_S.
 """
 
 import logging
@@ -31,14 +32,19 @@ from ..reports import (
 log = logging.getLogger("diesel.csi")
 
 INTERVAL_S = 30.0
+"""The pause between two measurements."""
 
 CLOSE_S = 5.0
+"""Time for the thread to end."""
 
 Measure = Callable[[], tuple[list[HeldDataset], bool]]
-"""The node's shares, and whether these are all."""
+"""Returns the datasets that the node holds, and whether they are all (`NodeHoldings.measure`)."""
 
 
 class NodeReporter:
+    """Measures and reports in a thread. `pod` is the plugin's pod, the owner of the report (empty:
+    no owner); `clock` returns seconds since 1970."""
+
     def __init__(
         self,
         client: Client,
@@ -73,7 +79,8 @@ class NodeReporter:
             self._thread.join(CLOSE_S)
 
     def report(self) -> bool:
-        """Returns whether a report was noticeably new, and written. Raises DieselError."""
+        """Measure, and write a report if it is due. Returns whether one was written. Raises
+        DieselError."""
         datasets, is_complete = self._measure()
         now_s = self._clock()
         report = make_report(self._node, now_s, datasets, is_complete=is_complete)

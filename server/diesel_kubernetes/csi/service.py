@@ -1,7 +1,7 @@
 """The gRPC services Identity and Node of CSI, over the logic of `node.py`.
 
-A pool of threads serves the calls. Publishing may wait for a mount, so only `PUBLISHES_MAX` such
-calls are let in at once, and Probe always finds a thread.
+A pool of threads serves the calls. A call that publishes a volume may wait for a mount. So at most
+`PUBLISHES_MAX` such calls are served at once, and Probe always finds a thread.
 """
 
 import logging
@@ -44,16 +44,17 @@ OTHER_CALLS_MAX = 28
 """Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""Kubelet's own deadline is 120 s."""
+"""Time to publish a volume if the call has no deadline. Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
-"""Time for calls under way at SIGTERM."""
+"""Time for calls that are under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
-"""CSI's limits of a text and of a map ("Size Limits")."""
+"""CSI's limits for a text and for a map (its section "Size Limits")."""
 
 DETAILS_CHARS_MAX = 3000
-"""A status travels in headers, of which 8 KiB are sure to arrive."""
+"""Limit for the message of a status, which is sent in headers: 8 KiB of these are sure to arrive.
+"""
 
 _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
     (UsageError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -81,7 +82,8 @@ def code_of(error: DieselError) -> grpc.StatusCode:
 
 
 class CsiServices:
-    """Each call ends with an answer, or with a status and one log line."""
+    """The methods of both services. Each call ends with an answer, or with a status for its error
+    and one log line."""
 
     def __init__(self, volumes: NodeVolumes, state: StateFolder, node: str) -> None:
         self._volumes = volumes
@@ -97,7 +99,7 @@ class CsiServices:
     def get_plugin_capabilities(
         self, _: csi.GetPluginCapabilitiesRequest, __: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """There is no controller service."""
+        """None: there is no controller service."""
         return csi.GetPluginCapabilitiesResponse()
 
     def probe(self, _: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
@@ -232,11 +234,11 @@ def _handler(
 
 
 class GrpcServer:
-    """Other users cannot reach the unix socket."""
+    """Serves `CsiServices` at a unix socket, which other users cannot reach."""
 
     def __init__(self, services: CsiServices, endpoint: str) -> None:
-        """`endpoint` is `unix:///path`. Raises UsageError for any other, and if it cannot listen
-        there."""
+        """Start to serve. `endpoint` is `unix:///path`. Raises UsageError for another address, and
+        if the server cannot listen there; BusyError if another program does."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise UsageError(
@@ -260,12 +262,12 @@ class GrpcServer:
         self._server.start()
 
     def stop(self) -> None:
-        """Waits a while for calls under way."""
+        """End the server, after at most `END_GRACE_S` for the calls that are under way."""
         self._server.stop(END_GRACE_S).wait()
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Raises BusyError if somebody listens."""
+    """Remove a socket that a killed server left. Raises BusyError if a program listens at it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -278,7 +280,7 @@ def _remove_dead_socket(path: str) -> None:
 
 
 def _check_id(volume_id: str) -> None:
-    """Raises UsageError for an ID that is missing or too long."""
+    """Raise UsageError for a volume's ID that is missing or too long."""
     if not volume_id:
         raise UsageError("the request names no volume")
     if len(volume_id.encode()) > FIELD_BYTES_MAX:
@@ -289,21 +291,21 @@ def _check_id(volume_id: str) -> None:
 
 
 def _check_capability(capability: csi.VolumeCapability) -> None:
-    """Raises UsageError for a volume that is no folder, and for an unknown mode; all known modes
-    will do (VOLUMES.md)."""
+    """Raise UsageError for a volume that is no folder, and for an unknown access mode; all known
+    modes are accepted (VOLUMES.md)."""
     if capability.WhichOneof("access_type") != "mount":
         raise UsageError("a volume of this driver is a folder", advice="use volumeMode: Filesystem")
     mode = capability.access_mode.mode
     if mode not in _MODES or not mode:
-        raise UsageError(f"the request names no access mode that there is ({mode})")
+        raise UsageError(f"the request names no known access mode ({mode})")
     mount = capability.mount
     if max(len(mount.fs_type.encode()), len(mount.volume_mount_group.encode())) > FIELD_BYTES_MAX:
         raise UsageError(f"a field of the volume capability is longer than {FIELD_BYTES_MAX} bytes")
 
 
 def _check_map(what: str, given: Mapping[str, str]) -> None:
-    """Raises UsageError for a map that is too large, or has a NUL, which no environment or argument
-    can hold."""
+    """Raise UsageError for a map that is too large, or has a NUL byte, which no environment or
+    argument can hold. `what` names the map in the message."""
     own = {name: value for name, value in given.items() if not name.startswith(POD_INFO)}
     total_bytes = sum(len(part.encode()) for item in own.items() for part in item)
     if total_bytes > MAP_BYTES_MAX:
@@ -322,6 +324,7 @@ def _text(text: str) -> str:
 
 
 def _abort(context: grpc.ServicerContext, error: DieselError, what: str) -> NoReturn:
+    """Log an error, and end the call with its status. `what` describes the call."""
     code = code_of(error)
     log.warning("%s failed code=%s why=%r", what, code.name, str(error))
     context.abort(code, str(error)[:DETAILS_CHARS_MAX])

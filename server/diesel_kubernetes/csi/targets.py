@@ -1,9 +1,10 @@
 """Binds mounts at the paths where pods see them, and reads from the kernel which mount is where.
 
-`/proc/self/mountinfo` is the only record: a bind has the device number of its mount. Nothing here
-touches a file of a mount, whose daemon may hang: a child process tries whether a mount lives
-(`mounts/mountpoints/mountpoint.py`), and a thread that may be left behind walks a path in it
-(`show_control`). Any thread.
+A *bind* is a second place at which the kernel shows a mount; a *target* is the path of a bind. The
+only record of them is `/proc/self/mountinfo`: a bind has the device number of its mount. The
+daemon of a mount may hang, so no thread that must go on touches a file of a mount: a child process
+tries whether a mount answers (`mounts/mountpoints/mountpoint.py`), and `show_control` opens a path
+in it in a thread that may be left behind. Any thread.
 """
 
 import errno
@@ -37,7 +38,7 @@ TARGET_MODE = 0o750
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
 
 CONTROL_DEADLINE_S = 5.0
-"""Time for a mount's answer."""
+"""Time for a mount to answer `show_control`."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -51,11 +52,14 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MountTable:
+    """The kernel's mounts at one moment, matched with the state folder."""
+
     roots: Mapping[str, DatasetMount]
-    """Mounts of the state folder, by name."""
+    """The mounts of the state folder, by name."""
     binds: Mapping[str, tuple[str, ...]]
-    """Paths of binds, by name."""
+    """The paths of the binds of each mount, by its name."""
     entries: tuple[MountEntry, ...]
+    """All mounts of the kernel's list."""
 
     @classmethod
     def read(cls, state: StateFolder) -> "MountTable":
@@ -74,7 +78,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """The state, and the name if it is a mount of ours."""
+        """What is mounted at a target; and the mount's name if that is OURS, else ""."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -86,8 +90,8 @@ class MountTable:
 
 
 def checked_target(path: str, state: StateFolder) -> str:
-    """A target path, with the links to it followed. Raises UsageError if it is not absolute, has
-    `..`, is too long for the kernel, or would hide the plugin's own folder."""
+    """A target path, with links in the folders above it resolved. Raises UsageError if it is not
+    absolute, has `..`, is too long for the kernel, or would hide the plugin's own folder."""
     encoded = os.fsencode(path)
     names = encoded.split(b"/")
     if names[0] or not encoded.strip(b"/") or b"\0" in encoded or {b"", b".", b".."} & {*names[1:]}:
@@ -107,7 +111,7 @@ def checked_target(path: str, state: StateFolder) -> str:
 
 
 def lives(root: str) -> bool:
-    """Whether a daemon serves the mount, and answers in 10 s."""
+    """Whether a daemon serves the mount at `root`, and answers within 10 s."""
     try:
         return is_alive(root)
     except DieselError:
@@ -115,7 +119,8 @@ def lives(root: str) -> bool:
 
 
 def check_place(target: str) -> None:
-    """Raises BusyError if a target is no empty folder, or is missing and cannot be made."""
+    """Raise BusyError if nothing can be bound at a target: it is no empty folder, or the folder
+    above it is missing."""
     if not os.path.isdir(os.path.dirname(target)):
         raise BusyError(
             f"the folder above {target} is missing",
@@ -136,8 +141,8 @@ def check_place(target: str) -> None:
 
 
 def bind(root: str, target: str) -> None:
-    """Make the target, and show a mount there too, with `.diesel`. Raises BusyError if something
-    else is there, and DieselError."""
+    """Make the target's folder, and show the mount at `root` there, too, with `.diesel`. Raises
+    BusyError if something else is there, and DieselError."""
     check_place(target)
     try:
         with suppress(FileExistsError):
@@ -167,7 +172,7 @@ def show_control(run: Path, target: str) -> None:
     def bind_socket() -> None:
         try:
             [socket] = control_sockets(run / "diesel")
-            # A request to the mount
+            # The mount must answer this, so it may hang
             place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if not given_up.is_set():
@@ -190,8 +195,8 @@ def show_control(run: Path, target: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Take away the mounts of datasets at a target, dead ones too. Raises BusyError for another
-    file system."""
+    """Unmount all mounts of datasets at a target, also those that have ended. Raises BusyError for
+    another file system."""
     while True:
         entries = list(mounts())
         top = topmost_at(target, entries)
@@ -210,8 +215,8 @@ def detach(target: str) -> None:
 
 
 def remove_target(target: str) -> None:
-    """Remove a target's empty folder, if there is one. Raises BusyError for anything else, which is
-    not the plugin's."""
+    """Remove a target's empty folder, if there is one. Raises BusyError for anything else, which
+    the plugin has not made."""
     try:
         if os.path.lexists(target):
             os.rmdir(target)
@@ -226,14 +231,14 @@ def remove_target(target: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSystemUsage:
-    """`entries` is 0 if the file system does not report it."""
+    """The size of a volume; `entries` is 0 if the file system does not report their number."""
 
     total_bytes: int
     entries: int
 
 
 def usage_of(target: str) -> FileSystemUsage:
-    """The mount must be alive. Raises OSError."""
+    """The size of the volume at a target. If the mount is not alive, this hangs. Raises OSError."""
     found = os.statvfs(Path(target))
-    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report it
+    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report the number
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

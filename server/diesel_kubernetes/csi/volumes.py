@@ -1,9 +1,9 @@
 """Reads the attributes of a volume, and computes the key by which equal volumes share a mount.
 Pure.
 
-Attributes and secrets come from tenants. Each is checked against a pattern, and becomes one
-argument `--name=value` of `dlcmd mount`, or a variable of its environment: no value can become an
-option, and none reaches a shell. `VOLUMES.md` lists all of them.
+Attributes and secrets come from tenants. Each attribute is checked, and becomes one argument
+`--name=value` of `dlcmd mount`, or a variable of its environment, as each secret does. So no value
+can become an option, and none reaches a shell. `VOLUMES.md` lists all attributes and secrets.
 """
 
 import hashlib
@@ -24,14 +24,16 @@ from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
 from ..reports import is_namespace
 
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
-"""They hold for every volume anyway."""
+"""The mount options that a volume may name; all of them hold for every volume anyway."""
 
 PART_CHARS = 16
 KEY_CHARS = 2 * PART_CHARS
-"""A key is a hash of the attributes, then one of the secrets."""
+"""Hexadecimal digits of a volume's key: `PART_CHARS` of a hash of the attributes, then as many of a
+hash of the secrets."""
 SECRET_BYTES_MAX = 16 << 10
 SHOWN_SECRET_CHARS = 6
-"""Shorter secrets stay in messages: a user called `pets` would hide the dataset."""
+"""Secrets shorter than this are not hidden in messages: hiding a user called `pets` would also hide
+that dataset."""
 
 _META_SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -59,45 +61,57 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """The administrator sets them."""
+    """The limits and defaults that the administrator sets for volumes."""
 
     url: str = ""
     """The repository of volumes that name none."""
     file_roots: tuple[str, ...] = ()
     """Folders below which a volume may name a repository by `file://`."""
     cache_root: str = ""
-    """Volumes may have cache folders below it; empty: none may."""
+    """The folder below which volumes may have cache folders; empty: they may have none."""
     memory_bytes_max: int = 4 << 30
+    """The most memory for contents that a volume may request, and the default."""
     cache_bytes_max: int = 0
-    """Limits a volume's cache folder; 0: no limit."""
+    """Limit for a volume's cache folder; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
+    """A volume's attributes and secrets, checked, as `dlcmd mount` gets them."""
+
     dataset: str
     version: int
     """0: the current version at the time of publishing."""
     follow: bool
+    """Whether the volume shows newer versions as soon as they are published."""
     options: tuple[str, ...]
+    """Options of `dlcmd mount`."""
     environment: Mapping[str, str]
-    """The repository and the user, but no secrets."""
+    """Variables with the repository and the user, but no secrets."""
     namespace: str
+    """The namespace of the pod; empty if kubelet names none."""
     memory_bytes: int
+    """Memory for contents."""
     cache_dir: str = ""
+    """The path of the cache folder; empty if there is none."""
     file_folder: str = ""
-    """The folder of a repository on the node's own disk."""
+    """The folder of a `file://` repository on the node; empty for others."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Values by the names of `dlcmd`'s variables."""
 
     @property
     def named(self) -> str:
+        """The dataset as an argument of `dlcmd`: `NAME` or `NAME@VERSION`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
     @property
     def may_go_stale(self) -> bool:
+        """Whether a mount of this volume may show a version that is no longer current."""
         return not self.version and not self.follow
 
     def key(self, node_key: bytes) -> str:
-        """Equal volumes have the same key, and nobody without `node_key` can compute it."""
+        """The key of this volume: equal volumes have the same key and share a mount. Nobody without
+        `node_key` can compute it."""
         named = [
             self.namespace, self.named, self.follow, self.options,
             sorted(self.environment.items()),
@@ -107,6 +121,7 @@ class Volume:
         return "".join(each.hexdigest()[:PART_CHARS] for each in digests)
 
     def without_secrets(self, text: str) -> str:
+        """A text for messages, with `***` in place of this volume's secrets."""
         for value in sorted(self.secrets.values(), key=len, reverse=True):
             for each in (value, *value.split()):
                 if len(each) >= SHOWN_SECRET_CHARS:
@@ -115,14 +130,15 @@ class Volume:
 
 
 def name_the_same(key: str, other: str) -> bool:
-    """Secrets do not count."""
+    """Whether two keys are of volumes with the same attributes. Secrets do not count."""
     return key[:PART_CHARS] == other[:PART_CHARS]
 
 
 def parse_volume(
     attributes: Mapping[str, str], secrets: Mapping[str, str], limits: VolumeLimits
 ) -> Volume:
-    """Raises UsageError; its message names the attribute, and repeats no secret."""
+    """Check the attributes and secrets of a volume. Raises UsageError, whose message names the
+    attribute and repeats no secret."""
     given = {name: text for name, text in attributes.items() if not name.startswith(POD_INFO)}
     for name in sorted(given.keys() - set(ATTRIBUTES)):
         raise UsageError(
@@ -174,7 +190,8 @@ def parse_volume(
 def _options(
     given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
-    """The arguments but those of the cache, and the mount's memory."""
+    """The options of `dlcmd mount` except those of the cache folder, and the memory for contents in
+    bytes."""
     options = []
 
     def add(name: str, option: str, check: Callable[[str], str]) -> None:
@@ -233,11 +250,12 @@ def _matching(given: Mapping[str, str], name: str, pattern: "re.Pattern[str]") -
 
 
 def _bad(given: Mapping[str, str], name: str, meant: str) -> UsageError:
+    """The error for an attribute's value; `meant` describes good ones."""
     return UsageError(f"bad volume attribute {name}: {given[name][:80]!r}", advice=f"it is {meant}")
 
 
 def _size(given: Mapping[str, str], name: str, most: int) -> int:
-    """Bytes; 0 if none is given."""
+    """The bytes of a size attribute; 0 if it is not given. `most` of 0: there is no limit."""
     if name not in given:
         return 0
     try:
@@ -250,7 +268,7 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
 
 
 def _rank(text: str, pod: str) -> str:
-    """It may come from the pod's name."""
+    """The rank in the task: `text`, or the number in the pod's name for `pod` and `pod+N`."""
     match = _POD_RANK.fullmatch(text)
     if match is None:
         return _matching({"rank": text}, "rank", _NUMBER)
@@ -265,6 +283,7 @@ def _rank(text: str, pod: str) -> str:
 
 
 def _cache_dir(given: Mapping[str, str], namespace: str, limits: VolumeLimits) -> str:
+    """The path of the volume's cache folder, or ""."""
     if "cacheDir" not in given:
         if given.get("evict") == "lrfu":
             raise UsageError(
@@ -300,7 +319,8 @@ def _endpoint(text: str) -> str:
 
 
 def _checked_url(url: str, limits: VolumeLimits) -> str:
-    """The repository's folder on the node's disk, or "". Raises UsageError."""
+    """Check the repository's address. Returns the folder of a `file://` repository, else "". Raises
+    UsageError."""
     if not url:
         raise UsageError(
             "the volume names no repository, and this node has no default",
@@ -313,7 +333,7 @@ def _checked_url(url: str, limits: VolumeLimits) -> str:
         )
     parsed = parse_url(url)
     folder = str(parsed.path) if parsed.scheme == "file" else ""
-    if url == limits.url:  # the administrator's
+    if url == limits.url:  # the administrator's choice, which has no restrictions
         return folder
     if parsed.meta:
         scheme, _, rest = parsed.meta.partition("://")
@@ -348,6 +368,7 @@ def _parsed_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_mount_flags(flags: "list[str]") -> None:
+    """Raise UsageError for a mount option that a volume may not name."""
     for flag in flags:
         if flag not in MOUNT_FLAGS:
             raise UsageError(

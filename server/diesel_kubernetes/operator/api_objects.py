@@ -11,7 +11,7 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class OwnerReference:
-    """An object with which this one is deleted."""
+    """Names the owner of an object: the cluster deletes the object with its owner."""
 
     uid: str = ""
 
@@ -30,6 +30,7 @@ class Metadata:
 
     @property
     def is_leaving(self) -> bool:
+        """Whether the object is being deleted."""
         return bool(self.deletion_timestamp)
 
     def is_owned_by(self, uid: str) -> bool:
@@ -52,7 +53,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """Some callers need only the kind and the metadata."""
+    """Any object of the API, for callers that need only its kind and metadata."""
 
     kind: str = ""
     metadata: Metadata = field(default_factory=Metadata)
@@ -79,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class ContainerResources:
-    """Quantities: `500m`, `16Gi`."""
+    """A container's limits and requests: quantities (`500m`, `16Gi`) by the resource's name."""
 
     limits: Json = field(default_factory=dict)
     requests: Json = field(default_factory=dict)
@@ -87,6 +88,8 @@ class ContainerResources:
 
 @dataclass(frozen=True, slots=True)
 class NamedField:
+    """A variable of a container, of which only the name is read."""
+
     name: str = ""
 
 
@@ -170,6 +173,7 @@ class Pod:
 
     @property
     def first_state(self) -> ContainerState:
+        """The state of the first container; empty before the pod has been started."""
         found = self.status.container_statuses
         return found[0].state if found else ContainerState()
 
@@ -204,6 +208,6 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The values are in base64."""
+    """A Secret; its values are in base64."""
 
     data: Mapping[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
-"""Objects of a list that are requested at once."""
+"""The number of objects in one answer to a list request."""
 
 
 class Pods(GenericNamespacedResource):
@@ -85,10 +85,11 @@ _KINDS: dict[str, type[GenericNamespacedResource]] = {
     "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
 }  # fmt: skip
 Owner = type[Datasets] | type[TrainingJobs]
+"""The kinds of the operator's own resources, which own the objects that it makes."""
 
 
 class Cluster:
-    """Any number of tasks."""
+    """The objects of one cluster. Any number of tasks may use it at once."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -96,6 +97,7 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
+        """An object; None if there is none of this name."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -109,7 +111,7 @@ class Cluster:
         namespace: str,
         labels: Mapping[str, str | None] | None = None,
     ) -> list[Json]:
-        """Objects of a namespace (`*`: of all) with these labels (None: any value)."""
+        """The objects of a namespace (`*`: of all) with these labels (a value of None: any)."""
         selector: LabelSelector | None = {**labels} if labels else None
         found = self._client.list(
             kind,
@@ -123,7 +125,7 @@ class Cluster:
         return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
 
     async def create(self, made: Json) -> bool:
-        """Returns False if there is one of this name already."""
+        """Create an object. Returns False if there is one of this name already."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
             await self._client.create(one)  # its metadata have the namespace
@@ -136,7 +138,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """The objects that it owns are deleted, too."""
+        """Delete an object, if it exists, and all objects that it owns."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
@@ -146,13 +148,15 @@ class Cluster:
                 raise
 
     async def write_status(self, kind: Owner, seen: Json, status: Json) -> None:
-        """Raises ApiError with 409 if somebody has changed the object since `seen` was read."""
+        """Replace the status of the object `seen`. Raises ApiError with 409 if somebody has changed
+        the object since it was read."""
         made = _STATUS[kind].from_dict({**seen, "status": status})
         metadata = decode(Metadata, seen.get("metadata"))
         await self._client.replace(made, metadata.name, namespace=metadata.namespace)
 
     async def set_finalizers(self, kind: Owner, seen: Json, finalizers: list[str]) -> Json | None:
-        """Returns the changed object; None if it is gone. Raises as `write_status`."""
+        """Replace the finalizers of the object `seen`. Returns the changed object; None if it is
+        gone. Raises as `write_status`."""
         metadata = decode(Metadata, seen.get("metadata"))
         patch: Json = {
             "metadata": {
@@ -177,6 +181,6 @@ class Cluster:
 
 @asynccontextmanager
 async def opened_cluster() -> AsyncIterator[Cluster]:
-    """That of this program, or of `KUBECONFIG`."""
+    """The cluster in which this program runs, or that of `KUBECONFIG`."""
     async with AsyncClient(field_manager="diesel-operator") as client:
         yield Cluster(client)

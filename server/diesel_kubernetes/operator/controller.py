@@ -1,23 +1,23 @@
-"""The reconciler: it reads an object, has the next step decided, and does that step.
+"""The reconciler: it reads a Dataset or TrainingJob, and does the next step for it.
 
-`datasets.py` and `training.py` decide, `cluster.py` reads and writes. A step is safe to do twice,
-and the controller keeps no state of objects, so it may be killed between any two writes. All tasks
-run in one asyncio loop:
+`datasets.py` and `training.py` decide what the step is, `cluster.py` reads and writes. A step is
+safe to do twice, and the controller keeps no state of objects, so it may be killed between any two
+writes. All tasks run in one asyncio loop:
 
-- Workers of the queue (`queue.py`) call `handle(key)`. The queue never gives one key to two of
-  them, so no two steps of one object interleave. Steps of different objects do, at each call of the
-  cluster.
-- One task calls `refresh_holdings` at intervals. It reads all nodes' reports and replaces
+- Workers of the queue (`queue.py`) call `handle(key)`: a *turn* of the object. The queue never
+  gives one key to two workers, so no two steps of one object interleave. Steps of different objects
+  interleave at each call of the cluster.
+- One task calls `refresh_holdings` at intervals. It reads the reports of all nodes and replaces
   `_reports` and `_holdings` without a wait in between; a step that began before keeps the old
-  index. Then it wakes the Datasets with changed shares.
+  index. Then it wakes the Datasets of which a node now holds more or less.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
 If somebody else, a user or a second operator, changes an object between a read and a write, the API
-server refuses the write (409), and `handle` takes another turn.
+server refuses the write (409), and `handle` plans another turn.
 
 Only hints are kept between turns, and may be out of date: names of pods (`KnownPods`), the reports,
-and the nodes of each Dataset (`_known_datasets`). They save lists; a wrong one costs a list or a
-turn, and never decides anything.
+and the nodes of each Dataset (`_known_datasets`). Hints save list requests to the API server; a
+wrong hint costs such a request, or a turn, and never decides anything.
 """
 
 import asyncio
@@ -77,11 +77,12 @@ PROGRESS_BYTES_MAX = 4096
 CONFLICT_S = 0.1
 
 YOUNG_S = 5.0
-"""A younger Job gets no request for its progress."""
+"""Age of a Job from which its pods are asked for the progress."""
 
 
 class Hindered(Exception):
-    """An object of a TrainingJob cannot be made now; it is tried again."""
+    """An object of a TrainingJob cannot be made now; the queue tries again. `reason` is that of the
+    condition in the status."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -89,8 +90,8 @@ class Hindered(Exception):
 
 
 class KnownPods:
-    """Names of pods from the watch, which may be behind, and empty at first: only hints about which
-    pods to read."""
+    """Names of pods that the watch has seen: hints about which pods to read. The watch may be
+    behind, and there are no names at first."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -106,9 +107,11 @@ class KnownPods:
                 _keep(self._by_dataset, key, name, is_gone=is_gone)
 
     def pods(self, namespace: str, job: str) -> set[str]:
+        """The names of a Job's pods."""
         return self._by_job.get((namespace, job), set())
 
     def readers(self, namespace: str, dataset: str) -> set[str]:
+        """The names of the pods that read a Dataset."""
         return self._by_dataset.get((namespace, dataset), set())
 
 
@@ -125,7 +128,7 @@ def _keep(
 
 
 class Reconciler:
-    """`handle` may run for many different keys at once."""
+    """Does the steps for Datasets and TrainingJobs. `handle` may run for many keys at once."""
 
     def __init__(
         self,
@@ -137,24 +140,26 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nodes report in `driver_namespace`; empty: none does."""
+        """`driver_namespace` has the reports of nodes; "": there are none. `interval_s` is the
+        pause between two looks at work that makes progress, `clock` returns seconds since 1970."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
         self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
-        """Gets the keys of objects that need a turn."""
+        """A callback that gets the key of an object that needs a turn."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
         self._holdings = ReportedHoldings()
         self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
         self._wrong_reports: set[str] = set()
-        self._is_blind = False
-        self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
+        self._is_blind = False  # the last reading of the reports failed
+        self._http: httpx2.AsyncClient | None = None  # made when needed: that takes 0.1 s
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """The pod can then be read without a list."""
+        """Remember the name of a pod that the watch has seen, so that it can be read without a list
+        request."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
@@ -162,7 +167,8 @@ class Reconciler:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Do an object's next step. Returns the seconds until another turn."""
+        """Do an object's next step. Returns the seconds until its next turn; None: no turn is
+        planned. Raises Hindered, ApiError: the queue tries again later."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
@@ -174,8 +180,8 @@ class Reconciler:
     # What nodes hold
 
     async def refresh_holdings(self) -> None:
-        """Read the reports of all nodes, and wake their Datasets. If that fails, the earlier
-        reports are used until they are too old."""
+        """Read the reports of all nodes, and wake the Datasets with changed shares. If that fails,
+        the earlier reports are used until they are too old."""
         if not self._driver_namespace:
             return
         try:
@@ -194,7 +200,7 @@ class Reconciler:
                 self.wake(key)
 
     def _parsed(self, found: list[Json]) -> list[NodeReport]:
-        """A malformed report is left out, and logged once."""
+        """The reports in ConfigMaps. A malformed report is left out, and logged once."""
         reports, wrong = [], set()
         for raw in found:
             try:
@@ -253,8 +259,12 @@ class Reconciler:
         return decision.again_s
 
     async def _situation(self, seen: DatasetObject) -> datasets.DatasetSituation:
-        """A list makes the API server look through all objects of a namespace, so the controller
-        lists nothing that it can get by name: time would grow with the square of the Datasets."""
+        """Read all that `datasets.decide` needs for the Dataset `seen`.
+
+        A list request makes the API server look through all objects of a namespace, so the time
+        would grow with the square of the number of Datasets. Objects are therefore read by their
+        names if these are known.
+        """
         own = await self._jobs(seen)
         pods: list[Pod] = []
         for job in filter(self._may_report, own):
@@ -299,7 +309,8 @@ class Reconciler:
         return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
     def _may_report(self, job: Job) -> bool:
-        """It has ended, or is not young."""
+        """Whether a Job's pods are worth reading: it has ended, or has run long enough to tell its
+        progress."""
         if job.status.conditions:
             return True
         since_s = seconds_of(job.status.start_time)
@@ -393,7 +404,7 @@ class Reconciler:
             raise Hindered("NameTaken", f"the {wanted.kind} {name} is not of this TrainingJob")
 
     async def _make_key(self, seen: TrainingObject, volume: PlannedVolume) -> None:
-        """An existing key is never replaced."""
+        """Make the Secret with a volume's keys and a new key for the task, unless it exists."""
         source = await self._cluster.get(Secrets, seen.namespace, volume.key_from)
         data = decode(Secret, source).data
         made = key_secret(seen, volume.secret_name, data, secrets.token_hex(32))
@@ -409,7 +420,7 @@ class Reconciler:
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
-    """A refusal of the cluster becomes Hindered."""
+    """A context in which a refusal of the cluster (403) becomes Hindered."""
     try:
         yield
     except ApiError as error:
@@ -419,7 +430,8 @@ def _forbidden(reason: str) -> Iterator[None]:
 
 
 def _is_own_job(job: Job, seen: Object) -> bool:
-    """A reclaim Job has no owner, only labels."""
+    """Whether a Job with the Dataset's label belongs to this Dataset, not to an earlier one of its
+    name. A reclaim Job has no owner: the label is enough."""
     is_reclaim = job.metadata.labels.get(LABEL_PURPOSE) == RECLAIM
     return is_reclaim or job.metadata.is_owned_by(seen.uid)
 
@@ -436,7 +448,8 @@ def _checked(found: Progress) -> Progress | None:
 
 
 def keys_of(raw: Json, plural: str) -> list[Key]:
-    """Those that get a turn when this one has changed."""
+    """The keys of the Datasets and TrainingJobs that get a turn when the object `raw` has changed.
+    `plural` is its kind, as in the API's paths (`pods`)."""
     metadata = decode(Metadata, raw.get("metadata"))
     namespace, labels = metadata.namespace, metadata.labels
     if plural in (DATASETS, TRAINING_JOBS):

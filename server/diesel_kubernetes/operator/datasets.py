@@ -1,7 +1,7 @@
 """Decides the next step for a Dataset. Pure.
 
-`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and its readers, never at
-earlier decisions: so an earlier operator may have been killed at any step.
+`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and the pods that read it,
+never at earlier decisions: so an earlier operator may have been killed at any step.
 """
 
 import json
@@ -60,10 +60,10 @@ LOOK_S = 1.0
 """The pause before another look at something that is about to end: its event may be lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
-"""Nothing is left to do until the spec changes."""
+"""Phases in which nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
-"""Limits the nodes in a status."""
+"""The most nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -75,12 +75,12 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
 _TEXT_CHARS_MAX = 300
 
 _LASTING = frozenset({"Denied"})
-"""They last, though the error's class allows another try."""
+"""Reasons after which no other attempt is made, though the error's class allows one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What `dlcmd stat` prints."""
+    """The facts about a dataset that `dlcmd stat` prints."""
 
     entries: int = 0
     files: int = 0
@@ -95,15 +95,17 @@ class JobReport:
 
     dataset: Description | None = None
     error: str = ""
+    """The class of `dlcmd`'s error; empty if there was none."""
     message: str = ""
     advice: str = ""
     done: bool = False
+    """Whether the work is done and no dataset is described, as after a deletion."""
     text: str = ""
-    """The end of a message that is no report."""
+    """The end of a termination message that is no report."""
 
 
 def parse_report(message: str) -> JobReport:
-    """Pods write it, so it may be anything."""
+    """The report in a termination message. A pod may write any text into it."""
     try:
         found = json.loads(message)
     except ValueError:
@@ -113,6 +115,8 @@ def parse_report(message: str) -> JobReport:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
+    """The state of one of the Dataset's Jobs, with that of its pod."""
+
     name: str
     purpose: str
     generation: int
@@ -124,8 +128,9 @@ class JobView:
     finished_s: float
     report: JobReport
     address: str
-    """Empty: the pod does not run."""
+    """The IP address of the running pod; empty if none runs."""
     waits: str = ""
+    """Why the pod cannot start; empty if it can."""
 
     @property
     def runs(self) -> bool:
@@ -165,7 +170,8 @@ def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
 
 
 def _why_it_waits(pod: Pod) -> str:
-    """It cannot be scheduled, or an image or a Secret is missing."""
+    """Why a pod cannot start: it cannot be scheduled, or an image or a Secret is missing. Empty if
+    there is no such reason."""
     for each in pod.status.conditions:
         if each.type == "PodScheduled" and each.status == "False":
             return each.message
@@ -179,11 +185,14 @@ def _number(label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
+    """How an ended Job went. `reason` is that of the condition in the status."""
+
     reason: str
     message: str = ""
     may_pass: bool = False
-    """Whether it may succeed later without a change."""
+    """Whether another attempt may succeed although nothing is changed."""
     described: Description | None = None
+    """The prepared dataset; None after a failure or a deletion."""
 
 
 def outcome_of(job: JobView) -> JobOutcome:
@@ -205,14 +214,14 @@ def outcome_of(job: JobView) -> JobOutcome:
 
 
 def backoff_s(attempt: int) -> float:
-    """The pause from the end of an attempt to the next one."""
+    """The pause after the failed attempt of this number (from 1)."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetDecision:
-    """The controller adds the finalizer, makes objects, makes events, writes the status, deletes
-    Jobs and removes the finalizer, in this order."""
+    """A step for a Dataset. The controller adds the finalizer, makes objects, makes events, writes
+    the status, deletes Jobs and removes the finalizer, in this order."""
 
     status: DatasetStatus
     add_finalizer: bool = False
@@ -221,23 +230,26 @@ class DatasetDecision:
     delete_jobs: tuple[str, ...] = ()
     remove_finalizer: bool = False
     again_s: float | None = None
-    """The pause before another look, if nothing happens."""
+    """The pause before another turn if no event comes; None: no turn without an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSituation:
+    """All that `decide` looks at."""
+
     seen: DatasetObject
     jobs: tuple[JobView, ...]
     pods: tuple[Pod, ...]
-    """Its readers, also ended ones."""
+    """The pods that read the dataset, also ended ones."""
     progress: Progress | None
-    """None: the preparation did not answer."""
+    """None: no preparation runs, or it did not answer."""
     now_s: float
     interval_s: float
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
 
 
 def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
+    """The next step for the Dataset `situation.seen`."""
     seen = situation.seen
     if seen.is_deleted:
         return _with_event(situation, _deleting(situation, defaults))
@@ -270,7 +282,7 @@ def _preparing(
     is_observed = status.observed_generation == seen.generation
     if is_observed and status.phase in SETTLED:
         return DatasetDecision(status, delete_jobs=delete)
-    if old:  # all must be gone: two would put at once
+    if old:  # they must be gone first: two Jobs would put at once
         message = "the preparation of the former specification is ended"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
         # The new generation counts as observed when no old Job is left
@@ -337,7 +349,8 @@ def _after_attempt(
 
 
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """The cluster does all of it if our finalizer is missing."""
+    """The step for a Dataset that is being deleted. Without our finalizer, nothing is left to do:
+    the cluster deletes the object."""
     seen = situation.seen
     if RECLAIM_FINALIZER not in seen.metadata.finalizers:
         return DatasetDecision(seen.status)
@@ -345,7 +358,7 @@ def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecisio
     let_go = DatasetDecision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
     try:
         spec = parse_dataset(seen, defaults)
-    except DieselError:  # never prepared in this form
+    except DieselError:  # a Dataset with this spec was never prepared
         return let_go
     if not spec.reclaims:
         return let_go
@@ -421,8 +434,8 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
 
 
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
-    """Add the nodes that have blocks (`OPERATOR.md`), with measured shares or, without a
-    measurement, estimated ones."""
+    """Add the nodes that have blocks of the dataset (parts in a cache: `OPERATOR.md`), with
+    measured shares or, without a measurement, estimated ones."""
     made = _expected_nodes(status, situation)
     if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):
@@ -447,7 +460,7 @@ def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetSt
 
 
 def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
-    """They are judged by where pods run and have run."""
+    """Estimate which nodes have which shares, by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -478,18 +491,19 @@ def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[
 
 
 def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
+    """The attributes of the pod's volume of a Dataset."""
     found = (each for each in pod.spec.volumes if each.name == volume_name(dataset))
     return next((each.csi.volume_attributes for each in found), {})
 
 
 def holding_of(status: DatasetStatus) -> Holding:
-    """The nodes' shares in memory or on a disk."""
+    """The shares of a dataset that nodes have in memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """The shares that stay on disks."""
+    """The shares of a dataset that stay on nodes' disks when no pod reads it."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

@@ -15,13 +15,14 @@ from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 Json = dict[str, object]
 
 _ACRONYMS = {"ip": "IP"}
-"""The API writes them in capitals, as in `podIP`."""
+"""Parts of names that the API writes in capitals, as in `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
 
 
 def decode(kind: type[T], raw: object) -> T:
+    """A dataclass `kind` with the fields of a JSON object; all defaults if `raw` is no object."""
     given = raw if isinstance(raw, Mapping) else {}
     made = kind()
     for name, key, read in _readers(kind):  # type: ignore[arg-type]  # a class is hashable
@@ -33,6 +34,7 @@ def decode(kind: type[T], raw: object) -> T:
 
 @cache
 def _readers(kind: type) -> list[tuple[str, str, _Reader]]:
+    """Each field's name, its name in JSON, and its reader (see `_reader`)."""
     hints = get_type_hints(kind)
     return [(each.name, _key(each.name), _reader(hints[each.name])) for each in fields(kind)]
 
@@ -44,6 +46,7 @@ def _key(name: str) -> str:
 
 
 def _reader(hint: object) -> _Reader:
+    """A function that turns JSON into a value of the type `hint`; None for JSON of another type."""
     if get_origin(hint) is UnionType:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     origin, arguments = get_origin(hint), get_args(hint)
@@ -89,6 +92,7 @@ def _texts(value: object) -> dict[str, str] | None:
 
 
 def encode(value: object) -> Json:
+    """A dataclass as a JSON object."""
     made: Json = {}
     for each in fields(value):  # type: ignore[arg-type]  # callers give dataclasses
         found = _encoded(getattr(value, each.name))

@@ -29,7 +29,7 @@ KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""Intervals from one reading of the reports to the next: a node writes at most every 30 s."""
+"""The reports are read once in this number of intervals: a node writes at most every 30 s."""
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -121,7 +121,7 @@ async def serve(
         )
         tasks = working, watching, refreshing
         try:
-            # Neither ends alone: an operator must both see and act
+            # If one task ends, all must end: the operator could not both see and act any more
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:

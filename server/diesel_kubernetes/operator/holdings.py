@@ -7,8 +7,10 @@ from ..reports import Held, HeldDataset, NodeReport
 
 
 class ReportedHoldings:
+    """The index of one set of reports; never changed."""
+
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
-        """Leaves out reports that are too old at `now_s`."""
+        """Reports that are too old at `now_s` (seconds since 1970) are left out."""
         fresh = {each.node: each for each in reports if each.is_fresh(now_s)}
         self._complete = {node for node, each in fresh.items() if each.is_complete}
         self._held: dict[Held, dict[str, list[HeldDataset]]] = {}
@@ -17,25 +19,27 @@ class ReportedHoldings:
                 self._held.setdefault(each.key, {}).setdefault(node, []).append(each)
 
     def nodes(self, key: Held) -> set[str]:
+        """The nodes whose reports name this dataset."""
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """0 is a share, too; None if it was not measured."""
+        """The part of a version that a node holds; None if the node's share is not known. If a
+        complete report does not name the dataset, the share is 0."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
     def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
-        """Datasets with changed reports, and nodes whose reports have become complete or
-        incomplete."""
+        """The datasets whose shares have changed, and the nodes whose reports have become complete
+        or incomplete."""
         keys = self._held.keys() | before._held.keys()
         datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
         return datasets, self._complete ^ before._complete
 
 
 def held_key(namespace: str, identity: str) -> Held | None:
-    """None if the status has no identity."""
+    """The key of a dataset in reports; None if `identity` (from a status) is none."""
     try:
         return namespace, UUID(identity)
     except ValueError:

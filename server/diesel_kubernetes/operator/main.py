@@ -14,10 +14,10 @@ from .specs import Defaults
 PREFIX = "DIESEL_OPERATOR"
 
 IMAGE = "diesel-fs"
-"""The command in `deploy/Dockerfile` builds it."""
+"""The name of the image that the command in `deploy/Dockerfile` builds."""
 
 CONTAINER = "operator"
-"""This program's container in the pod that `--pod` names."""
+"""The name of this program's container in the pod that `--pod` names."""
 
 
 @click.command(

@@ -1,8 +1,8 @@
-"""On which nodes a training job should run, and whether its datasets fit. Pure.
+"""Decides on which nodes a training job should run, and whether its datasets fit. Pure.
 
-The score of nodes is that of DLCache (section III-B), admission its algorithm 1. Fractions are
-exact, so equal nodes have equal scores. `OPERATOR.md` defines free storage, and the sources of the
-numbers of blocks.
+The score of a node is that of DLCache (section III-B), and admission is its algorithm 1. Both count
+*blocks*: parts of datasets in nodes' caches. Fractions are exact, so equal nodes have equal scores.
+`OPERATOR.md` defines free storage, and how blocks are counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from fractions import Fraction
 BLOCK_BYTES = 4 << 20
 
 Amounts = Mapping[str, Fraction]
-"""Resources, as `cpu` and `nvidia.com/gpu`, in their units."""
+"""Amounts by the resource's name (`cpu`, `nvidia.com/gpu`), each in the resource's own unit."""
 
 STORAGE = "ephemeral-storage"
 
@@ -26,17 +26,19 @@ class NodeState:
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
     cached_bytes: int = 0
-    """Datasets on its disk."""
+    """Bytes of datasets on the node's disk."""
     preemptible_bytes: int = 0
-    """Datasets that no pod reads."""
+    """The part of `cached_bytes` that may be evicted: no pod reads these datasets, and the job does
+    not need them."""
 
     @property
     def free_bytes(self) -> int:
+        """Free storage, as `OPERATOR.md` defines it."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 
     def has_room(self, requests: Amounts) -> bool:
-        """The paper's I(i, j)."""
+        """Whether the node has the requested resources free: I(i, j) of DLCache."""
         return all(
             amount <= self.allocatable.get(name, Fraction()) - self.requested.get(name, Fraction())
             for name, amount in requests.items()
@@ -49,18 +51,20 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
+    """A dataset's size, and the shares of it that nodes have."""
+
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
     """Numbers from 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
-        """D of the paper."""
+        """The number of the dataset's blocks: D of DLCache."""
         return max(1, -(-self.content_bytes // BLOCK_BYTES))
 
     @property
     def cached_share(self) -> Fraction:
-        """K/D of the paper."""
+        """The share that the nodes have together: K/D of DLCache."""
         return min(Fraction(1), sum(self.shares.values(), Fraction()))
 
 
@@ -71,10 +75,12 @@ class Scored:
 
 
 def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fraction) -> Fraction:
-    """score(i, j) = I(i, j) + (k + alpha * (D - K)) / D, of DLCache, section III-B.
+    """The score of node i for job j (DLCache, section III-B):
+    score(i, j) = I(i, j) + (k + alpha * (D - K)) / D.
 
-    `k` of the `d` blocks lie on node i, `cached` (K) anywhere; `alpha` is the node's part of all
-    free storage.
+    `has_room` is I: whether the node has the resources that the job requests. The job's datasets
+    have `d` (D) blocks, of which `k` lie on the node and `cached` (K) on any node. `alpha` is the
+    node's part of all free storage.
     """
     return has_room + (k + alpha * (d - cached)) / d
 
@@ -98,6 +104,8 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
+    """Sums over nodes, from which `fits` decides. `needed_bytes` are in no cache yet."""
+
     needed_bytes: int
     free_bytes: int
     preemptible_bytes: int
@@ -109,7 +117,8 @@ class Admission:
 
 
 def admission(nodes: Sequence[NodeState], holdings: Sequence[Holding]) -> Admission:
-    """The datasets' own blocks do not count as preemptible: they are to stay."""
+    """Whether a job's datasets (`holdings`) fit on these nodes. `preemptible_bytes` of the nodes
+    must not count the job's own datasets, which are to stay."""
     needed = sum(
         int(each.content_bytes * (1 - each.cached_share)) for each in holdings if each.content_bytes
     )

@@ -3,10 +3,10 @@
     python -m diesel_kubernetes.operator.prepare --result FILE --listen HOST:PORT \\
         --describe NAME -- put s3://bucket/images NAME
 
-It runs `dlcmd --json` with the arguments after `--`, then with `--keep` a purge, then `stat`. The
-report is one JSON object: `{"dataset": {...}}` as from `dlcmd stat`, `{"done": true}` if there is
-nothing to describe, or `dlcmd`'s error. The exit code is that of `dlcmd`. Meanwhile `GET /progress`
-answers with the last progress of `put`.
+It runs `dlcmd --json` with the arguments after `--`, then (if `--keep` is given) a purge, then
+`dlcmd stat`. It writes a report, one JSON object: `{"dataset": {...}}` with the result of `stat`,
+`{"done": true}` without `--describe`, or `dlcmd`'s error. The exit code is that of `dlcmd`. While
+it runs, `GET /progress` answers with the last progress of `put`.
 """
 
 import json
@@ -25,7 +25,7 @@ import click
 from .decoding import Json
 
 RESULT_BYTES_MAX = 4096
-"""Kubernetes's limit of a termination message."""
+"""The limit of Kubernetes for a termination message."""
 
 _MESSAGE_CHARS_MAX = 800
 _LINES_KEPT = 20
@@ -33,6 +33,9 @@ _REPORTED = ("dataset", "entries", "files", "bytes", "chunks", "version", "ident
 
 
 class Failed(Exception):
+    """A run of `dlcmd` has failed. `code` is its exit code, or minus the number of the signal that
+    ended it; `report` is empty if it was interrupted."""
+
     def __init__(self, code: int, report: Json) -> None:
         super().__init__(f"exit code {code}")
         self.code = code
@@ -40,13 +43,15 @@ class Failed(Exception):
 
 
 class Runner:
+    """Runs `dlcmd`, one process after the other. `progress` is the last progress of `put`."""
+
     def __init__(self) -> None:
         self.progress: Json = {}
         self._process: subprocess.Popen[str] | None = None
         self._is_ended = False
 
     def run(self, arguments: Sequence[str]) -> Json:
-        """Returns the last object that `dlcmd --json` prints. Raises Failed."""
+        """Run `dlcmd --json`. Returns the last object that it prints. Raises Failed."""
         if self._is_ended:
             raise Failed(128 + signal.SIGTERM, {})
         with subprocess.Popen(
@@ -79,7 +84,7 @@ class Runner:
         return last
 
     def end(self) -> None:
-        """End the run, as SIGTERM does, and begin no other. A signal handler may call it."""
+        """Terminate the running process, and start no other. A signal handler may call this."""
         self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -102,6 +107,7 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
+    """The fields of a status's progress, from a progress event of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -111,6 +117,7 @@ def progress_of(found: Json) -> Json:
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:
+    """The report of a failed run, by the last lines of its stderr; empty if it was interrupted."""
     for line in reversed(lines):
         found = _parsed(line)
         if "error" in found and "message" in found:
@@ -123,14 +130,15 @@ def error_report(lines: Sequence[str], code: int) -> Json:
                 "exit_code": code,
             }
     if code < 0 or code in (130, 143):
-        return {}  # an interruption is no error of its own
+        return {}  # the run was interrupted: the operator makes another attempt
     shown = "".join(lines)[-_MESSAGE_CHARS_MAX:].strip()
     message = f"dlcmd ended with exit code {code}: {shown}"
     return {"error": "DieselError", "message": message, "advice": "", "exit_code": code}
 
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
-    """Raises Failed."""
+    """Run `dlcmd` with `arguments` (if any), then a purge (if `keep` is a number), then `stat` of
+    `describe` (if not empty). Returns the report. Raises Failed."""
     if arguments:
         runner.run(arguments)
     if keep is not None:

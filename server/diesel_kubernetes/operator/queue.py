@@ -1,21 +1,22 @@
 """The work queue: it decides which object has its turn, and when.
 
-Events of the cluster add keys. A key that is added several times before its turn has one turn.
-After a failed turn a key has another one after a pause, which doubles up to a limit. Nothing is
-stored: a new process begins with the list of all objects.
+A *turn* is one call of `handle` for a key. Events of the cluster add keys. A key that is added
+several times before its turn has one turn. After a failed turn, a key has another turn after a
+pause, which doubles up to a limit. Nothing is stored: a new process begins with the list of all
+objects.
 
 All tasks run in one asyncio loop. The watches and the controller call `add`, `add_later` and
 `forget`, which never wait. `run` owns `workers` tasks, each of which takes a ready key and awaits
 `handle(key)`, and one task that adds the keys that are due.
 
-A key is in at most one of three places: waiting (`_waiting`, and once in `_ready`), in the hands of
-one worker (`_busy`), or in neither, maybe with a time in `_due`. If a key is added while a worker
-has it, it is only marked (`_again`), and the worker adds it at the end of the turn. So no change is
-lost, and no two workers have one key.
+A key is in one of three states: waiting (in `_waiting`, and once in `_ready`), in the hands of one
+worker (in `_busy`), or idle, maybe with the time of its next turn in `_due`. If a key is added
+while a worker has it, it is only marked (`_again`), and the worker adds it at the end of the turn.
+So no change is lost, and no two workers have the same key.
 
-Between two waits everything is atomic: a worker takes a key and marks it busy without a wait, and
-ends the turn without one. A time in `_due` that was replaced or removed stays in the heap
-`_timers`; the clock's task skips it.
+Code between two waits (`await`) is atomic: a worker takes a key and marks it busy without a wait in
+between, and ends the turn without a wait. A time in `_due` that was replaced or removed stays in
+the heap `_timers`; the task for due keys skips it.
 
 An exception of `handle` ends only that turn. A cancelled `run` ends all workers in the middle of
 their turns, which are safe to do twice (`controller.py`).
@@ -34,14 +35,16 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 60.0
 
 
 class Key(NamedTuple):
+    """An object; `plural` is its kind, as in the API's paths (`datasets`)."""
+
     plural: str
     namespace: str
     name: str
 
 
 class WorkQueue:
-    """Calls `handle(key)` for added keys. It returns the seconds until the key's next turn; None:
-    not before the next event."""
+    """Calls `handle(key)` for added keys. `handle` returns the seconds until the key's next turn;
+    None: no turn before the next event. `handled` is the number of turns so far."""
 
     def __init__(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
         self._handle = handle
@@ -58,6 +61,7 @@ class WorkQueue:
         self.handled = 0
 
     def add(self, key: Key) -> None:
+        """Give a key a turn as soon as a worker is free."""
         self._due.pop(key, None)
         if key in self._busy:
             self._again.add(key)
@@ -66,7 +70,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Earlier if the key is added before."""
+        """Give a key a turn after `after_s` seconds, unless it is added, or due, earlier."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -75,6 +79,7 @@ class WorkQueue:
         self._timer_changed.set()
 
     def forget(self, key: Key) -> None:
+        """Drop the planned turn and the failures of a key whose object is gone."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
 

@@ -22,7 +22,7 @@ RECLAIM_FINALIZER = "operator.diesel-fs.dev/reclaim"
 
 
 class DatasetPhase(StrEnum):
-    """See `OPERATOR.md`."""
+    """The phases of a Dataset, which `OPERATOR.md` explains."""
 
     PREPARING = "Preparing"
     READY = "Ready"
@@ -41,34 +41,35 @@ class TrainingPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Values are replaced, never changed."""
+    """The common part of both statuses. A status is never changed, only replaced."""
 
     phase: str = ""
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
 
     def condition(self, kind: str) -> Condition:
-        """An empty one if it is missing."""
+        """The condition of this type; an empty one if there is none."""
         return next((each for each in self.conditions if each.type == kind), Condition())
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """See `OPERATOR.md`."""
+    """A node that has a part of a dataset in its cache (`OPERATOR.md`). Shares are percentages."""
 
     name: str = ""
     state: str = ""
+    """`Active` if pods on the node read the dataset, else `Cached`."""
     share: int = 0
-    """A percentage."""
     keeps: bool = False
     """Whether something stays on disk when no pod reads the dataset."""
     disk_share: int | None = None
-    """A percentage; None if not measured."""
+    """The share on disk; None if it was not measured."""
     measured: bool = False
+    """Whether the node has reported the shares; else they are estimates."""
 
     @property
     def share_on_disk(self) -> int:
-        """The whole share if that on the disk was not measured."""
+        """The share on disk; if it was not measured, the whole share."""
         return self.share if self.disk_share is None else self.disk_share
 
 
@@ -101,14 +102,17 @@ class ChosenNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVolume:
-    """Pinned at admission."""
+    """A volume of a TrainingJob's pods, as decided when the job was admitted: later pods get the
+    same version."""
 
     name: str = ""
+    """The Dataset's name."""
     mount_path: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     secret_name: str = ""
+    """The Secret that the volume gets; empty: none."""
     key_from: str = ""
-    """The Secret that `secret_name` copies, adding a task key; empty: it is no copy."""
+    """The Secret of which `secret_name` is a copy with a task key; empty if it is no copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +128,12 @@ class TrainingStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class Object:
+    """A Dataset or a TrainingJob."""
+
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
-    """The API wants all of it back when a status is written."""
+    """The object as the API returned it. All of it is sent back when a status is written."""
 
     @property
     def name(self) -> str:
@@ -147,11 +153,12 @@ class Object:
 
     @property
     def is_deleted(self) -> bool:
-        """Finalizers may still hold it."""
+        """Whether somebody has deleted the object, although finalizers may still keep it."""
         return self.metadata.is_leaving
 
     @property
     def owner(self) -> Json:
+        """The owner reference for objects that are made for this one."""
         return {
             "apiVersion": API_VERSION,
             "kind": self.kind,
@@ -218,7 +225,7 @@ class GivenExisting:
 
 @dataclass(frozen=True, slots=True)
 class GivenSource:
-    """One of the three is there."""
+    """The source of a Dataset: one of the three is set."""
 
     bucket: GivenBucket | None = None
     archives: GivenArchives | None = None
@@ -280,6 +287,8 @@ class GivenTraining:
 
 @dataclass(frozen=True, slots=True)
 class ConditionContent:
+    """The parts of a condition that a decision chooses; `kind` is its type."""
+
     kind: str
     reason: str
     message: str = ""
@@ -290,7 +299,8 @@ S = TypeVar("S", bound=Status)
 
 
 def with_condition(status: S, found: ConditionContent, seen: Object, now_s: float) -> S:
-    """The condition's time changes only with its truth value."""
+    """The status with this condition in place of an older one of its kind. The condition's time
+    changes only with its truth value."""
     value = "True" if found.holds else "False"
     old = status.condition(found.kind)
     since = old.last_transition_time if old.status == value else ""

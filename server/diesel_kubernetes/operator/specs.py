@@ -29,7 +29,7 @@ from .resources import (
 OWN_ATTRIBUTES = frozenset(
     "dataset version url user region endpoint task rank world follow".split()
 )
-"""The operator sets them."""
+"""The volume attributes that the operator sets, so that a TrainingJob may not."""
 
 REPLICAS_MAX = 1000
 NAME_CHARS_MAX = 50
@@ -40,6 +40,9 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
+    """The administrator's options: the image of Jobs, the repository of Datasets that name none,
+    and the folders below which a Dataset may name a repository by `file://`."""
+
     image: str = "diesel-fs"
     url: str = ""
     file_roots: tuple[str, ...] = ()
@@ -47,37 +50,45 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlace:
+    """A Dataset's repository, as `dlcmd` and volumes get it."""
+
     url: str
     variables: Mapping[str, str]
     """The environment of `dlcmd`, without secrets."""
     attributes: Mapping[str, str]
+    """The attributes of a volume."""
     secret: str
-    """Empty: none."""
+    """The name of the Secret with the credentials; empty: none."""
     file_folder: str = ""
+    """The folder of a `file://` repository; empty for others."""
 
     @property
     def can_share_caches(self) -> bool:
-        """Nodes of a task find each other through a server, or a Redis."""
+        """Whether the nodes of a task can share a cache: they find each other through a server or
+        a Redis."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
 
     @property
     def needs_task_key(self) -> bool:
-        """A server without TLS hands out no secrets of tasks (PEERS.md)."""
+        """Whether the operator must make a key for the nodes of a task: a server without TLS hands
+        out none (PEERS.md)."""
         return parse_url(self.url).scheme == "diesel"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
+    """A Dataset's specification, checked."""
+
     dataset: str
     repository: RepositoryPlace
     put: tuple[str, ...]
-    """None: the dataset exists."""
+    """The arguments of `dlcmd` that make the dataset; empty if it exists already."""
     version: int
-    """0: the current one."""
+    """The version to use; 0: the current one."""
     keep: int
-    """Versions that stay; -1: no purge."""
+    """The number of versions that a purge keeps; -1: no purge."""
     reclaims: bool
     """Whether deleting the object deletes the data."""
     warms_up: bool
@@ -86,11 +97,12 @@ class DatasetSpec:
 
     @property
     def named(self) -> str:
+        """The dataset as an argument of `dlcmd`: `NAME` or `NAME@VERSION`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
 
 def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
-    """Raises UsageError, which names the field."""
+    """Check a Dataset's specification. Raises UsageError, which names the field."""
     given = seen.given
     name = given.dataset or seen.name
     if not DATASET_NAME.fullmatch(name):
@@ -107,7 +119,7 @@ def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
         put = _put_arguments(source, given.preparation.jobs, name)
     elif reclaims or given.keep >= 0:
         wrong = "reclaimPolicy: Delete" if reclaims else "keep"
-        raise UsageError(f"spec.{wrong}: an existing dataset is only looked at")
+        raise UsageError(f"spec.{wrong}: an existing dataset is never changed")
     else:
         version = source.existing.version
     return DatasetSpec(
@@ -145,7 +157,7 @@ def _put_arguments(source: GivenSource, jobs: int, name: str) -> tuple[str, ...]
 
 
 def _check_address(field: str, url: str) -> None:
-    """Raise UsageError if `dlcmd put --unpack` could or must not fetch the URL."""
+    """Raise UsageError if `dlcmd put --unpack` cannot, or must not, fetch the URL."""
     if not url.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(url):
         raise UsageError(f"spec.source.archives.{field}: bad address {_shown(url)}")
 
@@ -155,7 +167,7 @@ def _host(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Hides the parts that may be secret."""
+    """A URL for messages, without the parts that may be secret."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
 
@@ -193,18 +205,23 @@ def _repository(given: GivenDataset, defaults: Defaults) -> RepositoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
+    """A TrainingJob's specification, checked."""
+
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
-    """Some fields may be unknown to this release."""
+    """The user's pod template; this release may not know all of its fields."""
     pod: PodSpec
+    """The known fields of `template`."""
     one_per_node: bool
     checks_storage: bool
+    """Whether the job is rejected if its datasets do not fit."""
     restarts: int
+    """How often the pods are made again after one has failed."""
 
 
 def parse_training(seen: TrainingObject) -> TrainingSpec:
-    """Raises UsageError, which names the field."""
+    """Check a TrainingJob's specification. Raises UsageError, which names the field."""
     given = seen.given
     if len(seen.name) > NAME_CHARS_MAX:
         raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")

@@ -1,8 +1,8 @@
 """Decides the next step for a TrainingJob. Pure.
 
-The workflow is algorithm 1 of DLCache: the job is admitted if its datasets fit, is placed by the
-score of nodes, and starts when its datasets are ready. The operator writes the admission's
-decisions to the status before it makes anything, so a later operator makes the same pods.
+The workflow is algorithm 1 of DLCache: when its datasets are ready, the job is admitted if they
+fit, and is placed by the score of nodes. The operator writes the decisions of this admission to the
+status before it makes anything, so a later operator makes the same pods.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -48,20 +48,23 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""The event of a missing Dataset may be lost."""
+"""The pause before another look at Datasets that are missing or not ready, whose events may be
+lost."""
 
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
+"""The type of the condition that the cluster lets the operator make the job's objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingDecision:
-    """The controller makes Secrets with keys, the Service, pods and events, writes the status, and
-    deletes, in this order."""
+    """A step for a TrainingJob. The controller makes Secrets with keys, the Service, pods and
+    events, writes the status, and deletes, in this order."""
 
     status: TrainingStatus
     wants_survey: bool = False
+    """Whether `decide` must be called again, with the nodes of the cluster."""
     key_secrets: tuple[PlannedVolume, ...] = ()
     create: tuple[Json, ...] = ()
     events: tuple[Json, ...] = ()
@@ -69,21 +72,25 @@ class TrainingDecision:
     delete_secrets: tuple[str, ...] = ()
     delete_services: tuple[str, ...] = ()
     again_s: float | None = None
-    """The pause before another look, if nothing happens."""
+    """The pause before another turn if no event comes; None: no turn without an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
+    """All that `decide` looks at."""
+
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
-    """Missing ones are left out."""
+    """The job's Datasets by name, without missing ones."""
     pods: tuple[Pod, ...]
+    """The job's own pods."""
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
-    """None: not surveyed."""
+    """The nodes that can get pods; None if they have not been read (see `wants_survey`)."""
 
 
 def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision:
+    """The next step for the TrainingJob `situation.seen`."""
     seen, status = situation.seen, situation.seen.status
     if seen.is_deleted:
         return TrainingDecision(status)
@@ -102,7 +109,7 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""The specification's order."""
+"""The job's Datasets and their specifications, in the order of the job's own specification."""
 
 
 def _waiting(
@@ -140,7 +147,8 @@ def _not_ready(situation: TrainingSituation, reason: str, message: str) -> Train
 def _admitted(
     situation: TrainingSituation, spec: TrainingSpec, chosen: _Chosen
 ) -> TrainingDecision:
-    """Algorithm 1, line 3, and the order of nodes (III-B)."""
+    """Admit or reject the job (DLCache, algorithm 1, line 3), and choose the order of nodes (its
+    section III-B)."""
     selector = merged_selectors(
         spec.pod.node_selector, *(each.placement.node_selector for _, each in chosen)
     )
@@ -225,7 +233,7 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
     found = ConditionContent("Finished", "Running", f"{running} of {spec.replicas} pods run")
     phase = TrainingPhase.RUNNING if is_up else TrainingPhase.STARTING
     made = _with(situation, made, found, phase)
-    if old:  # their names are needed again
+    if old:  # pods of an earlier attempt: their names are needed again
         delete = tuple(each.name for each in old if not each.metadata.is_leaving)
         return TrainingDecision(made, delete_pods=delete, again_s=1.0)
     missing = [rank for rank in range(spec.replicas) if rank not in current]
@@ -241,7 +249,7 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
 
 
 def _clean_up(situation: TrainingSituation) -> TrainingDecision:
-    """An ended job leaves its ended pods, and nothing else."""
+    """Delete all that an ended job has made, except its ended pods."""
     seen, status = situation.seen, situation.seen.status
     active = [
         each.name for each in situation.pods if not each.has_ended and not each.metadata.is_leaving
@@ -298,11 +306,12 @@ def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> Tra
 
 
 def hindered(situation: TrainingSituation, reason: str, message: str) -> TrainingStatus:
-    """The operator could not make something, and tries again."""
+    """The status of a job of which the cluster refuses an object; the operator tries again."""
     return _with(situation, situation.seen.status, ConditionContent(MADE, reason, message))
 
 
 def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
+    """The status after all objects could be made: it takes the result of `hindered` back."""
     if status.condition(MADE).status != "False":
         return status
     return _with(
@@ -323,8 +332,8 @@ def amounts(resources: Json) -> dict[str, Fraction]:
 
 
 def pod_requests(pod: PodSpec) -> dict[str, Fraction]:
-    """The sum of the containers, or the largest init container. A limit counts if there is no
-    request."""
+    """The amounts that a pod requests: for each resource the sum over its containers, or the
+    request of an init container if that is larger. A limit counts if there is no request."""
     found: dict[str, Fraction] = {}
     for each in pod.containers:
         for name, amount in _requests(each).items():
@@ -346,8 +355,8 @@ def survey(
     datasets: Sequence[DatasetObject],
     own: Collection[str],
 ) -> tuple[NodeState, ...]:
-    """The nodes that can get pods. `own` are the UIDs of the job's Datasets, whose blocks are to
-    stay."""
+    """The nodes that can get pods, with what pods request of them and the datasets on their disks.
+    `own` are the UIDs of the job's Datasets: these are not preemptible."""
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:
         if pod.has_ended:

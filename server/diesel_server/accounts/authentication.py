@@ -9,13 +9,14 @@ roles, then until `COPY_S` for reading only (`Account.ceiling`). If the table ha
 came back without data), no user can log in. Open connections may read until `COPY_S`, since an
 empty table is no reason to end training jobs.
 
-An unknown user, a wrong key and an empty table give the same answer after the same work, so it
-reveals nothing; a note on the error has the real reason, for the log. Failed logins are limited by
-network and user, and by network alone. A user with the right key may log in all the same, or
-anybody in a network could lock out all others there.
+An unknown user, a wrong key and an empty table give the same answer after the same work, so a
+client learns nothing from it; a note on the error has the real reason, for the log. The number of
+failed logins is limited for each network, and for each user in a network. Beyond the limit, a user
+with the right key can still log in: otherwise anybody in a network could lock out all others there.
 
 Concurrency: many threads call the methods, which may block for a few deadlines of the table. One
-thread at a time reads the table, for all that wait; `current` does not wait for it.
+thread at a time reads the table, for all threads that wait; `current` does not wait for a reading
+thread.
 """
 
 import logging
@@ -35,16 +36,20 @@ from ..limits import Rate, RateLimiter, network_of
 log = logging.getLogger("diesel.server")
 
 REFRESH_S = 2.0
+"""The age at which the copy of the table is read again."""
+
 ROLES_S = 30.0
 """Users keep their roles for this time while the table cannot be read: as long as a commit waits
 for a Redis that restarts, so a put under way can finish."""
 
 COPY_S = 3600.0
+"""The age until which users in the copy may read while the table cannot be read."""
 
 RETRY_S = 10.0
-"""Each attempt of `current` to read the table takes time."""
+"""The pause between two attempts of `current` after a failure: each attempt takes time."""
 
 ADVICE_S = 60.0
+"""The pause between two log lines with the advice `NO_ACCOUNTS`."""
 
 NO_ACCOUNTS = (
     "there are no accounts, so no user can log in: run"
@@ -60,25 +65,28 @@ work and the lines in the log."""
 
 @dataclass(frozen=True, slots=True)
 class _AccountsCopy:
-    """Immutable; a new copy replaces it."""
+    """A copy of the table of accounts. It is never changed, only replaced."""
 
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
     token: bytes = NO_TOKEN  # changes with the table
-    problem: DieselError | None = None
-    lost: bool = False
+    problem: DieselError | None = None  # why the last read failed; None if it did not
+    lost: bool = False  # the table is empty, and had accounts before
 
 
 class TableAuthenticator:
+    """The `connection.Authenticator` over the table of accounts."""
+
     def __init__(
         self, open_table: Callable[[], AccountTable], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_table` is called until it gives a table, which may be away at the server's
-        start."""
+        """`open_table` raises DieselError if the store of the table cannot be reached, and is then
+        called again later."""
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
-        self._decoy_key = keys.public_key(keys.new_seed())  # for unknown users; nobody has its key
+        # Stands in for the key of an unknown user; nobody has its private key
+        self._decoy_key = keys.public_key(keys.new_seed())
         self._reading_lock = threading.Lock()
         self._read_began_s = float("-inf")
         self._copy = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
@@ -89,7 +97,7 @@ class TableAuthenticator:
 
     @property
     def table(self) -> AccountTable:
-        """Raises MetadataError if it cannot be opened."""
+        """The table of accounts. Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")
@@ -98,8 +106,10 @@ class TableAuthenticator:
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The user has signed `nonce` and `binding` (the digest of the connection's TLS
-        certificate, or nothing). Raises BusyError after too many failures."""
+        """The account of a user who has signed `nonce` and `binding` (the digest of the
+        connection's TLS certificate, or nothing). `address` is the client's. Raises
+        PermissionDenied; MetadataError if the accounts cannot be looked up; BusyError after too
+        many failures."""
         self._refresh(since_s=self._clock())
         network = network_of(address)
         key = (network, user[: USER_BYTES_MAX + 1])
@@ -132,7 +142,8 @@ class TableAuthenticator:
         raise refusal
 
     def current(self, account: Account) -> Account:
-        """Raises MetadataError if the table could not be read for `COPY_S`."""
+        """The account as it is now. Raises PermissionDenied if the user was removed or has another
+        key; MetadataError if the table could not be read for `COPY_S`."""
         patience_s = REFRESH_S if self._copy.problem is None else RETRY_S
         self._refresh(since_s=self._clock() - patience_s, wait=False)
         accounts, ceiling = self._usable(self._copy, or_lost=True)
@@ -146,7 +157,8 @@ class TableAuthenticator:
         return found if found.ceiling is ceiling else replace(found, ceiling=ceiling)
 
     def _usable(self, known: _AccountsCopy, *, or_lost: bool = False) -> tuple[Accounts, Role]:
-        """The accounts that count now, and the highest role that their users have for now."""
+        """The accounts that count now, and the highest role that users may use for now: NONE if the
+        copy is too old, or (without `or_lost`) if the table has been lost."""
         age_s = self._clock() - known.since_s
         if age_s > COPY_S or (known.lost and not or_lost):
             return {}, Role.NONE
@@ -157,7 +169,7 @@ class TableAuthenticator:
     # The copy
 
     def refresh(self) -> None:
-        """A failure is logged, not raised."""
+        """Read the table now, if it has changed. A failure is logged, not raised."""
         self._refresh(since_s=self._clock())
 
     def close(self) -> None:
@@ -194,7 +206,8 @@ class TableAuthenticator:
             state = self._table.read()
             accounts, token = state.accounts, state.token
         is_empty = token == NO_TOKEN
-        if not is_empty or not (before.lost or before.accounts):  # otherwise it had accounts before
+        # An empty table that had accounts before has been lost
+        if not is_empty or not (before.lost or before.accounts):
             self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:
             if not before.lost:

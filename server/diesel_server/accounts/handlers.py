@@ -1,7 +1,7 @@
 """The requests about accounts: `users`, `set_user`, `remove_user`, `import_users`, `grant`.
 
-`WIRE.md`, section 5, has their fields. `DirectAdministration` checks the user's right by the
-accounts at that moment.
+`WIRE.md`, section 5, has their fields. `DirectAdministration` checks, in the same step as the
+change, that the user may make it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,12 @@ from .authentication import TableAuthenticator
 _THREADS = 48
 
 Work = Callable[[DirectAdministration, Fields, memoryview], bytes | None]
-"""Returns the payload of the reply; None for a change."""
+"""The work of one request, from its fields and its payload. Returns the payload of the reply; None
+after a change."""
 
 
 def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
+    """The handlers of this module's requests, by the requests' names."""
     threads = HandlerThreads(_THREADS)
 
     def in_thread(work: Work) -> Handler:

@@ -1,8 +1,8 @@
 """A stream of bytes to and from one client, over a plain socket or over TLS.
 
-`connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines;
-`diesel_fs.net.channel` makes the system calls. It buffers received bytes, so that small requests
-cost few system calls. At most one task receives and one sends at a time.
+`connection.py` reads and writes frames (`diesel_fs.net.frames`) over a channel, and sets the
+deadlines; `diesel_fs.net.channel` makes the system calls. A channel buffers received bytes, so that
+small requests cost few system calls. At most one task receives and one sends at a time.
 """
 
 import socket
@@ -16,11 +16,11 @@ from diesel_fs.net import channel as transport
 from diesel_fs.system.vectored_io import byte_views, drop_written
 
 _BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
-_TLS_PIECE_BYTES = 256 << 10  # sent in one turn: OpenSSL encrypts it meanwhile
-_LINGER_S = 1.0  # the client's last request arrives within a round trip
+_TLS_PIECE_BYTES = 256 << 10  # the most that one turn of the loop encrypts and sends
+_LINGER_S = 1.0  # time for bytes that the client has sent before it learns of the end
 _LINGER_BYTES = 16 << 20
 
-SOCKET_OPTIONS = (  # notices within two minutes that a client's machine is gone
+SOCKET_OPTIONS = (  # with these, the kernel notices within two minutes that a client is gone
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -34,7 +34,7 @@ class ClientGone(Exception):
 
 
 class ClientChannel:
-    """All methods raise ClientGone."""
+    """A connection to one client. All methods raise ClientGone."""
 
     def __init__(self, connected: transport.Channel) -> None:
         self._transport = connected
@@ -44,12 +44,13 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """Returns when there are bytes to receive. A cancelled wait loses none."""
+        """Return when there are bytes to receive. If the wait is cancelled, no bytes are lost."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
     async def receive_into(self, room: memoryview) -> None:
+        """Fill `room` with received bytes."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -63,7 +64,7 @@ class ClientChannel:
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Then receiving `size` bytes does not wait."""
+        """Whether `size` bytes can be received without a wait."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
@@ -72,6 +73,7 @@ class ClientChannel:
         return taken
 
     async def skip(self, size: int) -> None:
+        """Receive `size` bytes and drop them."""
         while size:
             await self.wait()
             count = min(size, self._end - self._start)
@@ -79,6 +81,7 @@ class ClientChannel:
             size -= count
 
     async def _some(self, room: memoryview) -> int:
+        """Receive at least one byte into `room`; returns the number."""
         try:
             count = await self._receive(room)
         except transport.ConnectionClosed as error:
@@ -94,11 +97,11 @@ class ClientChannel:
         return await self._transport.receive(room)
 
     async def send(self, parts: Sequence[Bytes]) -> None:
-        """A cancelled call leaves the connection of no more use."""
+        """Send all parts. After a cancelled call, the connection must be closed."""
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        """Send without waiting. Returns the rest, for `send_left`."""
+        """Send as much as is possible without a wait. Returns the rest, for `send_left`."""
         views = byte_views(parts)
         self.sent_bytes += sum(map(len, views))
         if self._transport.buffers_internally:
@@ -107,7 +110,8 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """A cancelled call leaves the connection of no more use."""
+        """Send the rest that `send_now` returned. After a cancelled call, the connection must be
+        closed."""
         try:
             while views:
                 await self._transport.wait_writable()
@@ -116,7 +120,7 @@ class ClientChannel:
             raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
-        """Removes sent bytes from `views`."""
+        """Send without a wait, and remove the sent bytes from `views`."""
         if self._transport.buffers_internally:
             some = [view[:_TLS_PIECE_BYTES] for view in views[:1]]
         else:
@@ -136,5 +140,5 @@ class ClientChannel:
             await self.skip(_LINGER_BYTES)
 
     def close(self) -> None:
-        """Repeatable."""
+        """Close the socket. Repeatable."""
         self._transport.close()

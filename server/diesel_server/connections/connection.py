@@ -4,10 +4,10 @@ This module decides the order of events on a connection, their deadlines, the an
 and the lines in the log. `channel.py` moves bytes, `diesel_fs.net.frames` encodes them, and
 `requests/dispatcher.py` runs handlers.
 
-Concurrency: one task reads. Each request under way has a task of its own, which answers it; a lock
-lets one of these write at a time. A request's memory is taken from the worker's budget before its
-payload is received, and released after its answer. Every wait has a deadline, except the wait for
-the next request while others are under way.
+Concurrency: one task reads requests. Each request under way has a task of its own, which answers
+it; a lock lets one of these tasks write at a time. Memory for a request is taken from the worker's
+budget before its payload is received, and given back after its answer. Every wait has a deadline,
+except the wait for the next request while others are under way.
 """
 
 import logging
@@ -54,7 +54,7 @@ _LOGIN_THREADS = 16
 
 
 class Authenticator(Protocol):
-    """Both methods may block for a limited time."""
+    """Checks logins and accounts. Threads call the methods, which may block for a limited time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
@@ -65,13 +65,15 @@ class Authenticator(Protocol):
         ...
 
     def current(self, account: Account) -> Account:
-        """The present account. Raises PermissionDenied if the user was removed or has
-        another key."""
+        """The account as it is now. Raises PermissionDenied if the user was removed or has another
+        key."""
         ...
 
 
 @dataclass(slots=True)
 class ConnectionContext:
+    """The state and the services that all connections of a worker share."""
+
     store_id: UUID
     login: Authenticator
     dispatcher: Dispatcher
@@ -82,21 +84,22 @@ class ConnectionContext:
         default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
     )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    """The number is the payload's bytes; the text is the request's `do`."""
+    """Whether a user may send a payload with a request: by the account, the request's `do`, and the
+    payload's bytes."""
     redactions: Mapping[str, str] = field(default_factory=dict)
     """Texts in errors that clients must not see (every way to write the address of a store), the
     longest first, with their replacements. Everything that a connection sends goes through
     `redacted`."""
-    under_way: int = 0
-    by_user: Counter[str] = field(default_factory=Counter)
-    is_draining: bool = False
+    under_way: int = 0  # requests
+    by_user: Counter[str] = field(default_factory=Counter)  # requests under way
+    is_draining: bool = False  # the server shuts down
     refusals: RefusalLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.refusals = RefusalLog(self.cells)
 
     def redacted(self, value: object) -> object:
-        """A message, or a value in one, with all replacements."""
+        """A message, or a value in a message, after all `redactions`."""
         match value:
             case str():
                 for place, words in self.redactions.items():
@@ -111,8 +114,11 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """`retry_after_s` means that nothing of the request has been done, and the client may send it
-    again, here or to another server."""
+    """The answer to a request that is not carried out. `reason` is for the metrics.
+
+    With `retry_after_s`, nothing of the request has been done, and the client may send it again
+    after this time, here or to another server.
+    """
 
     reason: str
     error: DieselError
@@ -120,14 +126,16 @@ class _Rejection:
 
     @property
     def outcome(self) -> str:
+        """The outcome of the request, for the metrics."""
         if isinstance(self.error, PermissionDenied):
             return "refused"
         return "error" if self.retry_after_s is None else "busy"
 
 
 Opener = Callable[[], Awaitable[tuple[ClientChannel, bytes]]]
-"""May take a TLS handshake. Returns the channel, and the binding that a login on it signs
-(`WIRE.md`, section 3). Raises ClientGone."""
+"""Makes the channel of a connection, which may take a TLS handshake. Returns the channel, and the
+*binding*: bytes of this channel that the client's login must sign (`WIRE.md`, section 3). Raises
+ClientGone."""
 
 
 class ClientConnection:
@@ -151,12 +159,13 @@ class ClientConnection:
         self._writing = trio.Lock()
         self._slots = trio.Semaphore(limits.REQUESTS_PER_CONNECTION_MAX)
         self._ids: set[int] = set()
-        self._waiting: trio.CancelScope | None = None
+        self._waiting: trio.CancelScope | None = None  # of the wait for the next request
         self._nursery: trio.Nursery | None = None
-        self._counted = (0, 0)
+        self._counted = (0, 0)  # bytes received and sent that the metrics have
 
     async def run(self) -> None:
-        """Errors of the client end this connection, and nothing else."""
+        """Serve the client until the connection ends. Raises nothing: an error of the client ends
+        only this connection."""
         try:
             with ExitStack() as held:
                 if await self._log_in(held):
@@ -175,6 +184,7 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
+        """In place of `run`: log a refusal, send the client the sentence, and close."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -196,7 +206,8 @@ class ClientConnection:
     # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
-        """Returns whether the client has proved to be a user."""
+        """Let the client log in. Returns whether it is a user now; `held` keeps the user's place
+        among the connections."""
         account: Account | None = None
         network = limits.network_of(self._address)
         with (
@@ -221,7 +232,7 @@ class ClientConnection:
         return True
 
     async def _authenticated(self) -> Account | None:
-        """None if the client has not proved to be a user in time."""
+        """The account of the client; None if it has not proved in time to be a user."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
             nonce, binding = await self._greet()
         if greeting.cancelled_caught:
@@ -267,7 +278,7 @@ class ClientConnection:
         )
 
     async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
-        """None if the client has been refused."""
+        """The account for a login message; None if the client has been refused."""
         user = ""
         try:
             if message.get("do") != "login":
@@ -320,7 +331,8 @@ class ClientConnection:
             ended = None  # breaks a reference cycle that would keep payloads of megabytes alive
 
     async def _wait_for_request(self) -> bool:
-        """Returns False if the client was idle for too long, or the server shuts down."""
+        """Return True when a request arrives; False if the client was idle for too long, or the
+        server shuts down."""
         while not (self._context.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
@@ -386,7 +398,8 @@ class ClientConnection:
     async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
     ) -> _Rejection | None:
-        """Take `size` bytes of the budget. Returns the reason if the request is rejected."""
+        """Decide whether a request is carried out. Returns None, after `size` bytes were taken from
+        the budget (none if that is at most SMALL_BYTES), or the rejection."""
         context = self._context
         try:
             wire.check_required_fields(message)
@@ -419,7 +432,7 @@ class ClientConnection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
-        """Logs refusals."""
+        """Answer a rejected request, and log it if it is a refusal."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -432,7 +445,8 @@ class ClientConnection:
         await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Ends the connection if the client does not take the answers."""
+        """Run a request and answer it. `held` is what it holds of the budget, and is given back.
+        Ends the connection if the client does not receive the answers."""
         cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
         async def send(reply: Reply) -> None:
@@ -488,7 +502,8 @@ class ClientConnection:
         await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
     def _error_message(self, error: DieselError) -> Message:
-        """Leaves out the addresses of this server's store, which only its operator may know."""
+        """An error as a message, without the addresses of this server's store, which only its
+        operator may know. If some were left out, the log gets the whole error."""
         message = error_message(error)
         redacted = cast(Message, self._context.redacted(message))
         if redacted != message:
@@ -496,7 +511,8 @@ class ClientConnection:
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """The connection ends if the frame cannot be sent whole in time."""
+        """Send one frame; `size` is that of its payload. Raises ClientGone if the frame cannot be
+        sent whole in time."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
@@ -510,7 +526,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """A frame's deadline applies."""
+        """Receive `size` bytes within the deadline of a frame."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
@@ -526,7 +542,7 @@ class ClientConnection:
             raise ClientGone
 
     async def _send_final_error(self, error: DieselError) -> None:
-        """It answers no request, and ends the connection."""
+        """Send an error that answers no request, as the last message of the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
@@ -546,6 +562,7 @@ class ClientConnection:
         )
 
     def _count_bytes(self) -> None:
+        """Add the bytes since the last call to the metrics."""
         if self._channel is None:
             return
         add, before = self._context.cells.add, self._counted

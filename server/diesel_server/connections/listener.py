@@ -1,7 +1,7 @@
 """Accepts connections, refuses those beyond the limits, and ends them when the server stops.
 
-The workers of a server are several processes that accept on the same sockets. Each listening socket
-and each connection has a task of its own.
+The workers of a server are several processes that accept connections on the same sockets. Each
+listening socket and each connection has a task of its own.
 """
 
 import errno
@@ -30,6 +30,8 @@ _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Listener:
+    """Accepts and serves connections on the `sockets`; without a `certificate`, there is no TLS."""
+
     def __init__(
         self,
         sockets: Sequence[socket.socket],
@@ -38,7 +40,7 @@ class Listener:
     ) -> None:
         self._sockets = sockets
         self._context = context
-        self.certificate = certificate  # of connections to come; it may be replaced at any time
+        self.certificate = certificate  # for new connections; it may be replaced at any time
         self._connections: set[ClientConnection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
@@ -54,6 +56,7 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
+        """Serve until `stop`."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)
@@ -98,6 +101,7 @@ class Listener:
                 self._check_drained()
 
     async def _refuse(self, connection: ClientConnection, reason: str, sentence: str) -> None:
+        """Refuse a client with a sentence, or without one if many are being refused."""
         if self._refusing < limits.REFUSING_MAX:
             self._refusing += 1
             try:
@@ -112,6 +116,8 @@ class Listener:
             self._drained.set()
 
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
+        """A function that makes the channel of an accepted socket, after the TLS handshake if there
+        is a certificate."""
         certificate = self.certificate
 
         async def open_channel() -> tuple[ClientChannel, bytes]:
@@ -144,8 +150,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """How many connections this process may have. Raises the limit of open files as far as the
-    system allows, and leaves some of them to others."""
+    """The number of connections that this process may have. Raises its limit of open files as far
+    as is needed and allowed, and leaves `FILES_RESERVED` files for other uses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)

@@ -1,8 +1,9 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
-A line has the user, the address, the request, the dataset and the reason, never a key. A client
-that tries all night does not fill the disk: after some lines about one network, more are left out,
-and the next line has their number. The metrics count every refusal. For one event loop.
+A line has the user, the address, the request, the dataset and the reason, never a key. So that a
+client that tries all night does not fill the disk, the lines about one network are limited: others
+are left out, and the next line has the number of those. The metrics count every refusal. For one
+event loop.
 """
 
 import logging
@@ -21,8 +22,9 @@ LINE_RATE = Rate(20, 5.0)
 """Lines about one network (`limits.network_of`): 20 at once, then one in 5 s."""
 
 NETWORKS_MAX = 1024
-"""Networks for which lines are counted; the longest silent ones are forgotten. If more have
-left-out lines, all these numbers are forgotten: they only inform."""
+"""The number of networks for which lines are counted; beyond it, the longest silent network is
+forgotten. If more networks have left-out lines, the numbers of left-out lines are forgotten: they
+only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
@@ -56,7 +58,8 @@ class RefusalLog:
         log.warning("refused %s why=%r%s", words, why[:256], more)
 
     def _take_line(self, address: str) -> int | None:
-        """The lines that were left out before this one; None if this one is left out, too."""
+        """The number of lines about this network that were left out before this line; None if this
+        line is left out, too."""
         network = network_of(address.rpartition(":")[0] or address)
         if self._lines.is_full(network):
             if len(self._left_out) >= NETWORKS_MAX:
@@ -68,6 +71,7 @@ class RefusalLog:
 
 
 def dataset_in(message: Message) -> str:
+    """The name or identity of the dataset in a request, for the log; "" if there is none."""
     name, identity = message.get("dataset"), message.get("identity")
     if type(name) is str:
         return name
@@ -75,7 +79,7 @@ def dataset_in(message: Message) -> str:
 
 
 def _plain(value: str) -> str:
-    """It cannot end the line or pretend to be another field."""
+    """A client's text for the log: it cannot end the line, or look like another field."""
     short = value[:_TEXT_MAX]
     if not short:
         return "-"

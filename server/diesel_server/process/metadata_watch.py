@@ -19,10 +19,12 @@ from diesel_fs.storage.metadata.redis.link import RedisLink
 log = logging.getLogger("diesel.server")
 
 EVERY_S = 5.0
+"""The pause between two looks at the run IDs."""
+
 EVERY_S_MAX = 300.0
 """The pause grows up to this while comparisons fail: each lists all datasets' chunks."""
 
-_DEADLINE_S = 3.0
+_DEADLINE_S = 3.0  # for an answer of Redis
 
 Runs = Callable[[], Sequence[str]]
 """The run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks. Raises
@@ -30,6 +32,8 @@ DieselError."""
 
 
 class RedisRuns:
+    """The `Runs` of the Redis at `url`. For one thread at a time."""
+
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)
         self._link: RedisLink | None = None
@@ -45,8 +49,8 @@ class RedisRuns:
 
 
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
-    """Compare now, and whenever the run IDs change, until it is cancelled. `runs` is None if the
-    metadata store is no server of its own."""
+    """Compare metadata with chunks now, and whenever the run IDs change, until cancelled. `runs` is
+    None if the metadata store is not a Redis."""
     one_thread = trio.CapacityLimiter(1)
     compared: Sequence[str] | None = None  # at the last comparison
     succeeded = True
@@ -74,8 +78,8 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Commit again the chunks that the metadata store has lost, and log them. Returns False if a
-    comparison failed and must be repeated."""
+    """Commit again the chunks that the metadata store has lost, and log the datasets. Blocks.
+    Returns False if a comparison failed and must be repeated."""
     try:
         if repository.meta_problem is not None:
             return False

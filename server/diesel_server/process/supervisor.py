@@ -1,9 +1,9 @@
-"""The parent process of a server: it opens the listening sockets, starts workers, replaces those
-that die, and ends them.
+"""The parent process of a server: it opens the listening sockets, starts workers, replaces workers
+that end, and ends all of them.
 
-A worker's *slot* is its number; each slot has a task, which starts another worker after the last
-one has ended. Workers count their metrics in memory that they share with the supervisor, which
-shows the sums and sees by a counter there that a worker still runs.
+A worker's *slot* is its number; each slot has a task, which starts a new worker after the last one
+has ended. Workers count their metrics in *cells*: memory that they share with the supervisor, which
+serves the sums. One counter in it, the *beats*, shows that a worker's event loop still runs.
 
 SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
 once. SIGHUP makes the workers load the certificate again.
@@ -37,25 +37,28 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
-"""A worker waits for a Redis that loads its data."""
+"""Time for a worker to start: it may wait for a Redis that loads its data."""
 
-_END_S = limits.DRAIN_S + 8.0
-_PAUSE_S = 0.1  # it doubles
+_END_S = limits.DRAIN_S + 8.0  # for all workers to end; then they are killed
+_PAUSE_S = 0.1  # before a worker is started again; it doubles up to the maximum
 _PAUSE_S_MAX = 10.0
-_BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
-_WELL_S = 60.0  # after this lifetime the pause is short again
+_BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop was never busy for more than one
+_WELL_S = 60.0  # after a worker has lived for this time, the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
 class Supervisor:
+    """Runs a server."""
+
     def __init__(
         self,
         options: ServerOptions,
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:
-        """`ready` is called with one line when the server accepts connections. Tests replace
-        `program`. Raises ConfigError, ConflictError if it cannot listen."""
+        """Open the listening sockets. `ready` is called with one line for the user when the server
+        accepts connections. `program` is the command of a worker, which tests replace. Raises
+        ConfigError; ConflictError if an address is in use."""
         self._options = options
         self._ready = ready
         self._program = PROGRAM if program is None else program
@@ -117,7 +120,8 @@ class Supervisor:
     # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
-        """Returns when all accept connections; raises the error of the first that cannot."""
+        """Start a worker in each slot, and return when all accept connections. Raises the error of
+        the first that cannot."""
         errors: list[DieselError] = []
         async with trio.open_nursery() as starting:
 
@@ -136,6 +140,7 @@ class Supervisor:
             raise errors[0]
 
     async def _keep(self, slot: int, process: trio.Process) -> None:
+        """Start a new worker whenever that of the slot ends, until the server stops."""
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()
@@ -158,7 +163,7 @@ class Supervisor:
                     log.error("worker %d cannot start: %s", slot, error)
 
     async def _end_of(self, slot: int, process: trio.Process) -> int:
-        """Kill a worker that hangs. Returns its exit code."""
+        """Wait for the end of a worker, and kill it if it hangs. Returns its exit code."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, slot, process)
             code = await process.wait()
@@ -166,8 +171,8 @@ class Supervisor:
         return code
 
     async def _watch(self, slot: int, process: trio.Process) -> None:
-        """Kill a worker without signs of life. Counts beats, not time: a pause of this process is
-        none of the worker's."""
+        """Kill a worker whose beats do not change in many looks. Looks are counted, not time: if
+        this process is paused, the worker must not be killed for that."""
         beats, missed = -1.0, 0
         while missed < _BEATS_MISSED_MAX:
             await trio.sleep(limits.HEARTBEAT_S)
@@ -184,7 +189,7 @@ class Supervisor:
         self._cells[slot].clear_gauges()
 
     async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
-        """Returns when the worker accepts connections. Raises DieselError."""
+        """Start a worker, and return when it accepts connections. Raises DieselError."""
         options = self._options
         inherited, secrets = split_environment(os.environ)
         try:
@@ -249,7 +254,7 @@ class Supervisor:
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
-                for slot in self._accepting:  # workers that are starting load it anyway
+                for slot in self._accepting:  # a worker that is starting loads the new one anyway
                     self._running[slot].send_signal(signal.SIGHUP)
             elif self._stopping.is_set() or not self._accepting:
                 self._code = 128 + number
@@ -258,7 +263,7 @@ class Supervisor:
                 self._stopping.set()
 
     def _metrics_text(self) -> str:
-        """Numbers only: no user, no dataset, no address."""
+        """The metrics for Prometheus: numbers without users, datasets and addresses."""
         return exposition(self._cells) + exposition([self._own])
 
     def _is_healthy(self) -> bool:
@@ -268,11 +273,12 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
-    """Returns the worker's report, empty if it ended. Raises DeadlineError."""
+    """Send a worker its config, and return its report: empty if the worker ended without one.
+    Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
-            with suppress(trio.BrokenResourceError):  # it has ended; its report may say why
+            with suppress(trio.BrokenResourceError):  # it has ended; its report may have the reason
                 await process.stdin.send_all(config_line(config))
             return await _all(status)
     raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")
@@ -293,6 +299,7 @@ def _no_process(error: OSError) -> DieselError:
 
 
 def _start_error(report: bytes, code: int) -> DieselError:
+    """The error of a worker that could not start: that in its report, or one with its exit code."""
     try:
         fields = json.loads(report)
         return error_by_class_name(

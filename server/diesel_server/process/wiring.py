@@ -1,4 +1,4 @@
-"""Puts the parts of a worker together."""
+"""Puts the parts of a worker together: stores, caches, accounts, handlers of requests."""
 
 import logging
 import os
@@ -41,15 +41,17 @@ from .worker_config import WorkerConfig
 log = logging.getLogger("diesel.server")
 
 _STORE = "the server's store"
-_ACCOUNTS_S = 3.0
+_ACCOUNTS_S = 3.0  # for an answer of the accounts' store
 
 MEMORY_TIER_BYTES = 256 << 20
-"""Dozens of chunks that are read again and again, if there is no cache folder."""
+"""Size of the cache in memory if there is no cache folder: room for dozens of chunks that are read
+again and again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """`background` runs beside the connections; `close` closes all."""
+    """The parts of a worker. The functions `background` run as tasks beside the connections;
+    `close` closes all parts."""
 
     context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -57,10 +59,12 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Blocks. Raises DieselError."""
+"""A function as `wire_up`; tests pass others. Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
+    """Open the stores and make the parts. Blocks. If the metadata store cannot be reached, raises
+    the reason at the server's start; a worker that is started later serves without it."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -108,7 +112,8 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """See `ConnectionContext.redactions`."""
+    """The texts that clients must not see (`ConnectionContext.redactions`), for a repository and a
+    cache folder."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -130,6 +135,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
+    """The folder for compressed snapshots; None if there is none."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -5,8 +5,9 @@
     worker to supervisor, on a file descriptor      one line of JSON: {} (it accepts connections),
                                                     or an error
 
-URLs and some variables hold passwords. They go this way because every user of the machine can read
-a command line, and the worker's processes inherit its environment.
+URLs and some variables of the environment hold passwords. They are sent over the pipe because every
+user of the machine can read a command line, and because processes that a worker starts inherit its
+environment.
 """
 
 import json
@@ -21,24 +22,25 @@ _SECRET_PREFIXES = ("DIESEL_", "AWS_", "AZURE_", "GOOGLE_", "REDIS")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """An empty path means none."""
+    """A worker's config. `certificate`, `key` and `cache` are paths; an empty one means none."""
 
     url: str = field(repr=False)
-    slot: int
-    is_first: bool  # the server starts: an error of the worker ends all of it
-    sockets: Sequence[int]  # file descriptors
-    cells: int  # shared memory of the metrics
-    workers: int
-    status: int  # for the report
+    slot: int  # the worker's number, from 0
+    is_first: bool  # the server is starting: an error of the worker ends the server
+    sockets: Sequence[int]  # descriptors of the listening sockets
+    cells: int  # descriptor of the shared memory of the metrics
+    workers: int  # number of all workers
+    status: int  # descriptor for the report
     certificate: str
     key: str
     cache: str
     cache_bytes: int
-    environment: Mapping[str, str] = field(repr=False)  # may hold secrets
+    environment: Mapping[str, str] = field(repr=False)  # variables that may hold secrets
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The inherited variables, and those of the config, which may be secret."""
+    """The variables that a worker inherits, and those that it gets in its config, since they may
+    be secret."""
     secret = {
         name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)
     }
@@ -50,7 +52,7 @@ def config_line(config: WorkerConfig) -> bytes:
 
 
 def read_config(pipe: BinaryIO) -> WorkerConfig:
-    """Raises EOFError if the supervisor has ended."""
+    """Read a worker's config. Raises EOFError if the supervisor has ended."""
     line = pipe.readline(CONFIG_BYTES_MAX)
     if not line.endswith(b"\n"):
         raise EOFError

@@ -28,14 +28,15 @@ from diesel_fs.storage.accounts.account import Account, Role
 log = logging.getLogger("diesel.server")
 
 REMEMBERED_S = 5.0
-"""A dataset that another server deletes may be read here for this time."""
+"""How long a dataset that was found counts as existing. After another server has deleted it, it may
+be read here for this time."""
 
 _REMEMBERED_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRef:
-    """It exists, or objects of it are left."""
+    """A dataset that exists, or that is deleted and has objects left."""
 
     name: str
     identity: UUID
@@ -47,20 +48,25 @@ class DatasetRef:
 
 
 class Directory:
+    """The datasets of a repository, found by identity and remembered for REMEMBERED_S."""
+
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._known: dict[UUID, tuple[DatasetRef, float]] = {}
 
     def peek(self, identity: UUID) -> DatasetRef | None:
-        """A dataset that was found a moment ago; None: call `find`."""
+        """A dataset that was found a moment ago; None: call `find`. Never blocks."""
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
     def has_known(self, identity: UUID) -> bool:
+        """Whether this dataset was found before, however long ago: then `find` is likely to
+        succeed."""
         return identity in self._known
 
     def find(self, identity: UUID) -> DatasetRef:
-        """May block. Raises NoSuchDataset."""
+        """The dataset of an identity; if the object store fails, as it was found before. May block.
+        Raises NoSuchDataset, and ObjectStoreError for a dataset that was never found."""
         found = self.peek(identity)
         if found is not None:
             return found
@@ -83,13 +89,14 @@ class Directory:
         catalogue = self._repository.catalogue
         try:
             return catalogue.describe(identity, None)
-        except CorruptError:  # damaged, but the metadata store has the name, too
+        except CorruptError:  # the catalogue's record is damaged, but the metadata store has a name
             for head in self._repository.meta.heads():
                 if head.identity == identity:
                     return DatasetInfo(head.name, identity, 0, head)
             raise
 
     def named(self, name: str) -> DatasetRef | None:
+        """The dataset of this name, if it was found a moment ago. None proves nothing."""
         for known, _ in list(self._known.values()):
             if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
@@ -103,6 +110,7 @@ class Directory:
         return known
 
     def forget(self, name: str) -> None:
+        """Forget the datasets of a name, which may have been deleted."""
         for identity, (known, _) in list(self._known.items()):
             if known.name == name:
                 self._known.pop(identity, None)
@@ -119,8 +127,8 @@ def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
 
 @contextmanager
 def hide_store_address(name: str) -> Iterator[None]:
-    """The repository's own NoSuchDataset names the address of the store, which clients must not
-    see."""
+    """A context in which NoSuchDataset names only the dataset: the repository's own error has the
+    address of the store, which clients must not see."""
     try:
         yield
     except NoSuchDataset:
@@ -128,5 +136,5 @@ def hide_store_address(name: str) -> Iterator[None]:
 
 
 def no_such_dataset(shown: str) -> NoSuchDataset:
-    """A dataset that the user may not read has the same error."""
+    """The error for a dataset that does not exist, or that the user may not read."""
     return NoSuchDataset(f"no dataset {shown!r}")

@@ -27,16 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """A request as its handler gets it; `account` is the user's."""
+
     message: Message
     payload: memoryview
     account: Account
-    peer: str  # address:port
-    secured: bool = False  # by TLS
+    peer: str  # the client's address:port
+    secured: bool = False  # whether it came over TLS
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`message` has no `id`. The parts of the payload are sent in turn without being joined."""
+    """An answer, to which the connection adds the request's `id`. The parts of the payload are sent
+    in turn without being joined."""
 
     message: Message = field(default_factory=dict)
     payload: Sequence[Bytes] = ()
@@ -50,13 +53,15 @@ class ThreadsBusy(BusyError):
 
 
 class HandlerThreads:
+    """At most `count` threads for one kind of work."""
+
     def __init__(self, count: int) -> None:
         self._limiter = trio.CapacityLimiter(count)
         self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Raises as `work` does; ThreadsBusy after `THREAD_WAIT_S`. A client that goes away does
-        not stop the work."""
+        """Run `work` in a thread. Raises as `work` does; ThreadsBusy if no thread is free within
+        `THREAD_WAIT_S`. If the client goes away, the work is not stopped."""
         token = object()
         with trio.move_on_after(THREAD_WAIT_S) as scope:
             await self._limiter.acquire_on_behalf_of(token)
@@ -69,14 +74,16 @@ class HandlerThreads:
 
 
 class Dispatcher:
+    """Runs the handler of each request, by its name (`do`)."""
+
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
     async def run(
         self, do: str, request: Request, send: Callable[[Reply], Awaitable[None]]
     ) -> None:
-        """Sends each reply as soon as it is there. Raises UsageError for an unknown request, and
-        errors of the handler and of `send`; a generator is closed then."""
+        """Run the handler, and `send` each reply as soon as it is there. Raises UsageError for an
+        unknown request, and the errors of the handler and of `send`; then a generator is closed."""
         handler = self._handlers.get(do)
         if handler is None:
             raise UsageError(

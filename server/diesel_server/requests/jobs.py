@@ -1,7 +1,8 @@
 """Jobs: long work on a dataset (verify, recover, purge) that goes on when its client has gone.
 
-A worker has one job of a kind for a dataset at a time; a second request for it waits for that one.
-Each job has a thread of its own; waiting requests poll its progress in the event loop.
+A worker has at most one job of a kind for a dataset at a time; a second request for it waits for
+the same job. Each job has a thread of its own; waiting requests poll its progress in the event
+loop.
 """
 
 import logging
@@ -20,21 +21,23 @@ from .dispatcher import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""Each job reads as fast as the store delivers."""
+"""The most jobs in a worker: each reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
-"""Any reader may start one, and administrators' jobs must not wait for those."""
+"""The most jobs of the kind `verify`, which any reader may start: the rest of JOBS_MAX is left to
+administrators."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
 """A client gets a reply at least this often, even if the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
+"""A job's work, in its thread. Returns the result."""
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """`done` and `total` have a unit of the job's own."""
+    """A job and its progress. The unit of `done` and `total` depends on the kind of job."""
 
     fields: Message  # of the request that started it
     done: int = 0
@@ -45,6 +48,8 @@ class _RunningJob:
 
 
 class JobTable:
+    """The jobs of a worker that are under way."""
+
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _RunningJob] = {}
 

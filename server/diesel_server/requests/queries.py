@@ -1,9 +1,9 @@
 """The requests that change nothing: listing datasets, looking up entries, reading chunks, fetching
 snapshots.
 
-Two promises hold for every answer about entries. It is true at some moment after the request came.
-And if the server cannot know (the metadata store is away, or has lost commits), the answer is an
-error, never "no such file".
+Two promises hold for every answer about entries. The answer is true at some moment after the
+request came. And if the server cannot know the answer (the metadata store is away, or has lost
+commits), it is an error, never "no such file".
 
 The server keeps its newest snapshot of each dataset mapped. If it has the version of the dataset's
 *head* (the current version, `head_cache.py`), entries are looked up in it, in the event loop.
@@ -58,20 +58,22 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""Look-ups of at most these take half a millisecond of the event loop; others run in a thread."""
+"""A look-up of at most this number and size of paths runs in the event loop, and takes half a
+millisecond of it; others run in a thread."""
 
 FEW_PATHS = 32
-"""Requests of at most these paths go to the metadata store, which takes a few round trips for each.
-Others wait for a new snapshot."""
+"""Without a snapshot of the current version, requests with at most this number of paths go to the
+metadata store, which takes a few round trips for each. Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
+"""Limits for one answer to `list`."""
 
 _MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
 """The pause between two snapshots of a dataset: at least a second, and four times as long as the
-first took, so that making them takes a fifth of a thread at most."""
+first took. So making them takes at most a fifth of a thread's time."""
 
 _READ_THREADS = 64
 _QUERY_THREADS = 8
@@ -83,6 +85,9 @@ T = TypeVar("T")
 
 
 class QueryHandlers:
+    """The handlers of the reading requests. Those with an argument `name` or `known` are called
+    after the user's role was checked."""
+
     def __init__(
         self,
         repository: LocalRepository,
@@ -134,7 +139,8 @@ class QueryHandlers:
         return found
 
     async def dataset(self, request: Request, name: str) -> Reply:
-        """While the metadata store is away, the reply has no head, and the reason as `away`."""
+        """One dataset. While the metadata store is away, the reply has no head, and `away` has the
+        reason."""
         try:
             info, away = await self.info(name), ""
         except MetadataError as error:
@@ -167,8 +173,8 @@ class QueryHandlers:
         return known.info()
 
     async def find_dataset(self, identity: UUID, *, include_deleted: bool = False) -> DatasetRef:
-        """`include_deleted` finds a deleted dataset while objects of it are left. Raises
-        NoSuchDataset."""
+        """The dataset of an identity; with `include_deleted` also a deleted one that has objects
+        left. Raises NoSuchDataset."""
         found = self._directory.peek(identity)
         if found is None:
             has_known = self._directory.has_known(identity)
@@ -179,8 +185,9 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """The dataset's archives. Nothing can be copied from an archive that another user has put,
-        unless an administrator did: its record may be forged."""
+        """The dataset's archives. A put copies the entries of an archive only if `is_alone` is set,
+        so that is taken away from records of other users, which may be forged; administrators are
+        trusted."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
@@ -218,6 +225,7 @@ class QueryHandlers:
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
+        """The stats of paths, from the metadata store. Blocks."""
         meta = self._repository.meta
         for path in paths:
             check_path(path)
@@ -266,7 +274,8 @@ class QueryHandlers:
         )
 
     async def _head_of(self, known: DatasetRef) -> HeadState:
-        """Raises MetadataBehind if the metadata store has lost commits."""
+        """The current head of a dataset. Raises MetadataBehind if the metadata store has lost
+        commits."""
         try:
             state = await self._heads.now(known.name)
         except NoSuchDataset:
@@ -281,8 +290,8 @@ class QueryHandlers:
     # Snapshots
 
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """The mapped snapshot of the head's version, or None: a new one is made in the background,
-        not too often."""
+        """The mapped snapshot of the head's version. None if there is none: then one is made in the
+        background, unless the last was made a moment ago."""
         view = self._views.get(known.identity)
         if view is not None and view.version == state.head.version:
             with suppress(KeyError):  # another thread has just replaced it
@@ -294,7 +303,8 @@ class QueryHandlers:
         return None
 
     async def _newer(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """None if the new snapshot is still older than the head."""
+        """Make a new snapshot, or wait for the one that is being made. None if it is older than the
+        head."""
         view = await self._making.run(known)
         return view if view.version >= state.head.version else None
 
@@ -313,7 +323,7 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """Sends compressed pieces, unless the client has that version already."""
+        """The snapshot of a version in compressed pieces; none if the client has it already."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._snapshot_of(known, version)
@@ -331,7 +341,7 @@ class QueryHandlers:
         yield Reply({"version": view.version, "total": total})
 
     async def _snapshot_of(self, known: DatasetRef, version: int) -> Snapshot:
-        """0: the current one."""
+        """The snapshot of a version; 0: of the current one."""
         repository, threads = self._repository, self._snapshot_threads
         if version:
             return await trio.to_thread.run_sync(
@@ -356,18 +366,19 @@ class QueryHandlers:
         return Reply({"kept": [[*each] for each in found]})
 
     async def reclaimable(self, request: Request, name: str) -> Reply:
-        """Requests that come during a count share the next one."""
+        """Count reclaimable bytes. Requests that come during a count share the next count."""
         with hide_store_address(name):
             return Reply({"result": {"bytes": await self._counting.run(name)}})
 
     # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
-        """`fresh` chunks come from the object store, past every cache."""
+        """The bytes of parts of chunks. With `fresh`, they are read from the object store, not from
+        a cache."""
         fields = Fields(request.message, "read")
         parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
-            # The server checks its whole copy of each such chunk
+            # The server then checks its whole copy of the chunk, so a request names one chunk only
             fields.bad("fresh", "it is of one chunk")
         read = partial(self._reads.read, known.identity, parts, fresh=fresh)
         return Reply({}, await trio.to_thread.run_sync(read, limiter=self._read_threads))
@@ -377,6 +388,7 @@ _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
+    """The answer to `list`, from a snapshot: the names behind `after`."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)

@@ -27,18 +27,23 @@ from .tasks import TaskHandlers
 from .updates import UpdateHandlers
 
 NamedWork = Callable[[Request, str], Awaitable[Reply]]
+"""Handles a request that gives a dataset's name."""
 
 IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
+"""Handles a request that gives a dataset's identity."""
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
-    """Called before any memory is taken for the payload."""
+    """Whether a user may send a payload of `size` bytes with a request. Called before memory is
+    taken for the payload."""
     if do == "import_users":
         return account.admin and size <= TEXT_BYTES_MAX
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
 class RequestTable:
+    """The handlers of all requests about datasets."""
+
     def __init__(
         self,
         repository: LocalRepository,
@@ -57,6 +62,7 @@ class RequestTable:
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
+        """The handlers by the requests' names, each with its check of the role."""
         queries, updates, tasks = self._queries, self._updates, self._tasks
         return {
             "datasets": queries.datasets,
@@ -92,7 +98,8 @@ class RequestTable:
     def _by_identity(
         self, role: Role, work: IdentifiedWork, *, include_deleted: bool = False
     ) -> Handler:
-        """`include_deleted`: also for a deleted dataset that clients still read."""
+        """A handler that checks the role for the dataset of the request's identity. With
+        `include_deleted` it also serves a deleted dataset that clients still read."""
 
         async def handle(request: Request) -> Reply:
             known = await self._identified(request, role, include_deleted=include_deleted)
@@ -101,7 +108,8 @@ class RequestTable:
         return handle
 
     def _named(self, request: Request, role: Role) -> str:
-        """Raises NoSuchDataset, PermissionDenied."""
+        """The name of the request's dataset, after the check of the role. Raises NoSuchDataset,
+        PermissionDenied."""
         name = Fields(request.message, "a request").text("dataset")
         check_dataset_name(name)
         check_role(request.account, name, role, name)
@@ -110,7 +118,8 @@ class RequestTable:
     async def _identified(
         self, request: Request, role: Role, *, include_deleted: bool = False
     ) -> DatasetRef:
-        """Raises NoSuchDataset, PermissionDenied."""
+        """The dataset of the request's identity, after the check of the role. Raises NoSuchDataset,
+        PermissionDenied."""
         identity = parse_identity(Fields(request.message, "a request"))
         known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))

@@ -2,8 +2,8 @@
 
 The *master* of each node of a task registers here and gets the list of the others (`WIRE.md`,
 section 5; `diesel_fs/peers`). The metadata store's Redis keeps the registrations. A task belongs to
-one user, and its secret is sent over TLS or on loopback only. The work runs in threads; one at a
-time opens the store of registrations.
+one user, and its secret is sent over TLS or on loopback only. The work runs in threads; one of
+these at a time opens the store of registrations.
 """
 
 import threading
@@ -32,11 +32,13 @@ from .dispatcher import Reply, Request
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
 _PAUSE_S = 1.0
-"""Thousands of masters may request a store of registrations that does not answer, and each would
-wait."""
+"""After a failure of the store of registrations, requests fail at once for this time: thousands of
+masters may send requests, and each would wait."""
 
 
 class TaskHandlers:
+    """The handlers of `join` and `leave`. Their threads share one store of registrations."""
+
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._threads = trio.CapacityLimiter(_THREADS)
@@ -50,7 +52,7 @@ class TaskHandlers:
         task = TaskName(known.identity, request.account.name, name)
         if not identity.has_key_file and not (request.secured or _is_of_this_machine(request.peer)):
             raise UsageError(
-                "the server tells the secret of a task over TLS only",
+                "the server sends the secret of a task over TLS only",
                 advice="use diesel+tls://, or give all nodes the same --task-key-file",
             )
         return await self._ask(
@@ -86,7 +88,8 @@ class TaskHandlers:
             raise
 
     def _registrations(self) -> MemberStore:
-        """Raises MetadataError while the breaker is open."""
+        """The store of registrations, opened at the first use. Raises MetadataError, at once while
+        the breaker is open."""
         self._check_breaker()
         if self._opened is None:
             with self._opening:

@@ -4,8 +4,9 @@ A put is answered after the chunk was checked, is durable in the object store, a
 the metadata store. Nothing is stored that could not be committed (`repository/validation.py`).
 Chunks of one dataset that arrive together are committed together (group commit).
 
-A put may be repeated: a chunk that is there with the same bytes is committed again, which changes
-nothing. So a client without an answer sends the chunk again, to another server if there is one.
+A put may be repeated: if the store has the chunk with the same bytes, it is committed again, which
+changes nothing. So a client without an answer sends the chunk again, to another server if there is
+one.
 """
 
 import dataclasses
@@ -73,8 +74,8 @@ LEASES_MAX = 4096
 """Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
-"""The largest file that is decompressed beside others for a check. Larger ones go one at a time, as
-the connection's budget counts only compressed bytes."""
+"""For a check, files up to this size are decompressed in several threads at once, larger ones one
+at a time: the connections' budget of memory counts only compressed bytes."""
 
 _STORE_THREADS = 16
 _COMMIT_THREADS = 8
@@ -83,6 +84,8 @@ _ID_BYTES = 16
 
 
 class UpdateHandlers:
+    """The handlers of the changing requests, called after the user's role was checked."""
+
     def __init__(
         self,
         repository: LocalRepository,
@@ -103,12 +106,14 @@ class UpdateHandlers:
         )
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
-        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by token
+        # By user and dataset: the end of each lease (monotonic time) by its token
+        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}
 
     # Datasets
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
-        """A writer begins. A missing dataset is created on request, if the user may."""
+        """Begin a writer's work. A missing dataset is created if the request asks for that and the
+        user may do it."""
         create = Fields(request.message, "begin").flag("create", default=False)
         try:
             await self._beginning.run((name, create and may_create))
@@ -130,7 +135,7 @@ class UpdateHandlers:
 
     def _begin(self, wanted: tuple[str, bool]) -> None:
         name, create = wanted
-        self._heads.reopen()
+        self._heads.reopen()  # the metadata store may not have been reachable at the server's start
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
@@ -163,7 +168,8 @@ class UpdateHandlers:
         return Reply({"version": version})
 
     def _store(self, identity: UUID, payload: memoryview) -> tuple[ChunkHeader, ValidatedChunk]:
-        """Raises FormatError; ObjectExists if another chunk has its ID."""
+        """Check a chunk and store it. Raises FormatError; ObjectExists if another chunk has its ID,
+        or if it is too old."""
         header = _check_chunk(self._repository, identity, payload)
         chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
@@ -177,8 +183,8 @@ class UpdateHandlers:
     def _discard_uncommitted(
         self, known: DatasetRef, header: ChunkHeader, payload: memoryview
     ) -> None:
-        """Delete a stored chunk that cannot be committed, if a recovery would commit it later.
-        Raises the error for the client."""
+        """Delete a stored chunk that could not be committed. It stays if only the metadata store
+        has lost the dataset: a recovery will commit it. Always raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
@@ -201,8 +207,8 @@ class UpdateHandlers:
         return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """A writer ends: commit lost chunks again, and publish a snapshot of the version in the
-        object store."""
+        """End a writer's work: commit those of its chunks again that the metadata store has lost,
+        and publish the snapshot of the version."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:
@@ -222,7 +228,7 @@ class UpdateHandlers:
             raise _dataset_lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
-        """Keep a version for a reading client, for the requested seconds (0: it has ended)."""
+        """Keep a version for a reading client, for the requested seconds (0: no longer)."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
         if not _TOKEN.fullmatch(token):  # another name could overwrite leases of others
@@ -237,13 +243,15 @@ class UpdateHandlers:
     async def record_archive(self, request: Request, known: DatasetRef) -> Reply:
         record = ArchiveRecord.unpack(Fields(request.message, "record_archive").octets("record"))
         account = request.account
+        # Other users trust only records without a writer, which an administrator has made
         record = dataclasses.replace(record, writer="" if account.admin else account.name)
         write = partial(self._repository.record_archive, known.identity, record)
         await trio.to_thread.run_sync(write, limiter=self._store_threads)
         return Reply()
 
     def _count_lease(self, user: str, identity: UUID, token: str, seconds: int) -> None:
-        """Raise BusyError for a lease too many: each is an object in the store."""
+        """Count a user's leases on a dataset. Raises BusyError for more than LEASES_MAX: each lease
+        is an object in the store."""
         leases, now_s = self._leases.get((user, identity), {}), time.monotonic()
         if len(leases) >= LEASES_MAX and token not in leases:
             leases = {each: until_s for each, until_s in leases.items() if until_s > now_s}
@@ -302,5 +310,6 @@ def _dataset_lost(name: str) -> MetadataBehind:
 
 
 def _may_be_one_chunk(error: Exception) -> bool:
-    """Whether one chunk may be to blame."""
+    """Whether one chunk of a group may be the cause of an error: then the others are committed
+    without it."""
     return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)

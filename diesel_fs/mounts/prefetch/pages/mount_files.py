@@ -147,7 +147,9 @@ def drop_failed(file: int, start: int, size: int) -> bool:
     """Drop the pages of a part of an open file if the READs of some have failed: such pages are in
     the page cache without contents, and the kernel's read-ahead passes over them. Returns whether
     there were any. `start` is a multiple of the page size. Raises OSError."""
-    has_failed = syscalls.read_bytes(file, start, size) < syscalls.cached_bytes(file, start, size)
+    has_failed = syscalls.readable_cached_bytes(file, start, size) < syscalls.cached_bytes(
+        file, start, size
+    )
     if has_failed:
         os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
     return has_failed
