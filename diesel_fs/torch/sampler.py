@@ -235,7 +235,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "seed": self.seed,
             "epoch": place.epoch,
             "group_size": self.group_size,
-            "partitions": [[each.world, each.drop_last, each.position] for each in place.partitions],
+            "partitions": [
+                [each.world, each.drop_last, each.position] for each in place.partitions
+            ],
             "world": self.world,
             "drop_last": self.drop_last,
             "position": position,
