@@ -8,8 +8,8 @@ prefetch worker (in front of it may stand `order_logs/`), and the clients of a s
 use `fetching/` to merge requests, to share those that are under way, and to repair damage.
 
 Three places keep whole chunks near a server or a node: `tiers.py` (memory), `disk/`, and
-`read_through.py`, which fills one of them. `policies/` decides what a full cache takes in and what
-leaves it. `waiting.py` records what a read waits for.
+`read_through.py`, which fills one of them. `policies/` decides which chunks a full cache takes in
+and gives up. `waiting.py` records the causes for which a read waits.
 
 Start with `readers/entry_reader.py`.
 """

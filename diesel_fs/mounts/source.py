@@ -148,7 +148,7 @@ class MountSource:
             if warning and request.stale == "refuse":
                 raise ConflictError(
                     warning,
-                    advice="mount by `dlcmd mount --stale warn`, or when the metadata is back",
+                    advice="mount with `dlcmd mount --stale warn`, or when the metadata is back",
                 )
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
@@ -375,7 +375,7 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
         warning = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
         if request.stale == "refuse":
             raise ConflictError(
-                warning, advice="save it again, or mount by `dlcmd mount --stale warn`"
+                warning, advice="save it again, or mount with `dlcmd mount --stale warn`"
             )
     elif head_version < snapshot.version:
         warning = (
@@ -398,5 +398,5 @@ def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo 
             return None
         raise MetadataError(
             f"cannot find out whether {request.snapshot_file} is current: {error.message}",
-            advice="mount it by `dlcmd mount --offline`, which does not ask",
+            advice="mount it with `dlcmd mount --offline`, which does not check",
         ) from error

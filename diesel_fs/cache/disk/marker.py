@@ -29,7 +29,7 @@ TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
-# What a new disk has, and a marker, also one that another process is making
+# `lost+found` of a new disk, and a marker, which another process may be making
 _FOREIGN_ALLOWED = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")
 
 

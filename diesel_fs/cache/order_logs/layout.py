@@ -44,7 +44,7 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """What a log is a log of: the identity and version of its dataset, and the digest of its
+    """The identity of a log: the identity and version of its dataset, and the digest of its
     order."""
 
     identity: UUID

@@ -30,8 +30,8 @@ from .streams import LogPlan, StreamLogs
 from .writer import LogWriter
 
 STAGED_BYTES = 64 << 20
-"""Bytes that are collected before a write. The more, the more of them are neighbours in the next
-epoch and are written together."""
+"""Bytes that are collected before a write. Among more contents there are more neighbours of the
+next epoch, which are written together."""
 
 WORTHWHILE_FILE_BYTES = 32 << 10
 """If files are smaller on average, a log is worth its writes (`is_log_worthwhile`)."""
@@ -309,7 +309,7 @@ class LoggedReader:
     def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
         """`close` closes `reader` and `logs`."""
         self._reader, self._logs = reader, logs
-        # By the bytes of an announced unit (a list of entries): those of it that no log has
+        # The entries that no log has, of each announced unit (a list of entries, here as bytes)
         self._rests: dict[bytes, Entries] = {}
 
     def batches(self, entries: Entries) -> Iterator[ExtentBatch]:

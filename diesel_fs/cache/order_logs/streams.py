@@ -47,9 +47,9 @@ class StreamLogs:
         self.orders: dict[int, Entries] = {}
         """The orders of all logs that are wanted, by digest."""
         self.sources: dict[str, int] = {}
-        """The log that each stream reads from."""
+        """The digest of the log that each stream reads from, by the stream's name."""
         self.following: dict[str, int] = {}
-        """The log that is written for the next epoch of each stream."""
+        """The digest of the log that is written for the next epoch of each stream."""
         self._current: dict[str, int] = {}  # the digest of the order that each stream reads
         self._announced: dict[str, int | None] = {}  # that of its next epoch's order
         # Arrays of orders, and their digests, by the array's id. Keeping the array keeps its id

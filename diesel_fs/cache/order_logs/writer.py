@@ -1,9 +1,9 @@
 """Makes, writes and removes order logs, in a thread of its own.
 
 Contents that were read are *staged*: collected until there are enough of them to be worth a write.
-The more are written together, the more of them are neighbours in the next epoch. A segment that was
-read is *released*: its part of the file is punched out, so that it takes no room. The thread makes
-logs, writes and releases in the order of the calls.
+Among more contents there are more neighbours of the next epoch, which are written together. A
+segment that was read is *released*: its part of the file is punched out, so that it takes no room.
+The thread makes logs, writes and releases in the order of the calls.
 
 Concurrency: one thread calls; the methods below "In the thread" run in the writer's own thread. The
 caller waits only if the disk is more than one write behind.

@@ -86,8 +86,8 @@ class SkiRentalAdmission:
         ) and self._credit_s >= price_s - self._cost(wanted)
 
     def is_worth_more(self, unit: int, others: Iterable[int]) -> bool:
-        """Whether so much more has been read of a unit than of the others together that it may
-        replace them."""
+        """Whether at least `READ_ADVANTAGE_MIN` times as much has been read of a unit as of the
+        others together, so that it may replace them."""
         others_s = sum(self._recent_s[other] + self._previous_s[other] for other in others)
         return self._recent_s[unit] + self._previous_s[unit] >= READ_ADVANTAGE_MIN * others_s
 

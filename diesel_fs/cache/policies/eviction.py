@@ -28,7 +28,7 @@ _Key = tuple[int, float, int, int]
 """The order of eviction, least first: the time of a unit's next use, negative; its value; the
 number of its last read; the unit."""
 
-_OLD_KEYS_MIN = 1024  # so many old keys do not yet make the heap be built anew
+_OLD_KEYS_MIN = 1024  # with fewer old keys, the heap is not built anew
 
 
 class EvictionPolicy(ABC):
@@ -69,8 +69,8 @@ class EvictionPolicy(ABC):
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
         """Whether a unit that is not in the cache should replace `victims`, the first units of
         `eviction_order`. None if the policy cannot tell: the caller decides (`admission.py`).
-        Fetching the unit costs as much as `uses_min` reads past the cache, so it should have at
-        least so many uses. Changes nothing."""
+        Fetching the unit costs as much as `uses_min` reads past the cache, so it should be used at
+        least `uses_min` times before a victim is. Changes nothing."""
         return None
 
     def set_future(self, future: FutureUses | None) -> None:

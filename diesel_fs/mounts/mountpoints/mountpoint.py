@@ -483,6 +483,6 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
         assert child.stdout is not None
         child.stdout.close()
         raise DeadlineError(
-            f"the mount of {path} does not answer", advice="end it by `dlcmd umount --force`"
+            f"the mount of {path} does not answer", advice="end it with `dlcmd umount --force`"
         ) from None
     return child.returncode, answer

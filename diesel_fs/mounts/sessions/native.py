@@ -176,8 +176,8 @@ class NativeSession(KernelSession):
         self._handles = itertools.count(1)  # of opens of content files
         self._openers: dict[int, _Tree] = {}  # by handle
         self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
-        # The thread that mounts the newest tree, else 0: when it opens the content file, the tree
-        # does
+        # The thread that mounts the newest tree, else 0. The content file that it opens is held
+        # open by the tree
         self._mounter = 0
         # `_missed`: the tree whose READs are reported to the worker as misses
         self._current = self._missed = self._add_tree(version)

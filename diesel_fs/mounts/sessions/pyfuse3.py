@@ -5,7 +5,7 @@ pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: t
 close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
 which the kernel does not request them again.
 
-pyfuse3 takes what it needs of trio from its own module attribute `trio`. For each request it takes
+pyfuse3 takes its parts of trio from its own module attribute `trio`. For each request it takes
 a trio lock and waits for the kernel by trio, which costs more than most replies. So `installed`
 puts a `TrioStandIn` into that attribute: a task that comes back for the lock gets it without
 waiting for its turn, and `RequestWait` waits for the kernel.

@@ -1,9 +1,9 @@
 """The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
 A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, with its entries'
-indices + 1 as nodes; the mount's nodes are other numbers. They begin as the nodes of the first
-version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
-new number. So a node has one content for ever, and the kernel may keep it.
+indices + 1 as nodes; the mount's nodes are other numbers. At first the mount's nodes are those of
+the first version. An entry that is unchanged in a later version keeps its node, and every other
+entry gets a new number. So a node has one content for ever, and the kernel may keep that content.
 
 This module counts how often the kernel got each node: a *retired* version (one before the current
 version) is served until the kernel knows none of its nodes any more. A listing that began before a

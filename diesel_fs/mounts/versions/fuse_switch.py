@@ -3,8 +3,8 @@
 Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
 gives the new nodes (FUSE's word for inodes) those contents that the page cache has for the old
 ones, and notifies the kernel of changed names and folders; without a worker, a thread here notifies
-the kernel. Until the kernel is notified of a name, it uses what it remembers: the old node, with
-the old bytes.
+the kernel. Until the kernel is notified of a name, it uses the node that it remembers: the old one,
+with the old bytes.
 """
 
 import logging
@@ -44,7 +44,7 @@ class FuseSwitching:
 
     def attach_worker(self, push_status: int) -> None:
         """See `Switching`. `push_status` is the descriptor of the shared memory in which the worker
-        marks what it pushes."""
+        marks the entries that it pushes."""
         assert isinstance(self._session, KernelSession)
         index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
 

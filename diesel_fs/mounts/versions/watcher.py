@@ -246,7 +246,7 @@ class VersionWatcher:
         try:
             diff = diff_snapshots(old, new)
             ready = _ReadySwitch(diff, self._switching.prepare(diff, reader))
-        except DieselError:
+        except BaseException:
             reader.close()
             raise
         if has_worker and self._link.alive:
