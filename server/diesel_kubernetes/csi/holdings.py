@@ -72,8 +72,8 @@ class _Folder:
 
 
 class NodeHoldings:
-    """Measures the datasets that this node holds, by its mounts and by the folders below `cache_root` (empty:
-    there are none)."""
+    """Measures the datasets that this node holds, by its mounts and by the folders below
+    `cache_root` (empty: there are none)."""
 
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state
