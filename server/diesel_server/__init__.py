@@ -4,7 +4,7 @@ It keeps no state of its own: any number of servers may serve one store. `README
 operator's page, `diesel_fs/net/WIRE.md` the protocol. Start at `connections/connection.py`, the
 life of a connection, which calls everything else.
 
-| package | what it alone knows |
+| package | its knowledge |
 | --- | --- |
 | `process` | a server is several processes: a supervisor, and workers that it restarts |
 | `connections` | how bytes become requests, and when a client is refused |

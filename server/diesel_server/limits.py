@@ -63,7 +63,7 @@ REFUSING_S = 2.0
 """Time to tell a client that it is refused."""
 
 REFUSING_MAX = 64
-"""The number of clients that are told so at the same time. Others are closed without a sentence."""
+"""The number of clients that get a sentence at the same time. Others are closed without one."""
 
 FILES_RESERVED = 256
 """File descriptors for stores, caches and logs."""

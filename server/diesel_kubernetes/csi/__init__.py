@@ -1,4 +1,4 @@
-"""The CSI driver: when kubelet asks over a socket, it publishes datasets as volumes of pods.
+"""The CSI driver: on requests of kubelet over a socket, it publishes datasets as volumes.
 
 `volumes.py` reads the attributes of a volume, `node.py` decides which mounts start and end,
 `targets.py` binds mounts where pods see them, `mounter.py` and `pods.py` start mounts, and

@@ -68,12 +68,12 @@ class _Folder:
     shares: Mapping[int, int]
     """Percentages by version."""
     is_unknown: bool
-    """Whether it has chunks whose share of a version cannot be told."""
+    """Whether it has chunks of which the share of a version is not known."""
 
 
 class NodeHoldings:
-    """Measures what this node holds, by its mounts and by the folders below `cache_root` (empty:
-    there are none)."""
+    """Measures the datasets that this node holds, by its mounts and by the folders below
+    `cache_root` (empty: there are none)."""
 
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state

@@ -78,7 +78,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """What is mounted at a target; and the mount's name if that is OURS, else ""."""
+        """The state of a target; and the mount's name if the state is OURS, else ""."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""

@@ -1,6 +1,6 @@
 """The reconciler: it reads a Dataset or TrainingJob, and does the next step for it.
 
-`datasets.py` and `training.py` decide what the step is, `cluster.py` reads and writes. A step is
+`datasets.py` and `training.py` decide the step, `cluster.py` reads and writes. A step is
 safe to do twice, and the controller keeps no state of objects, so it may be killed between any two
 writes. All tasks run in one asyncio loop:
 
@@ -77,7 +77,7 @@ PROGRESS_BYTES_MAX = 4096
 CONFLICT_S = 0.1
 
 YOUNG_S = 5.0
-"""Age of a Job from which its pods are asked for the progress."""
+"""The age from which the pods of a Job get requests for the progress."""
 
 
 class Hindered(Exception):

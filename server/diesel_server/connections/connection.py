@@ -445,7 +445,7 @@ class ClientConnection:
         await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Run a request and answer it. `held` is what it holds of the budget, and is given back.
+        """Run a request and answer it. `held` bytes of the budget are released.
         Ends the connection if the client does not receive the answers."""
         cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
