@@ -1,15 +1,9 @@
 """The verb `completion`: prints the code by which a shell asks `dlcmd` to complete a line."""
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ..args.options import argument, verb
 from ..show.output import write_stdout
-
-if TYPE_CHECKING:
-    pass
-
 
 _BASH = r"""_dlcmd_completion() {
     local kind value rest line="${COMP_LINE:0:COMP_POINT}"
