@@ -72,8 +72,8 @@ def compare(
     processes: int = 0,
 ) -> list[Made]:
     """The results of `task` (`Comparison.run` or `Comparison.size`) for all comparisons, in their
-    order. `given` is an order of files that the user has named, None: the job's own. `processes` 0
-    means one for each processor, or a single one if there are few reads."""
+    order. `given`: the order from the user's list; None: the job's own. `processes` 0 means one for
+    each processor, or a single one if there are few reads."""
     steps = _STEPS * len(comparisons)
     if not processes:
         reads = sum(each.job.epochs for each in comparisons) * len(files)
@@ -104,6 +104,7 @@ def compare(
             advice="compare fewer policies with --evict, or fewer --epochs",
         ) from error
     finally:
+        # The pool does not name its processes, and this program has no other children
         children = {*multiprocessing.active_children()}
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:

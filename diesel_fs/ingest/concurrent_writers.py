@@ -4,9 +4,9 @@ A put refuses such a path when it can see the conflict (`compare.py`), but it ca
 of other writers while it runs. Of two entries at one path the entry with the greater stamp (see
 FORMAT.md) wins, so a folder would replace the file for good. Therefore a writer that finishes looks
 for files that a folder has replaced since the put began, if the file or the folder is its own, and
-puts the file again. Readers then show the folder, as always if a path is both; `verify` and the
-report of the put name the path. Each of two writers checks after its own last commit, so at least
-one of them sees both entries.
+puts the file again. Then the file's bytes stay in the dataset, although readers still show the
+folder; `verify` and the report of the put name the path. Each of two writers checks after its own
+last commit, so at least one of them sees both entries.
 
 Headers of other writers' chunks are read only if somebody else wrote during the put, and own
 headers only if such a path may be in them. One thread.
@@ -108,6 +108,7 @@ def _files_replaced_by_folders(
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
+    # The folders that hide a file: there the file is already kept
     shadowed = set(after.shadowing_folders().tolist())
     suspects = {
         path

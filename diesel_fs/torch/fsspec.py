@@ -68,7 +68,7 @@ _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
 """The options that are secrets, and the environment variable of each."""
 
 _Key = tuple[str, str, str]  # the options as a token; the server, or ""; the dataset as in the path
-_open: dict[_Key, Dataset] = {}
+_open: dict[_Key, Dataset] = {}  # of all instances; changed with `_opening` held, or by `close`
 _opening = threading.Lock()
 
 
@@ -81,8 +81,6 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Address(NamedTuple):
-    """The parts of a path of this file system."""
-
     server: str  # its URL; "" for the repository of the options
     dataset: str  # NAME or NAME@VERSION; "" for the repository's root
     path: str  # below the dataset
@@ -116,8 +114,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         **options: object,
     ) -> None:
         """The arguments are those of `diesel_fs.connect` and of any fsspec file system.
-        `repository` is the `url` of `connect`, a name that fsspec's `url_to_fs` uses itself.
-        Nothing is opened before the first use.
+        `repository` is the `url` of `connect`. It is not called `url`, because fsspec's `url_to_fs`
+        has an argument of that name. Nothing is opened before the first use.
 
         Other options are ignored, since libraries pass one protocol's options to all protocols; a
         name that is nearly one of the known options causes a warning. Raises UsageError for `url`
@@ -224,8 +222,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     def _find(self, path: str) -> _Entry:
         """The entry of a path, with links followed. If the open version has none, tries the current
-        version. Raises FileNotFoundError (NotAFolder, which is also a NotADirectoryError, for a
-        path that goes on below a file), and IsADirectoryError for a repository's root."""
+        version. Raises FileNotFoundError; NotAFolder (a subclass of it and of NotADirectoryError)
+        if the path goes on below a file; IsADirectoryError for a repository's root."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)

@@ -37,7 +37,8 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """Read the manifest, whose path below `root` is `manifest`.
+        """Read the manifest, whose path below `root` is `manifest`. Its paths are relative to its
+        own folder.
 
         `loader` is called with a file's path, as in torchvision. `target_loader` is called with the
         text of a target, or with its path if the targets are files. Without it, a target is its

@@ -1,4 +1,4 @@
-"""The server's options: from the command line, the environment and a TOML file, in this order.
+"""The server's options. The command line wins over the environment, and that over the TOML file.
 
 No error or help text shows a value that may hold a password.
 """
@@ -22,6 +22,8 @@ from diesel_fs.urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"
+"""The prefix of the options' environment variables."""
+
 LISTEN = "127.0.0.1:9300"
 LOOPBACK = "127.0.0.1"
 WORKERS_MAX = 64
@@ -74,7 +76,7 @@ _OPTIONS = (
 
 
 def options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Add all options to a click command; `checked` gets their values."""
+    """Add all options to a click command. Pass the values that the command gets to `checked`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return click.option(
@@ -190,9 +192,11 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """A warning if other users can read the TLS key. A missing file is reported later, when the key
-    is loaded."""
+    """A warning if other users can read or replace the TLS key. A missing file is reported later,
+    when the key is loaded."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            return [f"every user of this machine can read the key {key}: run chmod o= on it"]
+            return [
+                f"every user of this machine can read or replace the key {key}: run chmod o= on it"
+            ]
     return []

@@ -32,8 +32,8 @@ _Bars = Sequence[tuple[str, Sequence[float], str]]
 
 
 def forecast_page(result: ForecastResult) -> str:
-    """The page as HTML."""
     forecasts, best, dataset = result.forecasts, result.best, result.options.dataset
+    # The last epoch, which stands for all but the first
     later = [(f"{each.job.shuffle}, {each.policy}", each.later) for each in forecasts]
     times = [
         (name, (each.compute_s, each.seconds - each.compute_s), f"{each.seconds:,.1f} s")
@@ -56,6 +56,7 @@ def forecast_page(result: ForecastResult) -> str:
     plots = [
         _plot("seconds of a later epoch: computing, and waiting", times, (_COMPUTE, _STALL)),
         _plot(f"where files come from, in percent: {', '.join(TIERS)}", tiers, _TIER_COLOURS),
+        # These bars are bytes, not stalls: only the colour is the same
         _plot("bytes that are read from the store in a later epoch", store, (_STALL,)),
         _plot(
             f"seconds that each rank waits ({best.job.shuffle}, {best.policy})", ranks, (_STALL,)

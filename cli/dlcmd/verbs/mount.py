@@ -78,7 +78,7 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Adds the options of `TaskOptions`, of the cache that the nodes of a task share."""
+    """Adds the options of `TaskOptions`: those for the cache that a task's nodes share."""
     kinds: dict[str, object] = {"folder": folder_path, "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
@@ -86,7 +86,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
                 "--task-key-file", type=file_path, metavar="FILE",
                 help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
             )(command)  # fmt: skip
-        if not spec.help:
+        if not spec.help:  # options without help are not on the command line
             continue
         kinds |= {"count": click.IntRange(spec.low), "choice": click.Choice(spec.choices)}
         command = option(
@@ -199,7 +199,7 @@ def mount(
         version=version, policy=options.policy, task_options=options,
     ).with_credentials(settings.credentials)  # fmt: skip
     if foreground:
-        mount_in_foreground(request)
+        mount_in_foreground(request)  # never returns
     mount_in_background(request)
     described, text = (
         {"dataset": name, "mountpoint": mountpoint},

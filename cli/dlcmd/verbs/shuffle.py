@@ -34,8 +34,6 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 @dataclass(frozen=True, slots=True)
 class WantedOrder:
-    """The order that the options describe."""
-
     seed: int
     epoch: int
     group_size: int = GROUP_SIZE_DEFAULT
@@ -203,7 +201,8 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """How many fully shuffled files a batch is worth; None if all batches have the same classes."""
+    """How many fully shuffled files a batch is worth; None if all batches have the same classes in
+    any order."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 

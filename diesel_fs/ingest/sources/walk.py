@@ -61,8 +61,8 @@ def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[Fold
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
     The walk skips folders that the caller takes out of a listing before the next one. It is depth
-    first, so that folders in one chunk lie near each other. It holds the names of the folders that
-    wait.
+    first, so that folders in one chunk lie near each other. It needs memory for the paths of
+    folders not yet walked.
     """
     waiting = [b""]
     while waiting:
@@ -122,7 +122,8 @@ def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: Repo
 def walk_paths(
     root: int, paths: Sequence[bytes], path_filter: Filter, failed: ReportFailure
 ) -> Iterator[FolderListing]:
-    """Like `walk`, but only for `paths` (files, links or single folders below the source)."""
+    """Like `walk`, but only for `paths` below the source: files, links and folders (a folder
+    without its content)."""
     by_folder: dict[bytes, FolderListing] = {}
     for path in dict.fromkeys(paths):
         folder_path, _, name = path.rpartition(b"/")

@@ -46,7 +46,12 @@ def _key(name: str) -> str:
 
 
 def _reader(hint: object) -> _Reader:
-    """A function that turns JSON into a value of the type `hint`; None for JSON of another type."""
+    """A function that turns JSON into a value of the type `hint`; None for JSON of another type.
+
+    Hints are int, str, bool, dataclasses, `dict` (an object with any values), `Mapping` (an object,
+    of which only texts are kept), tuples of these or of `object` (any JSON), and `X | None` for any
+    of these.
+    """
     if get_origin(hint) is UnionType:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     origin, arguments = get_origin(hint), get_args(hint)
@@ -92,7 +97,6 @@ def _texts(value: object) -> dict[str, str] | None:
 
 
 def encode(value: object) -> Json:
-    """A dataclass as a JSON object."""
     made: Json = {}
     for each in fields(value):  # type: ignore[arg-type]  # callers give dataclasses
         found = _encoded(getattr(value, each.name))

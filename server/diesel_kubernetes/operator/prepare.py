@@ -1,4 +1,5 @@
-"""The program in the pod of a preparation: it runs `dlcmd`, and reports the outcome.
+"""The program in the pod that fills a Dataset (its preparation): runs `dlcmd`, and reports the
+outcome.
 
     python -m diesel_kubernetes.operator.prepare --result FILE --listen HOST:PORT \\
         --describe NAME -- put s3://bucket/images NAME
@@ -107,7 +108,7 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
-    """The fields of a status's progress, from a progress event of `dlcmd put`."""
+    """The `progress` of a Dataset's status, from a progress event of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -138,7 +139,7 @@ def error_report(lines: Sequence[str], code: int) -> Json:
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
     """Run `dlcmd` with `arguments` (if any), then a purge (if `keep` is a number), then `stat` of
-    `describe` (if not empty). Returns the report. Raises Failed."""
+    `describe` (if not empty). `keep` requires `describe`. Returns the report. Raises Failed."""
     if arguments:
         runner.run(arguments)
     if keep is not None:
@@ -203,7 +204,7 @@ def program(
         report = prepare(runner, arguments, describe, keep)
     except Failed as failed:
         report, code = failed.report, failed.code
-    if report:
+    if report:  # if it is too long, it is cut, and the operator shows its end as text
         result.write_bytes(json.dumps(report, ensure_ascii=False).encode()[:RESULT_BYTES_MAX])
     sys.stdout.flush()
     os._exit(128 - code if code < 0 else code)

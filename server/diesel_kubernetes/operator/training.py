@@ -54,7 +54,8 @@ lost."""
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
-"""The type of the condition that the cluster lets the operator make the job's objects."""
+"""The type of a condition. It is false if the cluster has refused an object of the job, and true
+when the operator has made all objects after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,11 @@ class TrainingSituation:
 
 
 def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision:
-    """The next step for the TrainingJob `situation.seen`."""
     seen, status = situation.seen, situation.seen.status
     if seen.is_deleted:
         return TrainingDecision(status)
     is_observed = status.observed_generation == seen.generation
+    # A job that was admitted is not started again, even if its specification has changed
     if status.phase in _FINAL and (is_observed or status.volumes):
         return _clean_up(situation)
     try:
@@ -278,6 +279,7 @@ def _with(
     found: ConditionContent,
     phase: TrainingPhase | None = None,
 ) -> TrainingStatus:
+    """The status with this condition and phase (None: as before), for the seen generation."""
     seen = situation.seen
     made = replace(
         status,
@@ -355,8 +357,9 @@ def survey(
     datasets: Sequence[DatasetObject],
     own: Collection[str],
 ) -> tuple[NodeState, ...]:
-    """The nodes that can get pods, with what pods request of them and the datasets on their disks.
-    `own` are the UIDs of the job's Datasets: these are not preemptible."""
+    """The nodes that can get pods, with the requests of their pods and the datasets on their disks.
+    `preemptible_bytes` are cached bytes that may be evicted for this job: not those of the job's
+    own Datasets, whose UIDs are `own`."""
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:
         if pod.has_ended:
@@ -368,7 +371,7 @@ def survey(
     cached: dict[str, int] = {}
     preemptible: dict[str, int] = {}
     for dataset in datasets:
-        held = holding_on_disks(dataset.status)  # blocks in memory take no storage
+        held = holding_on_disks(dataset.status)  # chunks in memory take no room on a disk
         for each in dataset.status.nodes or ():
             if not each.keeps:
                 continue

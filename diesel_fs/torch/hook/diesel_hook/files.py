@@ -1,7 +1,8 @@
 """Finds the files that a map-style dataset lists for each index, and sends them to the launcher.
 
-The launcher's tables of files have the numbers that `KnownDatasets` gives out. Of a dataset without
-a list of files, the launcher learns the files while its samples are read (`learning.py`)."""
+The name of a table of files at the launcher is made of the process ID and of a number that
+`KnownDatasets` gives out. Of a dataset without a list of files, the launcher learns the files while
+its samples are read (`learning.py`)."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ _PART = 1 << 16  # paths of one message
 NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
 """The module of the datasets that read without a mount, so that no mount needs a plan."""
 
-_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; not for lists and ranges: they read no files
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+"""The flag of classes defined in Python. Built-in ones, such as list and range, lack it; they read
+no files."""
 
 _FOLDERS = ("samples", "imgs", "paths")
-"""The attributes of a dataset that may list its files: as paths, or tuples that begin with a
-path."""
+"""Attributes in which datasets of folders, such as `ImageFolder`, list their files: as paths, or as
+tuples that begin with a path."""
 
-_SAMPLED = 256  # rows of a list that are compared to notice a change: usually all change
+_SAMPLED = 256
+"""The rows of a list that are compared to notice a change. So few suffice, since a change usually
+alters all rows."""
 
 
 class NestedDataset(NamedTuple):
@@ -42,7 +47,7 @@ class NestedDataset(NamedTuple):
 
     steps: Steps
     table: str
-    """The launcher's name of its table of files."""
+    """The name of the part's table at the launcher: process ID and number."""
     is_listed: bool
     """Whether it lists its files."""
 
@@ -105,7 +110,7 @@ class KnownDatasets:
 
     def record(self, dataset: object) -> KnownDataset | None:
         """The record of a dataset; sends the dataset's files first if it is new or has changed.
-        None if the dataset has no files by index, or needs no mount."""
+        None if no files belong to its indices, or the dataset needs no mount."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -203,6 +208,7 @@ class KnownDatasets:
         return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
+        """Send a message with a new number. Returns the number."""
         self._count += 1
         self._link.send({**message, "dataset": self._count}, payload)
         return self._count
@@ -260,7 +266,8 @@ def _rows_at(dataset: object, place: Sequence[str]) -> Sequence[object]:
 
 
 def _path(row: object) -> str:
-    path = row if isinstance(row, (str, os.PathLike)) else row[0]  # type: ignore[index] # as the first
+    # A row like the first one, which `_place` has checked
+    path = row if isinstance(row, (str, os.PathLike)) else row[0]  # type: ignore[index]
     return os.fspath(path)
 
 

@@ -100,7 +100,7 @@ class Watch:
 
     def send_files(self, loader: _Loader) -> KnownDataset | None:
         """Send the files of the loader's dataset, unless the launcher has them. Returns the record
-        of the dataset; None if it has no files by index."""
+        of the dataset; None if no files belong to its indices."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
@@ -131,6 +131,7 @@ class Watch:
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # with them, torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
+        # Whether the loop gets all indices of the sampler `each`, in their order
         is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
             with suppress(TypeError):  # its class allows no weak references
@@ -204,8 +205,8 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """The present use of an iterator of a loader. With persistent workers one iterator gives all
-    epochs, and `epoch` is the current one."""
+    """The epoch that a loader's iterator is giving now. With persistent workers one iterator gives
+    all epochs."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -234,15 +235,15 @@ class LoaderEpoch:
         self.has_begun = False
         self.has_failed = False
         self.is_counted = True
-        """Whether the user's loop has got all received batches: False if a library takes batches
-        ahead of the loop, or a batch has failed."""
+        """Whether each batch taken from the iterator has reached the user's loop: False if a
+        library takes batches ahead of the loop, or a batch has failed."""
         self.loaders_generator: object = None
-        """The loader's generator, if it draws from it whenever an epoch begins."""
+        """The loader's generator, if the loader draws from that generator at each epoch."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
         self.record = record
-        self._dataset = None if record is None else record.number
+        self._dataset = None if record is None else record.number  # its number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None
@@ -257,7 +258,8 @@ class LoaderEpoch:
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
         """Predict and announce the order of this epoch and of further ones. Called just before the
-        sampler's iterator, `iterator`, gives its first element."""
+        sampler's iterator, `iterator`, gives its first element. None: the sampler is a list or
+        the like."""
         if self._dataset is None:
             return
         orders = predict(
@@ -309,7 +311,7 @@ class LoaderEpoch:
             self._order = None
             self._drawn_sent = position
             self._note_unforeseen()
-            if not is_behind:  # if it is, the whole prediction was right
+            if not is_behind:  # if it is, the prediction was right, but shorter
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
@@ -430,7 +432,7 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
-    """The same for an iterator with a state, which torchdata's loader saves and loads."""
+    """A `_WatchedSampler` whose state torchdata's loader saves and loads."""
 
     def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
@@ -480,6 +482,7 @@ def _passes_all_on(sampler: object) -> bool:
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
     ]
+    # The default is a function that is no `__iter__` of a `BatchSampler`
     own = inspect.unwrap(getattr(type(sampler), "__iter__", _passes_all_on))
     return any(kind is not None and own is inspect.unwrap(kind.__iter__) for kind in kinds)
 
@@ -544,6 +547,7 @@ class _Finder:
 
 
 def _wrap_loader(kind: type, state: Watch) -> None:
+    # The original `__init__` and `__iter__`
     made, original = kind.__init__, kind.__iter__  # type: ignore[misc, attr-defined] # a loader's
 
     @functools.wraps(made)
@@ -557,7 +561,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
     @functools.wraps(original)
     def __iter__(self: _Loader) -> object:
         epoch = workers = None
-        users = self.worker_init_fn
+        users = self.worker_init_fn  # the user's
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
@@ -614,8 +618,7 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
 
 
 def _wrap_iterator(kind: type) -> None:
-    # The last class that implements the method, which those before it call: torch's own class for
-    # the classes of torchdata
+    # The most basic class with a concrete `__next__`: the `__next__` of subclasses calls it
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
     ][-1]
