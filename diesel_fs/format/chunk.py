@@ -44,8 +44,10 @@ EXTENT_ALIGNMENT = 65536
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
+"""The size at which a writer ends a chunk: the default, and the limits of a user's choice."""
+
 OBJECT_BYTES_MAX = 1 << 32
-"""Offsets have 32 bits, and this bounds a reader's memory."""
+"""The largest chunk that a reader accepts: offsets have 32 bits, and this bounds its memory."""
 
 ENTRIES_MAX = 65_536
 """Entries of a chunk. This bounds the time and memory to decode a header, and the transaction that
@@ -150,8 +152,8 @@ class ChunkHeader:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """The rows that a metadata store commits, one for the last entry of each allowed path, and
-        their stamps, as in `stamps`, by row number."""
+        """The rows that a metadata store commits, one for the last entry of each allowed path and
+        extent; and by row number the stamps that `stamps` has."""
         if not self.faults and not self._has_repeats():
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
@@ -222,8 +224,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The columns of a chunk that is being built. Bodies (the stored contents) follow one another,
-    so a body's offset is the sum of the lengths before it."""
+    """The columns of the entries of a chunk that is being built. Bodies (the stored contents)
+    follow one another, so a body's offset is the sum of the lengths before it."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -243,7 +245,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The bytes of the preamble and of the stored header."""
+    """Returns the bytes of the preamble and of the stored header; writes nothing."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -389,8 +391,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """The places of entries that contradict their bytes in `body`. `body_start` is the offset of
-    `body` in the object, if it is not the whole body."""
+    """The places of entries that contradict their bytes in `body`, or whose bytes are not all in
+    it. `body_start` is the offset of `body` in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -428,6 +430,7 @@ def _pack_header(entries: Entries) -> bytes:
         "codec": entries.codec,
         "checksum": entries.checksum,
     }
+    # Place, and the fields of `ExtentInfo`: number, total, start, size
     extents = np.array(
         [(place, *part) for place, part in entries.extents.items()],
         dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],

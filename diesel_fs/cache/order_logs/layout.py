@@ -44,8 +44,8 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """The identity of a log: the identity and version of its dataset, and the digest of its
-    order."""
+    """The identity of a log: the identity and version of its dataset, and the digest of its order
+    (`order`)."""
 
     identity: UUID
     version: int
@@ -84,7 +84,8 @@ class LogCut:
         self._order = order
         total_bytes = int(sizes.sum(dtype=np.int64, where=is_logged))
         self.unit = _UNIT_MIN
-        # The other half of the numbers is for headers, and for room at the ends of segments
+        # Contents may take half of the 2^32 offsets; headers and the gaps at segment ends need the
+        # rest
         while total_bytes + len(sizes) * self.unit > self.unit * _UNITS_MAX // 2:
             self.unit *= 2
         while total_bytes + len(sizes) * self.unit > segment_bytes * (SEGMENTS_MAX - 1):
@@ -115,6 +116,7 @@ class LogCut:
         position_of = np.zeros(self.entry_count, np.int64)
         position_of[self._order[::-1]] = np.arange(len(self._order))[::-1]
         behind: Places = position_of[self.entries[first[1:] - 1]] + 1
+        # Only a guard: `entries` are in the order of their first uses, so these already ascend
         return np.maximum.accumulate(behind)
 
     def by_arrival(self, arrivals: Entries) -> Entries:
@@ -140,9 +142,10 @@ class LogCut:
         return arriving[packed.astype(np.uint32)]
 
     def from_headers(self, found: Mapping[int, Entries]) -> tuple[Entries, list[int]]:
-        """`entries` sorted by segment, and the segments in `found` (the entries that each header
-        lists) that have just the entries of the cut. Within these segments the entries are sorted
-        as their headers list them, within all others by the order."""
+        """`found` gives the entries that each segment's header lists. Returns the entries by
+        segment, and the segments whose header lists exactly the entries that the cut gives them.
+        Within these segments the entries are sorted as their headers list them, within all others
+        by the order."""
         entries = self.entries.copy()
         first = np.searchsorted(self.segment, np.arange(SEGMENTS_MAX + 1))
         right = []
@@ -182,8 +185,8 @@ class LogLayout:
         count, self.unit = int(self.first[-1]), unit
         self.entries: Entries = entries[:count]
         self.position_behind = cut.positions_behind(self.first)
-        # A place begins behind the header of its segment and the places before it. The differences
-        # may be negative, and wrap round; so do the sums.
+        # A place begins behind the header of its segment and the places before it. `base` may be
+        # negative; uint32 arithmetic wraps, and adding `behind` wraps it back.
         base = (self.start + header[:kept]) // unit - behind[self.first[:-1]].astype(np.int64)
         self._offset = behind[:count]
         self._offset += np.repeat(base.astype(np.uint32), counts[:kept])
@@ -198,12 +201,10 @@ class LogLayout:
 
     @property
     def segments(self) -> int:
-        """The number of segments."""
         return len(self.end)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of the whole log."""
         return int(self.end[-1]) if self.segments else 0
 
     @property
@@ -232,7 +233,6 @@ class LogLayout:
         return self._offset[places].astype(np.int64) * self.unit
 
     def segment_of(self, places: Places) -> npt.NDArray[np.int64]:
-        """The segment of each place."""
         segments: npt.NDArray[np.int64] = self.first.searchsorted(places, "right") - 1
         return segments
 
@@ -244,6 +244,7 @@ class LogLayout:
             log.identity.bytes, log.version, log.order,
         )  # fmt: skip
         content = head + entries.astype("<u4", copy=False).tobytes()
+        # xxhash gives big-endian; the file is little-endian
         return content + xxh3_64_digest(content)[::-1]
 
 

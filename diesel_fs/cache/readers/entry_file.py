@@ -14,8 +14,8 @@ class EntryFile(io.RawIOBase):
     """The content of one file as a stream that can seek (`io.RawIOBase`). Reads raise the errors of
     `EntryReader.read`.
 
-    The stream stays with the version in which the file was found. `read_at` is safe from any
-    thread.
+    The stream stays with the version in which the file was found. It does not close `reader`; the
+    caller does, after the last read. `read_at` is safe from any thread.
     """
 
     def __init__(self, reader: EntryReader, index: int) -> None:

@@ -15,7 +15,6 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 
 PROTOCOL = 1
-"""The version of the control protocol."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
@@ -80,8 +79,8 @@ def pack_entries(entries: EntryOrder) -> Message:
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch from a message's fields: either its entries, or the parameters of a shuffle, which
-    is drawn here. Raises UsageError."""
+    """An epoch from a message's fields: either its entries, or the parameters of a shuffle, whose
+    order is computed here. Raises UsageError."""
     number = fields.integer("epoch")
     exact = fields.flag("exact", True)
     if "kind" not in fields:
@@ -91,7 +90,8 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
             raise UsageError("a row of numbers that are not 8 bytes each")
         bounds = None if packed is None else np.frombuffer(packed, "<i8")
         fields.end()
-        return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]  # it converts
+        # `Epoch` converts the arrays
+        return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]
     kind = fields.text("kind")
     seed = fields.integer("seed")
     group_size = fields.integer("group_size", GROUP_SIZE_DEFAULT, low=1)
@@ -106,7 +106,8 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
         group_size = max(snapshot.chunk_count, 1)
     computed = ComputedOrder(seed, number, group_size, rank, world, drop_last, below)
     order = computed.entries(snapshot)
-    return Epoch(number, order, exact, computed=computed)  # type: ignore[arg-type]  # it converts
+    # `Epoch` converts the array
+    return Epoch(number, order, exact, computed=computed)  # type: ignore[arg-type]
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:

@@ -46,8 +46,8 @@ class FreedPages:
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The entries to push again, as far as there is room, in the order of their contents; None
-        if there are none, or no room."""
+        """The next batch of entries to push again, in the order of their contents; entries without
+        room are left to READs. None if nothing is left to push."""
         while self._push_again:
             wanted = self.resident_set.missing(self._push_again.popleft())
             if self.views.trackers:
@@ -71,8 +71,10 @@ class FreedPages:
         counters: PrefetchCounters,
     ) -> None:
         """Note that the kernel has freed an entry's pages. Entries around it are assumed to be
-        freed as well, and all are pushed again. `tracker` and `position`: the stream whose reader
-        is nearest, and the entry's position there; None and -1 if no stream has the entry."""
+        freed as well, and all are pushed again, unless the chunk was pushed again a short time ago:
+        then only this entry is noted, and nothing is pushed. `tracker` and `position`: the stream
+        whose reader is nearest, and the entry's position there; None and -1 if no stream has the
+        entry."""
         neighbours = np.array([entry], np.uint32)
         chunk = int(self.columns.chunk[entry])
         if self.chunk_entries.may_push(chunk, self.clock.now_s):

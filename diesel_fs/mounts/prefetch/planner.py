@@ -154,8 +154,8 @@ class PrefetchPlanner:
 
     def take_over(self, entries: Entries, now_s: float) -> bool:
         """Note that these entries are resident: their contents come from the page cache of another
-        version. Returns False if there is no room for them; then they are not noted. None may be
-        named twice."""
+        version. Returns False if there is no room for them; then they are not noted. No entry
+        may occur twice."""
         self._clock.tick(now_s)
         entries = self.resident_set.missing(entries)
         if self._columns.bytes_of(entries) > self.memory.room_bytes():
@@ -252,7 +252,7 @@ class PrefetchPlanner:
 
     def resident(self, entries: EntryOrder) -> Mask:
         """Which of these entries a read would find in the page cache, as far as is known. Raises
-        UsageError."""
+        UsageError for an index that no entry has."""
         checked = self._columns.checked(entries)
         found: Mask = self.resident_set.resident[checked] | (self._columns.pages[checked] == 0)
         return found
@@ -260,7 +260,7 @@ class PrefetchPlanner:
     def unconfirmed(self, entries: EntryOrder) -> Entries:
         """Those of these entries that were pushed, and that the worker may open to see whether the
         kernel still has their pages. Watched entries are left out: the open would look like a
-        reader's. Raises UsageError."""
+        reader's. Raises UsageError for an index that no entry has."""
         checked = np.unique(self._columns.checked(entries))
         checked = checked[self.resident_set.resident[checked]]
         is_free = [not self.watches.is_watched(entry) for entry in checked.tolist()]
@@ -339,7 +339,7 @@ class PrefetchPlanner:
         markers: list[int] = []  # of units that were skipped, as they had nothing to push
         last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         is_balanced = self._balance.is_active
-        may_wait = is_balanced  # a stream lets others go first until its contents have arrived
+        may_wait = is_balanced  # a stream whose contents are still being fetched is passed over
         for _ in range(UNITS_SKIPPED_MAX):
             soonest = soonest_stream(
                 self.memory, self._room, self._balance, without_room, may_wait=may_wait
@@ -355,10 +355,12 @@ class PrefetchPlanner:
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
                 has_enough = self.memory.ahead_part < 1 and not unit.is_urgent
                 has_enough = has_enough and not tracker.units.has_share_left()
+                # A stream is passed over, and not given room by drops, if it is tentative, still,
+                # or has used up its share of the part for reading ahead.
                 if tracker.reader.tentative or still or has_enough:
                     without_room.add(tracker.name)
                     continue
-                if markers:
+                if markers:  # first report these; the next decision makes room
                     break
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False

@@ -59,8 +59,8 @@ class MetricsPort:
     forked."""
 
     def __init__(self, place: HostPort) -> None:
-        """Opens the port at `place`. Raises ConflictError if another program listens there, and
-        ConfigError."""
+        """Opens the port at `place`. Raises ConflictError if another program listens there,
+        ConfigError if the address cannot be used."""
         self._sockets = listen(place)
         port = self._sockets[0].getsockname()[1]
         self._end, server_end = socket.socketpair()

@@ -84,8 +84,6 @@ bytes of one part, and the rank."""
 
 
 class TaskChunks:
-    """The chunks as one process of the task reads them (`ChunkReader`)."""
-
     def __init__(
         self,
         master: MasterLink,
@@ -96,8 +94,8 @@ class TaskChunks:
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`stored` reads past the cache. `through_master`: ask this node's master also for chunks
-        of other nodes, in place of these nodes."""
+        """`stored` reads from the object store, without the cache. `through_master`: ask this
+        node's master also for chunks of other nodes, in place of these nodes."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -114,8 +112,9 @@ class TaskChunks:
         self._own_links: dict[int, OwnerLink] = {}
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = None  # the links were made by it,
-        self._generation = -1  # at this generation of it
+        # The table, and its generation, by which the links were made
+        self._table: OwnerTableView | None = None
+        self._generation = -1
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.start_anew()
@@ -148,9 +147,10 @@ class TaskChunks:
         sizes: list[int] = sorted_parts[:, 2].tolist()
         mapped = bisect_right(ranks, MAPPED)
         first = bisect_right(ranks, NOBODY, mapped)
-        not_here = list(range(mapped, first))
+        not_here = list(range(mapped, first))  # positions in `sorted_parts`: parts for the store
         requested = []
-        while first < len(ranks):  # whatever can wait comes after this loop: masters are idle
+        # Until they have these requests, the masters have nothing to do, so send them first
+        while first < len(ranks):
             rank = ranks[first]
             last = bisect_right(ranks, rank, first)
             link, pending = self._link(rank), None
@@ -213,17 +213,18 @@ class TaskChunks:
         if not_here:
             counts["store_reads"] += len(not_here)
             for found in self.stored.begin(parts[not_here]):
+                # The caller's positions
                 here = [places[not_here[each]] for each in found.places]
                 yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Where each of these chunks is read from: the rank of its owner, `MAPPED` or `NOBODY`
-        (`mapped_chunks.py`)."""
+        """As `ChunkReader.places`: the rank of the owner of each chunk, `MAPPED` or `NOBODY`
+        (`mapped_chunks.py`), which equal `IN_MEMORY` and `IN_STORE`."""
         return self._mapped.sources.take(chunks)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """As `ChunkReader.read_part`. It has few operations, as there are very many such reads, and
-        after each wait for a node Python code runs several times slower."""
+        """As `ChunkReader.read_part`. Kept short: code that runs just after a wait is several times
+        slower."""
         rank = self._mapped.source_of[chunk]
         link = self._links.get(rank)
         table = self._table
@@ -402,7 +403,8 @@ class TaskChunks:
             if self._through_master:
                 return self._own_link(wire.LOAD | wire.THROUGH)
             link = self._links.get(rank) or self._new_link(rank)
-            if link is not None and link.is_refused:  # as it has too many connections, for one
+            # Refused, for example because that master has too many connections
+            if link is not None and link.is_refused:
                 return self._own_link(wire.LOAD | wire.THROUGH)
             return link
         return self._own_link(wire.LOAD)
@@ -443,7 +445,7 @@ class TaskChunks:
         if is_due.any():
             for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
                 has_pinned |= self.pin(chunk, fetch=False) is not None
-                self._read_cost_s[chunk] = 0.0  # as above
+                self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
@@ -485,8 +487,8 @@ def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[mem
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """The heartbeat's thread. It ends when the store is closed (`ended`) and no view of its chunks
-    is left."""
+    """The heartbeat's thread. It ends when the `TaskChunks` is closed (`ended`) and no view of its
+    chunks is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             link.stop_connecting()

@@ -164,7 +164,8 @@ class ReadGroup(NamedTuple):
     """Some parts that arrived together."""
 
     places: Sequence[int]
-    """For each content, the position of its part in the request."""
+    """For each content, the position of its part in the request (unlike `ChunkReader.places`, which
+    gives nodes)."""
 
     contents: Sequence[memoryview]
 
@@ -197,7 +198,8 @@ class ChunkReader(Protocol):
 
 
 class ObjectStore(ABC):
-    """Named, immutable byte strings. Only leases and records of archives may change (`replace`).
+    """Named, immutable byte strings. Only leases and records of archives that were put (FORMAT.md,
+    section 2) may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
     NoSpaceError, and ObjectStoreError for other failures. ObjectMissing means that the store is

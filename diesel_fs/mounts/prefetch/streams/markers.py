@@ -1,4 +1,4 @@
-"""Counts the markers of an order: every 256th position of an epoch, and its last one.
+"""Numbers the markers of an order: every 256th position of an epoch, and its last one.
 
 The prefetch worker watches the files at markers with inotify: an open is a sign of the reader.
 `Markers` notes which of an epoch's markers have been opened. `WatchedMarkers` holds those of a
@@ -53,7 +53,8 @@ class Markers:
             self.opened[self.number(position)] = True
 
     def open_before(self, position: int) -> None:
-        """Count the markers before a position as opened, except the epoch's last marker."""
+        """Count the markers before a position as opened. Each counts as lying at its number times
+        `MARKER_STRIDE`; the epoch's last one may lie before that, and then be left out."""
         self.opened[: max(-(-position // MARKER_STRIDE), 0)] = True
 
     def move_to(self, position: int) -> None:
@@ -65,9 +66,9 @@ class Markers:
         self.done = int(np.count_nonzero(self.opened))
 
     def advance(self, high: int, waited_for: int) -> int | None:
-        """Pass markers in their order, as long as they are opened or at least `waited_for`
-        positions behind `high`. Returns the position behind the last marker passed; None if no
-        marker has been passed yet."""
+        """Pass markers in their order, as long as they are opened or lie at least the distance
+        `waited_for` before the reader's position `high`. Returns the position behind the last
+        marker passed; None if no marker has been passed yet."""
         while self.done < len(self.opened):
             behind = high - self.position(self.done)
             if not self.opened[self.done] and behind < waited_for:

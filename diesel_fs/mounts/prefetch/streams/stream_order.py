@@ -1,8 +1,8 @@
 """Holds the epochs of a stream, one behind the other, and the frontier of its claims.
 
 A *position* of a stream counts the files over all its epochs. Epochs that were read are removed,
-and positions go on, so they may exceed 2**31. The *frontier* is the next position to claim, except
-for urgent units (`units_ahead.py`).
+and positions go on, so they may exceed 2**31. The *frontier* is the next position to claim. Urgent
+units (`units_ahead.py`) may be claimed beyond it.
 
 The parts of a `StreamTracker` share one `StreamOrder`.
 """
@@ -25,10 +25,10 @@ class StreamEpoch:
     epoch: Epoch
     base: int  # the stream's position of the epoch's first file
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
-    markers: Markers = field(init=False)  # the opened ones (`reader_position.py`)
+    markers: Markers = field(init=False)  # and which of them were opened
     queue: UnitQueue | None = None
-    """The units (`units_ahead.py`) of the positions that were not claimed when they were cut. None:
-    they have to be cut."""
+    """The units (`units_ahead.py`) of the positions that were unclaimed when the units were cut;
+    None: still to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     _total_bytes: int = -1  # made by `total_bytes`
 
@@ -91,7 +91,7 @@ class StreamOrder:
     # Positions
 
     def epoch_at(self, position: int) -> StreamEpoch | None:
-        """The first epoch that ends behind a position; None if none does."""
+        """The first epoch that ends after a position; None if none does."""
         return next((state for state in self.epochs if position < state.end), None)
 
     def numbered(self, number: int) -> StreamEpoch | None:
@@ -110,7 +110,8 @@ class StreamOrder:
         """The position of an entry that is nearest to a reader at `high`, and its distance.
 
         Looks in epochs up to the frontier; the position is -1 if they do not have the entry. A
-        position behind the reader counts as farther than one ahead: most of those have been read.
+        position that the reader has already passed counts as farther than one ahead, because most
+        of those have been read.
         """
         nearest = -1, 1 << 62
         for state in self.epochs[: self.frontier_index + 1]:
@@ -167,7 +168,8 @@ class StreamOrder:
         return last.number, len(last)
 
     def cut_again(self, number: int) -> None:
-        """Have the units of `epochs[number]` cut anew, and move the frontier back to that epoch."""
+        """Have the units of `epochs[number]` cut anew, and move the frontier back to that epoch.
+        `number` is an index here, not the number of the epoch."""
         self.epochs[number].queue = None
         self.frontier_index = min(self.frontier_index, number)
 

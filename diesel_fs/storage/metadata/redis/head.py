@@ -143,7 +143,8 @@ class HeadReader:
         return or_newer or number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
-        """The ID of the current run of Redis, or "" (`MetadataStore.needs_repair`)."""
+        """The ID of the run of Redis to repair; "" if nothing can be lost
+        (`MetadataStore.needs_repair`)."""
         (current,) = self._run_on_head(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 

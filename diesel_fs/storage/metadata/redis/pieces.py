@@ -2,8 +2,8 @@
 (`bucket_scripts.py`, which has their formats). Pure. `keys.py` defines the terms.
 
 `cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
-`RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces of an empty chunk
-that is removed.
+`RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces that remove an
+empty chunk: a chunk of which nothing but tombstones is in use.
 """
 
 import struct
@@ -149,8 +149,6 @@ class _Packer:
 
 
 class _Cutter:
-    """Cuts the batch of one chunk into pieces."""
-
     def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
@@ -162,6 +160,7 @@ class _Cutter:
         entries[:, : RECORD.itemsize] = records.reshape(len(rows), RECORD.itemsize)
         entries[:, RECORD.itemsize :] = np.frombuffer(batch.chunk.id, np.uint8)
         self._entries = entries.tobytes()  # without stamp and tail
+        # Plain rows have one extent, their own stamp and no tail, and are not by purge
         self._is_plain = rows.records["extents"] <= 1
         self._is_plain[[*batch.stamps, *rows.tails]] = False
         if batch.by_purge:

@@ -3,8 +3,9 @@
 The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
 rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
 of abandoned, replaced and dropped generations are removed in small steps. A generation stays listed
-for 10 more minutes, since a writer that has not noticed may still write keys. A rebuild does not
-rely on the state that it replaces: that may be damaged.
+for at least 10 minutes after it was replaced, dropped or abandoned, because a writer that does not
+know this yet may still write keys. A rebuild does not rely on the state that it replaces: that may
+be damaged.
 """
 
 import time
@@ -78,7 +79,8 @@ class RedisShadowState(ShadowState):
         self._rows = 0
         self._bytes = 0
         self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
-        # The masters' runs at the beginning: after a restart, data may be lost
+        # Run IDs of the Redis servers (masters) when the rebuild began: another ID means a restart,
+        # which may lose data
         self._run_ids = list[str]()
         self._head_run_id = b""  # of the head's slot
 
@@ -155,7 +157,7 @@ class RedisShadowState(ShadowState):
         commands = []
         for piece in pieces:
             keys = piece_keys(self._generation, piece.name.bucket, piece.folders)
-            # The first argument names a piece in the hash `x`; here it is the piece itself
+            # The field in `x` is empty, because the third argument is the piece itself
             words = b"", piece.name.field, piece.packed
             commands.append(ScriptCommand(APPLY, keys, words).command())
         for chunk in waiting:
@@ -236,7 +238,8 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations that belong to no dataset and no rebuild, for some seconds."""
+    """Remove generations that belong to no dataset and no rebuild. Begins no further one after
+    `_CLEAN_S`; a later call goes on."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -255,6 +258,7 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
     than `age_s` seconds."""
     link = transactions.link
     try:
+        # For how long the generation has been abandoned (or replaced, or dropped)
         (claimed_s,) = transactions.run_head_script(
             CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s
         )
