@@ -196,7 +196,12 @@ class Ranges(Face):
 
     def begin(self) -> None:
         extents = [self.view.extents(self.view.lookup(name.encode()))[0] for name in NAMES]
-        threading.Thread(target=self.stored, args=(extents,), daemon=True).start()
+
+        def read() -> None:
+            with suppress(RuntimeError):  # the reader is closed
+                self.stored(extents)
+
+        threading.Thread(target=read, daemon=True).start()
 
     def close(self) -> None:
         self.reader.close()

@@ -75,8 +75,8 @@ def test_I17_joined_tars_are_read(repository: LocalRepository, tmp_path: Path, d
 @each_row(
     "data, reason",
     [
-        (A + B + b"text" * 200, "is no tar"),
-        (A + b"text", "is no tar"),
+        (A + B + b"text" * 200, "are no tar"),
+        (A + b"text", "are no tar"),
         (gzip.compress(A + B) + b"text", "of the gzip stream"),
         (lzma.compress(A + B) + b"\0\0\0\0text", "of the xz stream"),
         (bz2.compress(A + B) + b"\0", ""),

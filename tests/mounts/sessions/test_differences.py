@@ -178,4 +178,4 @@ def test_requests_that_the_statistics_count(fuse: LiveMount, native: LiveMount) 
 
     # The reads of the statistics cost one more or less, as the kernel's attributes of them expire.
     assert abs(requests(native)) <= 2
-    assert requests(fuse) > FILES
+    assert requests(fuse) >= FILES
