@@ -48,7 +48,7 @@ _BACKLOG = 4096  # the number of processes that may join at once: a kernel allow
 _LEFT_EARLY = 2  # after this many epochs that a loop has left early, the user gets a note
 _END_S = 20.0  # the wait for the remaining announcements: a mount may be slow
 
-Message = dict[str, object]
+HookMessage = dict[str, object]
 
 
 class _Served(NamedTuple):
@@ -128,7 +128,7 @@ class PlanServer:
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        received: queue.SimpleQueue[tuple[Message, bytes] | None] = queue.SimpleQueue()
+        received: queue.SimpleQueue[tuple[HookMessage, bytes] | None] = queue.SimpleQueue()
         working = threading.Thread(target=self._work, args=[connected, received], daemon=True)
         working.start()
         try:
@@ -140,7 +140,7 @@ class PlanServer:
     def _work(
         self,
         connected: socket.socket,
-        received: "queue.SimpleQueue[tuple[Message, bytes] | None]",
+        received: "queue.SimpleQueue[tuple[HookMessage, bytes] | None]",
     ) -> None:
         process = _Process(
             self._files, self._controls, self._learned, self.summary, self._started_s
@@ -157,7 +157,7 @@ class PlanServer:
     def _receive(
         self,
         connected: socket.socket,
-        received: "queue.SimpleQueue[tuple[Message, bytes] | None]",
+        received: "queue.SimpleQueue[tuple[HookMessage, bytes] | None]",
     ) -> None:
         with connected, connected.makefile("rb") as stream:
             while head := stream.read(_LENGTHS.size):
@@ -195,7 +195,7 @@ class _Process:
         self._streams: dict[str, LoaderStreams] = {}
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
-    def handle(self, message: Message, payload: bytes) -> bytes | None:
+    def handle(self, message: HookMessage, payload: bytes) -> bytes | None:
         """Handle a message. Returns the answer if the message is a request, otherwise None. Errors
         become notes for the user."""
         try:
@@ -221,7 +221,7 @@ class _Process:
         for name in [*self._streams]:
             self._leave(name)
 
-    def _look_back(self, message: Message) -> None:
+    def _look_back(self, message: HookMessage) -> None:
         """A loop has left an epoch before its end. If it did so after less than half of the epoch,
         in `_LEFT_EARLY` epochs, note that for the user."""
         name = str(message["stream"])
@@ -249,7 +249,7 @@ class _Process:
             with suppress(DieselError):  # the mount is gone, or knows the stream no more
                 streams.withdraw()
 
-    def _handle(self, message: Message, payload: bytes) -> None:
+    def _handle(self, message: HookMessage, payload: bytes) -> None:
         match message["do"]:
             case "process":
                 self._summary.processes += 1
@@ -307,11 +307,11 @@ class _Process:
         for shown in table.mounts:  # connect before the first epoch begins
             self._controls.of(shown)
 
-    def _observe(self, message: Message, table: ObservedTable) -> None:
+    def _observe(self, message: HookMessage, table: ObservedTable) -> None:
         number = _whole(message["dataset"])
         self._learned[f"{self._pid}.{number}"] = self._tables[number] = table
 
-    def _add_learned(self, message: Message, payload: bytes) -> None:
+    def _add_learned(self, message: HookMessage, payload: bytes) -> None:
         numbers = np.frombuffer(payload, np.int64, 3 * _whole(message["samples"]))
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
@@ -338,7 +338,7 @@ class _Process:
             base += snapshot.chunk_count
         return chunks.astype("<i8").tobytes()
 
-    def _order(self, message: Message, indices: Entries) -> None:
+    def _order(self, message: HookMessage, indices: Entries) -> None:
         name, epoch = str(message["stream"]), _whole(message["epoch"])
         table = self._tables[_whole(message["dataset"])]
         streams = self._streams.get(name)
@@ -351,7 +351,7 @@ class _Process:
         self._summary.epochs += 1
         streams.begin(table, epoch, _whole(message["lag"]), indices)
 
-    def _progress(self, message: Message) -> None:
+    def _progress(self, message: HookMessage) -> None:
         self._summary.add(
             str(message["stream"]),
             Interval(
