@@ -4,6 +4,7 @@ A face is one such way. It reads files of the dataset of `conftest.py`, and each
 faces, or for those that it names. Each reader has a suite of its own for the rest.
 """
 
+import gc
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -454,6 +455,40 @@ def test_Z11_bytes_stay_when_the_reader_is_closed(made: Made, kind: type[Face]) 
 SPANS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 9)), unique=True, max_size=12
 )
+
+
+def test_a_failed_shared_read_holds_no_memory_of_those_that_waited(made: Made) -> None:
+    """The garbage collector is not needed for it."""
+    face = made(Ranges)
+    assert isinstance(face, Ranges)
+    gate, errors = Gate(face.store), [ObjectStoreError("503")]
+
+    def fail_first(name: str, buffer: memoryview) -> None:
+        gate.wait(name, buffer)
+        with suppress(IndexError):
+            raise errors.pop()
+
+    def read() -> None:
+        with suppress(ObjectStoreError):
+            face.check("n299")
+
+    face.store.change = fail_first
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    gc.collect()
+    gc.disable()
+    try:
+        threads[0].start()
+        gate.await_reads(1)
+        for each in threads[1:]:
+            each.start()
+        wait_until(lambda: face.reader._answers.used_bytes == 4 * len(FILES["n299"]))
+        gate.open.set()
+        for each in threads:
+            each.join(20)
+        assert not errors
+        assert face.reader._answers.used_bytes == 0
+    finally:
+        gc.enable()
 
 
 @given(SPANS, SPANS, st.lists(st.integers(0, 11)))
