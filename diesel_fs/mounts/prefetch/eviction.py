@@ -1,28 +1,49 @@
 """Chooses which resident entries without claims are dropped first.
 
 A *claim* keeps an entry for a reader; `resident_set.py` reports which entries get and lose claims.
-Entries of the importance 0 are dropped first (all have it until programs report others): those that
-readers have passed, oldest first, then the others, beginning with those that will be read last.
+Entries of the importance 0 are dropped first (all have it until programs report others), in this
+order:
+
+1. entries whose claims were given up, in the order of the calls;
+2. entries that no reader comes to any more, as far as orders are known: those first that readers
+   passed first;
+3. the entry whose next use is the farthest (Belady's MIN; Lobster, ICPP 2022, section 4.4).
+
 Entries of low importance follow as long as they take more than `low_bytes_max`, and then the least
 important of high importance (`memory_split.py`). Among both, entries that this epoch still reads
 are dropped last.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ...cache.policies.importance import ImportanceHeap, JobImportances, check_importances
 from ...orders.plan import NO_ENTRIES, Entries
+from .streams.farthest_uses import FarthestUses
 from .streams.units import PAGE_BYTES, Columns
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-NextUse: TypeAlias = Callable[[Entries], npt.NDArray[np.float64]]
-"""Returns how many positions ahead of its reader each entry will be read next; infinite if no
-stream reads it."""
+
+
+class Uses(Protocol):
+    """The orders of all readers, as far as they are known (`streams/stream_views.py`)."""
+
+    def next_use(self, entries: Entries, /) -> npt.NDArray[np.float64]:
+        """How many positions ahead of its reader each entry will be read next; infinite if no
+        stream reads it."""
+        ...
+
+    def unneeded(self, is_candidate: Mask, /) -> Entries:
+        """The entries among the candidates (a value for each entry) that no stream reads."""
+        ...
+
+    @property
+    def farthest(self) -> FarthestUses: ...
+
 
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
@@ -49,9 +70,10 @@ class Eviction:
         self.heap: ImportanceHeap | None = None
         """Unclaimed resident entries that are not leaving; None: no importance is known."""
         self._jobs = JobImportances(count)
-        # Entries that readers have passed and that were unclaimed then, oldest first.
-        self._passed: deque[Entries] = deque()
-        self._passed_count = 0  # of entries in `_passed`
+        # Entries that were given up, or that readers have passed, and that were unclaimed then,
+        # oldest first; and whether those without a further use are dropped alone.
+        self._released: deque[tuple[Entries, bool]] = deque()
+        self._released_count = 0  # of entries in `_released`
         self.low_bytes_max = 0
         """If entries of low importance take no more bytes than this, entries of high importance are
         dropped before them."""
@@ -61,7 +83,10 @@ class Eviction:
         # The next entries to drop that a search has found: among all (False), and among those of
         # high importance (True).
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
-        self._ranked = NO_ENTRIES  # the next entries to drop if `_passed` has none
+        # Entries that readers have passed, and that they come to again, but only after those that
+        # the search for the farthest use has offered.
+        self._behind_edge: deque[Entries] = deque()
+        self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
         """Take over the importances of another version: `entries[i]` was entry `before[i]`
@@ -118,16 +143,23 @@ class Eviction:
         if self.heap is not None:
             self.heap.remove(entries)
 
-    def note_passed(self, entries: Entries) -> None:
-        """Note that readers have passed these unclaimed entries: they are dropped first, in this
-        order."""
-        if self._passed_count > 2 * self._count:
-            # Nothing was dropped for long. `_rank` finds the entries that are cleared here, too.
-            self._passed.clear()
-            self._passed_count = 0
+    def note_released(self, entries: Entries, *, passed: bool) -> None:
+        """Note that the claims of these entries have ended, and they have none now. `passed`:
+        readers have read them, so their next use decides when they are dropped; otherwise they are
+        dropped first, in this order."""
+        if self._released_count > 2 * self._count:
+            # Nothing was dropped for long. They are found among all others, too.
+            self._released.clear()
+            self._released_count = 0
+            self._unneeded = None
         for start in range(0, len(entries), PIECE_ENTRIES):
-            self._passed.append(entries[start : start + PIECE_ENTRIES])
-        self._passed_count += len(entries)
+            self._released.append((entries[start : start + PIECE_ENTRIES], passed))
+        self._released_count += len(entries)
+
+    def note_new_orders(self) -> None:
+        """Note that the orders of readers have changed, and with them the next uses."""
+        self._unneeded = None
+        self._behind_edge.clear()
 
     def note_dropped(self, entries: Entries) -> None:
         """Note that entries that `take_next` has chosen are being removed."""
@@ -135,67 +167,115 @@ class Eviction:
 
     # The order
 
-    def take_next(self, next_use: NextUse) -> Entries | None:
-        """Choose the next entries to drop; None if there are none."""
-        piece = self._find_next(next_use)
+    def take_next(
+        self, need_bytes: int, uses: Uses, *, only_unneeded: bool = False
+    ) -> Entries | None:
+        """Choose the next entries to drop, hardly more than take `need_bytes`; None if there are
+        none. `only_unneeded`: none that a reader still comes to."""
+        piece = self._find_released(need_bytes, uses)
+        if piece is None:
+            piece = self._find_unneeded(need_bytes, uses)
+        if piece is None and not only_unneeded:
+            piece = self._find_needed(need_bytes, uses)
         if piece is not None:
             self._leaving[piece] = True
             self.remove(piece)
         return piece
 
-    def _find_next(self, next_use: NextUse) -> Entries | None:
-        heap = self.heap
-        while self._passed:
-            piece = self._passed.popleft()
-            self._passed_count -= len(piece)
+    def _find_released(self, need_bytes: int, uses: Uses) -> Entries | None:
+        """The first entries of `_released` to drop. Those with a further use are left to
+        `_find_needed`, which gets those behind the search for the farthest use in `_behind_edge`."""
+        while self._released:
+            piece, by_use = self._released.popleft()
+            self._released_count -= len(piece)
             piece = piece[self._evictable(piece)]
-            if heap is not None:
-                is_zero = heap.importance(piece) == 0
+            if self.heap is not None:
+                is_zero = self.heap.importance(piece) == 0
                 if not is_zero.all():
                     self._low_passed.append(piece[~is_zero])
                 piece = piece[is_zero]
+            if by_use and len(piece):
+                next_use = uses.next_use(piece)
+                is_needed = np.isfinite(next_use)
+                if (is_behind := is_needed & (next_use >= uses.farthest.edge())).any():
+                    self._behind_edge.append(piece[is_behind])
+                piece = piece[~is_needed]
             if len(piece):
-                return np.unique(piece)
+                piece, rest = self._enough(np.unique(piece), need_bytes)
+                if len(rest):
+                    self._released.appendleft((rest, by_use))
+                    self._released_count += len(rest)
+                return piece
+        return None
+
+    def _find_unneeded(self, need_bytes: int, uses: Uses) -> Entries | None:
+        """A piece of the entries that no reader comes to any more. They are looked for among all
+        entries only if the orders have changed, or nothing else is left to drop."""
+        if self._unneeded is None:
+            self._unneeded = uses.unneeded(self._resident & (self._claims == 0) & ~self._leaving)
+        while len(self._unneeded):
+            piece, self._unneeded = np.split(self._unneeded, [PIECE_ENTRIES])
+            piece = self._of_no_importance(piece[self._evictable(piece)])
+            if len(piece):
+                piece, rest = self._enough(piece, need_bytes)
+                self._unneeded = np.concatenate([rest, self._unneeded])
+                return piece
+        return None
+
+    def _find_needed(self, need_bytes: int, uses: Uses) -> Entries | None:
+        """A piece of the entries whose next use is the farthest; if all entries without importance
+        are claimed, of the least important ones."""
+        heap = self.heap
         for _ in range(2 if heap is None or heap.zero_count else 0):
-            while len(self._ranked):
-                piece, self._ranked = np.split(self._ranked, [PIECE_ENTRIES])
-                piece = piece[self._evictable(piece)]
-                if heap is not None:
-                    piece = piece[heap.importance(piece) == 0]
+            while (piece := self._next_of_farthest(uses)) is not None:
+                piece = self._of_no_importance(piece[self._evictable(piece)])
                 if len(piece):
+                    piece = piece[uses.next_use(piece) >= uses.farthest.edge()]
+                if len(piece):
+                    piece, rest = self._enough(piece, need_bytes)
+                    if len(rest):
+                        self._behind_edge.appendleft(rest)
                     return piece
-            self._ranked = self._rank(next_use)
+            # Some may have lost their claims behind the search.
+            self._unneeded = None
+            uses.farthest.restart()
+            if (piece := self._find_unneeded(need_bytes, uses)) is not None:
+                return piece
         if heap is None:
             return None
         if not self.low_bytes_max:
             self._low_passed.clear()
-            return self._least_important(heap, next_use, [False])
+            return self._least_important(heap, uses, [False])
         if heap.low_size * PAGE_BYTES <= self.low_bytes_max:
-            return self._least_important(heap, next_use, [True, False])
-        low = self._first_low_passed(heap, next_use)
-        return self._least_important(heap, next_use, [False, True]) if low is None else low
+            return self._least_important(heap, uses, [True, False])
+        low = self._first_low_passed(heap, uses)
+        return self._least_important(heap, uses, [False, True]) if low is None else low
 
-    def _rank(self, next_use: NextUse) -> Entries:
-        """All evictable entries of the importance 0, the first to be dropped first."""
-        evictable = np.flatnonzero(self._resident & (self._claims == 0) & ~self._leaving)
-        entries = evictable.astype(np.uint32)
-        if self.heap is not None:
-            entries = entries[self.heap.importance(entries) == 0]
-        return entries[np.argsort(-next_use(entries), kind="stable")]
+    def _next_of_farthest(self, uses: Uses) -> Entries | None:
+        return self._behind_edge.popleft() if self._behind_edge else uses.farthest.next()
 
-    def _first_low_passed(self, heap: ImportanceHeap, next_use: NextUse) -> Entries | None:
+    def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
+        """The first of these entries that take `need_bytes`, and the rest."""
+        sizes = np.cumsum(self._columns.cost(entries))
+        first, rest = np.split(entries, [int(np.searchsorted(sizes, need_bytes)) + 1])
+        return first, rest
+
+    def _of_no_importance(self, entries: Entries) -> Entries:
+        return entries if self.heap is None else entries[self.heap.importance(entries) == 0]
+
+    def _first_low_passed(self, heap: ImportanceHeap, uses: Uses) -> Entries | None:
         """Some entries of low importance that no reader comes to any more, those first that readers
         passed first; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
-            piece = piece[np.isinf(next_use(piece))]
+            piece = piece[np.isinf(uses.next_use(piece))]
             if len(piece):
                 return piece
         return None
 
     def _least_important(
-        self, heap: ImportanceHeap, next_use: NextUse, kinds: list[bool]
+        self, heap: ImportanceHeap, uses: Uses, kinds: list[bool]
     ) -> Entries | None:
         """A piece of the least important entries; None if there are none. `kinds`: in which order
         to search among those of high importance (True) and among all (False)."""
@@ -206,7 +286,7 @@ class Eviction:
             pieces = LEAST_LOOKED_AT
             while not len(found):
                 least = heap.least(pieces * PIECE_ENTRIES, high=high)
-                found = least[np.isinf(next_use(least))]
+                found = least[np.isinf(uses.next_use(least))]
                 needed = needed if len(needed) else least
                 if len(least) < pieces * PIECE_ENTRIES or pieces >= LEAST_LOOKED_AT_MAX:
                     break

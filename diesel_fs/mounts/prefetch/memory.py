@@ -55,6 +55,12 @@ class Memory:
         """Have the shares computed again at the next `share_bytes`."""
         self._share_bytes = 0
 
+    def orders_changed(self) -> None:
+        """Note that streams have other epochs: the next uses of entries have changed, and perhaps
+        the number of streams that share the memory."""
+        self.resident_set.eviction.note_new_orders()
+        self._share_bytes = 0
+
     def contents_bytes(self) -> int:
         """The part of the budget for contents: without the kernel's memory for names."""
         known_bytes = self.known_entries * KNOWN_ENTRY_BYTES

@@ -362,6 +362,12 @@ class PrefetchPlanner:
                     continue
                 if markers:  # first report these; the next decision makes room
                     break
+                if not tracker.comes_soon(unit):
+                    drop = self._room.drop_unneeded(need_bytes - room_bytes)
+                    if drop is not None:
+                        return drop
+                    without_room.add(tracker.name)
+                    continue
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False
                     continue

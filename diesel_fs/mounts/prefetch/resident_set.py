@@ -9,12 +9,13 @@ entries.
 
 import math
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries
-from .eviction import Eviction, Mask, NextUse
+from .eviction import Eviction, Mask, Uses
 from .streams.units import PAGE_BYTES, Columns
 
 READ_BYTES_MAX = 1 << 20
@@ -25,6 +26,10 @@ need not be pushed."""
 _ONE = np.int32(1)
 """One claim, in the type of the column `claims`: without a conversion `ufunc.at` is twenty times as
 fast."""
+
+Ended: TypeAlias = Literal["passed", "given up", "changed"]
+"""Why claims end: the reader has passed the entries; the stream has given them up, so entries
+without another claim are dropped first; or its order has changed."""
 
 
 @dataclass(slots=True)
@@ -127,16 +132,15 @@ class ResidentSet:
         self._take(first_claimed)
         np.add.at(self.claims, entries.astype(np.intp), _ONE)
 
-    def unclaim(self, entries: Entries, *, passed: bool) -> None:
-        """Remove a claim for each time that an entry is named. `passed`: readers have passed these
-        entries, so those without another claim are dropped first, in this order."""
+    def unclaim(self, entries: Entries, why: Ended) -> None:
+        """Remove a claim for each time that an entry is named."""
         if not len(entries):
             return
         np.subtract.at(self.claims, entries.astype(np.intp), _ONE)
         free = entries[(self.claims[entries] == 0) & self.resident[entries]]
         self._free(np.unique(free))
-        if passed and len(free):
-            self.eviction.note_passed(free)
+        if why != "changed" and len(free):
+            self.eviction.note_released(free, passed=why == "passed")
 
     def _free(self, entries: Entries) -> None:
         """Note that these resident entries have no claims (any more)."""
@@ -150,12 +154,13 @@ class ResidentSet:
 
     # Drops
 
-    def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
+    def victims(self, need_bytes: int, uses: Uses, *, only_unneeded: bool = False) -> Entries:
         """Choose unclaimed entries to drop: at least `need_bytes`, or all if they take less. When
-        they are dropped, the caller calls `victims_dropped`."""
+        they are dropped, the caller calls `victims_dropped`. `only_unneeded`: none that a reader
+        still comes to."""
         victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
-            piece = self.eviction.take_next(next_use)
+            piece = self.eviction.take_next(need_bytes, uses, only_unneeded=only_unneeded)
             if piece is None:
                 break
             victims.append(piece)

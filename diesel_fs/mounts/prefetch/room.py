@@ -80,6 +80,11 @@ class Room:
             return self._drop(need_bytes)
         return None
 
+    def drop_unneeded(self, need_bytes: int) -> Drop | None:
+        """Make room of `need_bytes`, or less, without entries that a reader still comes to. None if
+        there are no others."""
+        return self._drop(need_bytes, only_unneeded=True)
+
     def ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
         """In how many seconds the reader will reach the frontier, by its rate."""
         distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.reader.high
@@ -97,6 +102,8 @@ class Room:
         take_back = self.streams.take_back
         return take_back(tracker, middle) or take_back(tracker, tracker.claims.floor)
 
-    def _drop(self, need_bytes: int) -> Drop | None:
-        victims = self.memory.resident_set.victims(need_bytes, self.views.next_use)
+    def _drop(self, need_bytes: int, *, only_unneeded: bool = False) -> Drop | None:
+        victims = self.memory.resident_set.victims(
+            need_bytes, self.views, only_unneeded=only_unneeded
+        )
         return Drop(victims, self.watches.take_unneeded()) if len(victims) else None

@@ -13,7 +13,7 @@ from ....orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
 from ..eviction import Mask
 from ..memory import Memory
 from ..memory_split import Importances
-from ..resident_set import Clock
+from ..resident_set import Clock, Ended
 from .stream_tracker import StreamTracker
 from .stream_views import TENTATIVE_S
 from .units import Columns
@@ -62,20 +62,20 @@ class Streams:
         self.trackers[stream.name] = tracker = StreamTracker.of(self._columns, stream, now_s)
         tracker.units.is_logged = self._is_logged
         tracker.claims.skipped = [] if self._keeps_skipped else None
-        self._memory.shares_changed()
+        self._memory.orders_changed()
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
         """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
         tracker = self._tracker(name)
         tracker.order.extend(self._check(tracker.order.stream.extended(epochs), epochs))
-        self._memory.shares_changed()
+        self._memory.orders_changed()
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
         """Replace the entries of an epoch from a position on."""
         tracker = self._tracker(name)
         stream = self._check(tracker.order.stream.replaced(epoch, position), [epoch])
-        self.release(tracker, tracker.replace(stream, epoch.number, position), behind=False)
-        self._memory.shares_changed()
+        self.release(tracker, tracker.replace(stream, epoch.number, position), "changed")
+        self._memory.orders_changed()
 
     def withdraw(self, name: str) -> None:
         """Remove a stream: it will not be read any more."""
@@ -130,9 +130,9 @@ class Streams:
             epochs_before = tracker.order.stream.epochs
             passed = tracker.pass_floor()
             self._importances.note_accesses(passed)
-            self.release(tracker, passed, behind=True)
+            self.release(tracker, passed, "passed")
             if tracker.order.stream.epochs != epochs_before:
-                self._memory.shares_changed()
+                self._memory.orders_changed()
                 if not tracker.order.epochs:
                     self._finished[name] = None
 
@@ -140,13 +140,13 @@ class Streams:
         """End a stream's claims from a position on; the farthest entries are dropped first. Returns
         whether there were any."""
         released = tracker.claims.retreat(position)
-        self.release(tracker, released[::-1], behind=True)
+        self.release(tracker, released[::-1], "given up")
         return len(released) > 0
 
-    def release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
+    def release(self, tracker: StreamTracker, entries: Entries, why: Ended) -> None:
         """Note that a stream's claims of these entries have ended, and that it no longer needs some
-        watches. `behind`: whether these entries are dropped first."""
-        self._memory.resident_set.unclaim(entries, passed=behind)
+        watches."""
+        self._memory.resident_set.unclaim(entries, why)
         self._watches.remove(tracker.name, tracker.take_unwatched())
 
     def _tracker(self, name: str) -> StreamTracker:
@@ -170,6 +170,6 @@ class Streams:
     def _remove(self, name: str) -> None:
         tracker = self.trackers.get(name)
         if tracker is not None:
-            self.release(tracker, tracker.claims.retreat(0), behind=False)
+            self.release(tracker, tracker.claims.retreat(0), "changed")
             del self.trackers[name]
-            self._memory.shares_changed()
+            self._memory.orders_changed()

@@ -56,7 +56,7 @@ def stream_of_read(
     if tracker is None:
         return None, -1
     if position < tracker.claims.floor:  # claims ended too early, or it is another program's READ
-        streams.release(tracker, tracker.note_late_read(position, now_s), behind=True)
+        streams.release(tracker, tracker.note_late_read(position, now_s), "given up")
     if position < tracker.reader.low and tracker.reader.is_far(position):
         return None, -1
     if not tracker.reader.note_read(position, now_s, is_sure=is_sure):

@@ -128,7 +128,7 @@ class StreamOrder:
         """How many positions ahead of a reader at `high` each of these entries comes, in the epoch
         of the frontier or the next one; infinite for entries that do not come there."""
         use = np.full(len(entries), np.inf)
-        for state in self.epochs[self.frontier_index :][:2]:
+        for state in self.next_epochs():
             known, positions = state.sorted()
             if not len(known) or not len(entries):
                 continue
@@ -137,6 +137,10 @@ class StreamOrder:
             later = (known[found_at] == entries) & (distance >= 0)
             use[later] = np.minimum(use[later], distance[later])
         return use
+
+    def next_epochs(self) -> list[StreamEpoch]:
+        """The epoch of the frontier and the next one: later uses of entries are not looked at."""
+        return self.epochs[self.frontier_index :][:2]
 
     # The frontier
 

@@ -35,11 +35,18 @@ from .markers import MARKER_STRIDE
 from .reader_position import LAG_ENTRIES_MAX, ReaderPosition
 from .stream_order import StreamOrder
 from .units import Columns
-from .units_ahead import UnitsAhead
+from .units_ahead import NextUnit, UnitsAhead
 
 RESTART_S = 5.0
 """If a reader has not advanced for this time, several READs behind its claims mean that it was
 started again there."""
+
+HORIZON_S, HORIZON_ENTRIES_MIN, HORIZON_DIVISOR = 0.25, 2 * MARKER_STRIDE, 16
+"""Files that the reader comes to within this time, or within this number of positions, are pushed
+even if other files that will be read again must be dropped for them, but in a sixteenth of the
+stream's memory only. The time hides that a push takes some milliseconds, the positions that the
+reader is known only by its markers; contents are fetched long before (`../planner.py`,
+`upcoming`). Memory that holds files for longer holds fewer that the next epoch reads again."""
 
 
 @dataclass(slots=True)
@@ -132,6 +139,21 @@ class StreamTracker:
         return released
 
     # Questions
+
+    def comes_soon(self, unit: NextUnit) -> bool:
+        """Whether the reader comes to a unit soon enough to drop files for it that will be read
+        again (the fixed horizon of TIP: Patterson et al., SOSP 1995, section 4).
+
+        A whole chunk counts from the position of its last file: the readers of a chunk-wise order
+        need all chunks of a group at nearly the same time, so they are pushed during the group
+        before.
+        """
+        if unit.is_urgent or not len(unit.positions):
+            return True
+        first, last = int(unit.positions[0]), int(unit.positions[-1])
+        ahead = first + unit.state.base - self.reader.high
+        horizon = max(int(self.reader.rate * HORIZON_S), HORIZON_ENTRIES_MIN)
+        return ahead <= min(horizon, self.order.capacity // HORIZON_DIVISOR) + last - first
 
     def reading(self) -> StreamReading:
         order = self.order

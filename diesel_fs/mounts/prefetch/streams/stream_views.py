@@ -5,13 +5,14 @@ The policies (`../balance.py`, `../room.py`), the prefetch worker and the comman
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ....orders.plan import Entries, Epoch, Stream
 from ..decisions import StreamReading, StreamStats
+from .farthest_uses import FarthestUses
 from .stream_tracker import StreamTracker
 
 STILL_S = 60.0
@@ -44,6 +45,10 @@ def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
 @dataclass(slots=True)
 class StreamViews:
     trackers: dict[str, StreamTracker]  # by name
+    farthest: FarthestUses = field(init=False)  # for drops
+
+    def __post_init__(self) -> None:
+        self.farthest = FarthestUses(self.trackers)
 
     @property
     def plan(self) -> dict[str, Stream]:
@@ -98,6 +103,14 @@ class StreamViews:
         trackers = self.trackers.values()
         uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
+
+    def unneeded(self, is_candidate: npt.NDArray[np.bool_]) -> Entries:
+        """The entries among the candidates (a value for each entry) that no reader comes to."""
+        left = is_candidate.copy()
+        for tracker in self.trackers.values():
+            for state in tracker.order.next_epochs():
+                left[state.epoch.entries[max(tracker.reader.high - state.base, 0) :]] = False
+        return np.flatnonzero(left).astype(np.uint32)
 
     def next_change_s(self, now_s: float) -> list[float]:
         """The times at which streams will become still, be withdrawn or be sampled if nothing is
