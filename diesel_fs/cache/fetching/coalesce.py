@@ -40,6 +40,10 @@ class ReadLimits:
     """The most unwanted bytes between two extents that are read in one span: a second read would
     cost as much as 64 KiB on a local disk, and far more on an object store."""
 
+    sparse_gap_bytes: int = 4 << 10
+    """The same if the store is slow and most of the chunk around the extents is not wanted, as for
+    orders that are shuffled over all files: such gaps would make most of the bytes."""
+
     batched_gap_bytes: int = 4 << 10
     """The same if the store takes many reads in one request: one more costs 3 us there."""
 
@@ -73,18 +77,19 @@ def merge_spans(
     starts: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
     *,
-    gap_bytes: int,
+    gap_bytes: int | npt.NDArray[np.int64],
     span_bytes: int,
 ) -> list[int]:
     """Merge extents, which are sorted by chunk and start, into spans. Returns the index of each
     span's first extent, and at last the number of extents.
 
-    A span has extents of one chunk, with gaps of at most `gap_bytes`, and at most `span_bytes`
-    bytes unless a single extent has more.
+    A span has extents of one chunk, with gaps of at most `gap_bytes` (or a limit for each extent,
+    for the gap before it), and at most `span_bytes` bytes unless a single extent has more.
     """
     if not len(starts):
         return [0]
-    is_apart = (np.diff(chunks) != 0) | (starts[1:] - ends[:-1] > gap_bytes)  # from the one before
+    most = gap_bytes if isinstance(gap_bytes, int) else gap_bytes[1:]
+    is_apart = (np.diff(chunks) != 0) | (starts[1:] - ends[:-1] > most)  # from the one before
     cuts = [0, *(np.flatnonzero(is_apart) + 1).tolist(), len(starts)]
     if (ends[np.array(cuts[1:]) - 1] - starts[cuts[:-1]] <= span_bytes).all():
         return cuts
@@ -95,6 +100,20 @@ def merge_spans(
             limit = int(starts[first]) + span_bytes
             smaller.append(first + max(int(np.searchsorted(ends[first:cut], limit, "right")), 1))
     return smaller
+
+
+def is_sparse(
+    chunks: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """For each extent, whether less than half of the bytes from the first to the last extent of its
+    chunk are wanted. The extents are sorted by chunk and start; there is at least one."""
+    firsts = np.flatnonzero(np.concatenate([[True], np.diff(chunks) != 0]))
+    wanted = np.add.reduceat(ends - starts, firsts)
+    whole = np.maximum.reduceat(ends, firsts) - starts[firsts]
+    sparse: npt.NDArray[np.bool_] = np.repeat(
+        2 * wanted < whole, np.diff(np.append(firsts, len(chunks)))
+    )
+    return sparse
 
 
 # Merging, on lists --------------------------------------------------------------------------------

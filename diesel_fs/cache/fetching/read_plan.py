@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ...format.entries import Kind
 from ...format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
 from ...format.snapshot.reader import Extent, Snapshot
-from .coalesce import merge_spans
+from .coalesce import is_sparse, merge_spans
 
 Span: TypeAlias = tuple[int, int, int]
 """A range of a chunk that is read in one piece: the chunk's number, its start, its bytes."""
@@ -71,14 +71,26 @@ class ReadPlan(NamedTuple):
 
 
 def plan_reads(
-    snapshot: Snapshot, entries: SomeEntries, *, gap_bytes: int, span_bytes: int
+    snapshot: Snapshot,
+    entries: SomeEntries,
+    *,
+    gap_bytes: int,
+    span_bytes: int,
+    sparse_gap_bytes: int | None = None,
 ) -> ReadPlan:
     """The extents of these files, and the spans to read them in. A span has gaps of at most
-    `gap_bytes` between its extents, and at most `span_bytes` unless a single extent has more."""
+    `gap_bytes` between its extents, and at most `span_bytes` unless a single extent has more.
+
+    `sparse_gap_bytes`: the limit of gaps in a chunk of which little is wanted: less than half of
+    the bytes between the first and the last of these extents. None: the same as `gap_bytes`.
+    """
     rows = rows_of(snapshot, np.asarray(entries, np.int64))
     rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
-    starts, ends = rows["offset"].copy(), rows["offset"] + rows["stored"]
-    cuts = merge_spans(rows["chunk"], starts, ends, gap_bytes=gap_bytes, span_bytes=span_bytes)
+    chunks, starts, ends = rows["chunk"], rows["offset"].copy(), rows["offset"] + rows["stored"]
+    gaps: int | npt.NDArray[np.int64] = gap_bytes
+    if sparse_gap_bytes is not None and len(rows):
+        gaps = np.where(is_sparse(chunks, starts, ends), sparse_gap_bytes, gap_bytes)
+    cuts = merge_spans(chunks, starts, ends, gap_bytes=gaps, span_bytes=span_bytes)
     firsts = np.array(cuts[:-1], np.int64)
     sizes = np.maximum.reduceat(ends, firsts) - starts[firsts] if len(rows) else firsts
     spans = zip(

@@ -143,7 +143,7 @@ def test_a_stream_that_stands_still_gives_its_memory_up() -> None:
         if position % 32 == 0:
             machine.run_until_idle()
     still, read = machine.planner.stats()["streams"]
-    assert still["frontier"] == 0
+    assert still["frontier"] <= 256  # a unit
     assert read["frontier"] - read["low"] > 0.08 * N
     assert machine.misses["read"] <= 0.02 * 8_192
 
@@ -325,15 +325,12 @@ def test_important_entries_that_are_still_read_outlive_more_important_ones() -> 
     entries.eviction.set_importances(everything, 1 + everything.astype(np.float32))
     entries.add(everything)
     needed = count * 3 // 4
-
-    def next_use(some: Entries) -> npt.NDArray[np.float64]:
-        return np.where(some < needed, 1.0, np.inf)
-
-    victims = entries.victims(1000 * PAGE_BYTES, next_use)
+    reader = stream_views(columns, Stream("a", (Epoch(0, everything[:needed]),)))
+    victims = entries.victims(1000 * PAGE_BYTES, reader)
     assert len(victims) >= 1000
     assert victims.min() >= needed
     entries.victims_dropped(victims)
-    rest = entries.victims(count * PAGE_BYTES, next_use)
+    rest = entries.victims(count * PAGE_BYTES, reader)
     assert len(rest) == count - len(victims)  # all go if all have to
 
 
