@@ -48,6 +48,11 @@ class Uses(Protocol):
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
+BEHIND_DIVISOR = 256
+"""When readers have passed this part of all entries whose next use is farther than the search for
+the farthest use has come, the search begins again: it takes some milliseconds for a million
+entries."""
+
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
 """How many pieces a search for the least important entries begins with, and its limit, which takes
 some 30 ms. The search is for entries that no reader comes to any more. Later in an epoch, readers
@@ -83,9 +88,10 @@ class Eviction:
         # The next entries to drop that a search has found: among all (False), and among those of
         # high importance (True).
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
-        # Entries that readers have passed, and that they come to again, but only after those that
-        # the search for the farthest use has offered.
-        self._behind_edge: deque[Entries] = deque()
+        self._found = NO_ENTRIES  # what the search for the farthest use has found, to drop next
+        # How many entries have been passed since the search has begun that it should have found
+        # before those that it will find now.
+        self._behind_edge = 0
         self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
@@ -158,8 +164,7 @@ class Eviction:
 
     def note_new_orders(self) -> None:
         """Note that the orders of readers have changed, and with them the next uses."""
-        self._unneeded = None
-        self._behind_edge.clear()
+        self._unneeded, self._found = None, NO_ENTRIES
 
     def note_dropped(self, entries: Entries) -> None:
         """Note that entries that `take_next` has chosen are being removed."""
@@ -184,7 +189,7 @@ class Eviction:
 
     def _find_released(self, need_bytes: int, uses: Uses) -> Entries | None:
         """The first entries of `_released` to drop. Those with a further use are left to
-        `_find_needed`, which gets those behind the search for the farthest use in `_behind_edge`."""
+        `_find_needed`."""
         while self._released:
             piece, by_use = self._released.popleft()
             self._released_count -= len(piece)
@@ -197,8 +202,8 @@ class Eviction:
             if by_use and len(piece):
                 next_use = uses.next_use(piece)
                 is_needed = np.isfinite(next_use)
-                if (is_behind := is_needed & (next_use >= uses.farthest.edge())).any():
-                    self._behind_edge.append(piece[is_behind])
+                is_behind = is_needed & (next_use >= uses.farthest.edge())
+                self._behind_edge += int(np.count_nonzero(is_behind))
                 piece = piece[~is_needed]
             if len(piece):
                 piece, rest = self._enough(np.unique(piece), need_bytes)
@@ -226,19 +231,16 @@ class Eviction:
         """A piece of the entries whose next use is the farthest; if all entries without importance
         are claimed, of the least important ones."""
         heap = self.heap
+        if self._behind_edge >= max(self._count // BEHIND_DIVISOR, PIECE_ENTRIES):
+            self._search_again(uses)
         for _ in range(2 if heap is None or heap.zero_count else 0):
-            while (piece := self._next_of_farthest(uses)) is not None:
+            while (piece := self._next_found(uses)) is not None:
                 piece = self._of_no_importance(piece[self._evictable(piece)])
                 if len(piece):
-                    piece = piece[uses.next_use(piece) >= uses.farthest.edge()]
-                if len(piece):
-                    piece, rest = self._enough(piece, need_bytes)
-                    if len(rest):
-                        self._behind_edge.appendleft(rest)
+                    piece, self._found = self._enough(piece, need_bytes)
                     return piece
             # Some may have lost their claims behind the search.
-            self._unneeded = None
-            uses.farthest.restart()
+            self._search_again(uses)
             if (piece := self._find_unneeded(need_bytes, uses)) is not None:
                 return piece
         if heap is None:
@@ -251,8 +253,21 @@ class Eviction:
         low = self._first_low_passed(heap, uses)
         return self._least_important(heap, uses, [False, True]) if low is None else low
 
-    def _next_of_farthest(self, uses: Uses) -> Entries | None:
-        return self._behind_edge.popleft() if self._behind_edge else uses.farthest.next()
+    def _search_again(self, uses: Uses) -> None:
+        self._unneeded, self._found, self._behind_edge = None, NO_ENTRIES, 0
+        uses.farthest.restart()
+
+    def _next_found(self, uses: Uses) -> Entries | None:
+        """The next entries by the search for the farthest use, the farthest first; None at its
+        end."""
+        if len(self._found):
+            found, self._found = self._found, NO_ENTRIES
+            return found
+        found = uses.farthest.next()
+        if found is not None and len(found := found[self._evictable(found)]):
+            # An entry may occur twice, or have a nearer use elsewhere.
+            found = found[uses.next_use(found) >= uses.farthest.edge()]
+        return found
 
     def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
         """The first of these entries that take `need_bytes`, and the rest."""

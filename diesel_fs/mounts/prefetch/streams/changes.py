@@ -46,13 +46,20 @@ class Streams:
     # Changes of the plan
 
     def announce(self, stream: Stream, now_s: float) -> None:
-        """Announce a stream. It replaces a stream of the same name. Raises UsageError, as the next
-        three methods do, and then no stream has changed.
+        """Announce a stream. It replaces a stream of the same name, or goes on with it if the only
+        announced epoch is the last one of that stream, so that what was claimed for it and read
+        ahead stays. Raises UsageError, as the next three methods do, and then no stream has
+        changed.
 
         If there are as many streams as allowed, the stream that was read to its end first is
         removed, so programs that use a new name for each epoch need not withdraw any stream.
         """
         self._clock.tick(now_s)
+        known = self.trackers.get(stream.name)
+        if known is not None and known.order.foresaw(stream):
+            known.order.confirm(stream.epochs[0])
+            self.progress(stream.name, 0, now_s, stream.epochs[0].number)
+            return
         is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
         oldest = next(iter(self._finished)) if is_full and self._finished else None
         self._check(stream, stream.epochs, instead_of=oldest)

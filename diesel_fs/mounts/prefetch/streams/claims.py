@@ -41,7 +41,7 @@ class Claims:
         if self.slack < 0:
             # An eighth of the share: a quarter of a group of chunks that takes half of the share,
             # so that the next group still fits the rest.
-            self.slack = min(lag, capacity // 8)
+            self.slack = min(self.order.stream.lag_entries or lag, capacity // 8)
         self.slack = min(self.slack, capacity // SLACK_DIVISOR)
 
     def widen_slack(self, behind: int) -> None:

@@ -74,6 +74,7 @@ class ReaderPosition:
     lag: int = field(init=False)  # how many positions apart the workers may read
     spread: int = field(init=False)  # how many positions behind `high` signs have come lately
     rate: float = 0.0  # positions per second; 0 until measured
+    is_reported: bool = False  # the reader's program reports positions
     moved_s: float = -math.inf  # when a sign last raised `high`
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
     """The positions of the last READs that came from before all claims of the stream."""
@@ -213,7 +214,7 @@ class ReaderPosition:
 
     def _note_report(self, now_s: float) -> None:
         self._unconfirmed.clear()
-        self.last_sign_s, self.tentative = now_s, False
+        self.last_sign_s, self.tentative, self.is_reported = now_s, False, True
 
     def note_replaced(self, start: int, floor: int) -> None:
         """Note that the order has changed from `start` on: nothing from there on has been read.

@@ -190,6 +190,24 @@ class StreamOrder:
                 self._put(last, epoch, len(last.epoch))
         self._append(new_epochs)
 
+    def foresaw(self, stream: Stream) -> bool:
+        """Whether the only epoch of a stream is the last one of this order, with the same entries,
+        and all else about the streams is equal."""
+        own = self.stream
+        if len(stream.epochs) != 1 or not self.epochs or own.tentative or stream.tentative:
+            return False
+        last, first = self.epochs[-1].epoch, stream.epochs[0]
+        return (
+            own.lag_entries == stream.lag_entries
+            and last.number == first.number
+            and np.array_equal(last.entries, first.entries)
+        )
+
+    def confirm(self, epoch: Epoch) -> None:
+        """Put an epoch with the same entries in the place of the last one."""
+        self.epochs[-1].epoch = epoch
+        self.stream = replace(self.stream, epochs=(*self.stream.epochs[:-1], epoch))
+
     def replace(self, state: StreamEpoch, stream: Stream, unchanged: int) -> None:
         """Take over a stream with other entries in one epoch, behind the first `unchanged`."""
         self.stream = stream

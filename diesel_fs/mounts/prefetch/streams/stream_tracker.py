@@ -41,10 +41,10 @@ RESTART_S = 5.0
 """If a reader has not advanced for this time, several READs behind its claims mean that it was
 started again there."""
 
-HORIZON_S, HORIZON_ENTRIES_MIN, HORIZON_DIVISOR = 0.25, 2 * MARKER_STRIDE, 16
+HORIZON_S, HORIZON_ENTRIES_MIN, HORIZON_DIVISOR = 0.1, 2 * MARKER_STRIDE, 32
 """Files that the reader comes to within this time, or within this number of positions, are pushed
-even if other files that will be read again must be dropped for them, but in a sixteenth of the
-stream's memory only. The time hides that a push takes some milliseconds, the positions that the
+even if other files that will be read again must be dropped for them, but in a thirty-second of
+the stream's memory only. The time hides that a push takes some milliseconds, the positions that the
 reader is known only by its markers; contents are fetched long before (`../planner.py`,
 `upcoming`). Memory that holds files for longer holds fewer that the next epoch reads again."""
 
@@ -96,9 +96,12 @@ class StreamTracker:
 
         A single such READ is taken for another program's. Several near each other mean that the
         workers of this reader are further apart than assumed; or, if the reader has not advanced
-        for `RESTART_S`, that it has begun again there.
+        for `RESTART_S`, that it has begun again there. If the reader's program reports positions,
+        these are believed instead.
         """
         reader = self.reader
+        if reader.is_reported:
+            return NO_ENTRIES
         nearby = reader.late_reads_near(position)
         if not nearby:
             return NO_ENTRIES
