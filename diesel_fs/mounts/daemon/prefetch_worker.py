@@ -441,6 +441,7 @@ class PrefetchWorker:
             # otherwise each file would be read twice, for the READ and for the push.
             soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
         self._push_status.mark_soon(np.concatenate(soon))
+        self._push_status.set_store_is_slow(is_slow=self._feed.batches.is_slow)
         self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
@@ -493,10 +494,18 @@ class PrefetchWorker:
         self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
-        """The batch without the files of READs that the server holds now: these READs will bring
-        them."""
+        """Hands over contents to the READs that the server holds now. Returns the batch without the
+        files of these READs."""
         is_held = self._push_status.mark_now(batch.entries)
-        return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
+        if not is_held.any():
+            return batch
+        left = []
+        for at in np.flatnonzero(is_held).tolist():
+            entry, start = int(batch.entries[at]), int(batch.starts[at])
+            if not self._push_status.hand_over(entry, start, batch.contents[at]):
+                left.append(entry)
+        self._push_status.end_soon(np.array(left, np.int64))
+        return some_contents(batch, np.flatnonzero(~is_held).tolist())
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()

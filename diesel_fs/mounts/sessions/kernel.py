@@ -31,7 +31,7 @@ from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
 from ..tree.vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
-from .push_status import PushStatusMap
+from .push_status import HeldBytes, HeldRead, PushStatusMap
 from .readdir_replies import ReaddirReplies
 from .session import RequestWait, SessionUnsupported
 
@@ -282,8 +282,14 @@ class KernelSession:
         unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
-        if push_status is not None and push_status.try_hold(node - 1):
-            self._later(read, "read", self._read_held(push_status, node, offset, size))
+
+        def wanted() -> HeldBytes:
+            left = max(vfs.attributes(node).size - offset, 0)
+            return HeldBytes(unique, offset, min(size, left))
+
+        held = None if push_status is None else push_status.try_hold(node - 1, wanted)
+        if held is not None:
+            self._later(read, "read", self._read_held(held, node, offset, size))
         else:
             try:
                 found = vfs.read_nowait(node, offset, size)
@@ -308,18 +314,23 @@ class KernelSession:
         if self._push_status is not None:
             self._push_status.note_failed_read()
 
-    async def _read_held(
-        self, push_status: PushStatusMap, node: int, offset: int, size: int
-    ) -> Bytes:
+    async def _read_held(self, held: HeldRead, node: int, offset: int, size: int) -> Bytes:
         """The content for a READ of a file that is pushed soon. Waits a moment first, so that the
-        worker gets ahead of the reader."""
+        worker gets ahead of the reader, or hands over the content."""
+        found = await self._wait_held(held)
+        return await self._vfs.read(node, offset, size) if found is None else found
+
+    async def _wait_held(self, held: HeldRead) -> bytes | None:
+        """Waits for the worker. Returns the bytes that it has handed over, or None."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):
-                await push_status.hold(node - 1)
-            return await self._vfs.read(node, offset, size)
+                found = await held.wait()
         finally:
-            push_status.end_hold(node - 1)
+            held.end()
+        if found is not None:
+            self._vfs.note_handed_over(len(found))
+        return found
 
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]

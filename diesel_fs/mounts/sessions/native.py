@@ -52,7 +52,7 @@ from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
 from .native_tree import Tree, mount_tree
 from .protocol import Op, ReadRequest, RequestHeader
-from .push_status import PushStatusMap
+from .push_status import HeldBytes, HeldRead, PushStatusMap
 from .session import SessionUnsupported, SwitchUnsupported
 
 log = logging.getLogger("diesel.mount")
@@ -508,9 +508,14 @@ class NativeSession(KernelSession):
             entry = tree.content.entry_at(offset)
             if not self._is_ahead(thread, offset) and push_status.takes_miss():
                 self._on_miss(entry)
-            if push_status.try_hold(entry):
-                held = self._content_held(push_status, entry, content, offset, size)
-                self._later(read, "read", held)
+
+            def wanted() -> HeldBytes | None:
+                place = content.only_file(offset, size)
+                return None if place is None else HeldBytes(unique, *place)
+
+            held = push_status.try_hold(entry, wanted)
+            if held is not None:
+                self._later(read, "read", self._content_held(held, content, offset, size))
                 return
         try:
             found = content.read_nowait(offset, size)
@@ -534,15 +539,12 @@ class NativeSession(KernelSession):
         return False
 
     async def _content_held(
-        self, push_status: PushStatusMap, entry: int, content: ContentFile, offset: int, size: int
+        self, held: HeldRead, content: ContentFile, offset: int, size: int
     ) -> Sequence[Bytes]:
-        self._vfs.reads["held"] += 1
-        try:
-            with waiting_for(WaitCause.PREFETCH):
-                await push_status.hold(entry)
+        found = await self._wait_held(held)
+        if found is None:
             return await content.read(offset, size)
-        finally:
-            push_status.end_hold(entry)
+        return found, bytes(size - len(found))  # zeros behind the file
 
 
 def reason_of(error: OSError) -> str:

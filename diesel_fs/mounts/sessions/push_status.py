@@ -2,19 +2,23 @@
 
 The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
 overtakes the worker, each next file would cost a READ request. So the server *holds* the READ of a
-file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. The
-worker leaves out files with held READs, since it would wait for the page that the READ has locked.
-The READ of a file that the worker is storing now is answered at once. Each process writes its mark
-before it reads the mark of the other process, so at least one of them sees the other's mark.
+file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. If
+the worker waits for a slow store, the READ is held until the contents arrive, and the worker hands
+over its bytes: so a READ and a push make one request to the store. The worker leaves out files with
+held READs, since it would wait for the page that the READ has locked. The READ of a file that the
+worker is storing now is answered at once. Each process writes its mark before it reads the mark of
+the other process, so at least one of them sees the other's mark.
 
 The server reports misses (READs that arrived) to the worker. If no memory is left and nothing is
 planned, these reports change nothing. The worker then wants few of them, which leaves the
 processors to the readers.
 
-Layout: `_COUNT_BYTES` of counts and flags; two bytes for each entry (a file by its index in the
-snapshot), the first written by the worker, the second by the server; then the addresses of entries
-in order logs (`cache/order_logs/addresses.py`), which take memory only if there are logs. A torn or
-late value costs a moment, but does no harm.
+Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry (a file by its
+index in the snapshot), the first written by the worker, the second by the server; room for the
+bytes of held READs, in *slots*; then the addresses of entries in order logs
+(`cache/order_logs/addresses.py`), which take memory only if there are logs. A torn or late value
+costs a moment, but does no harm: bytes that are handed over have a checksum, and a slot is filled
+for one READ, by the number that the kernel has given to it and uses only once.
 """
 
 import math
@@ -23,10 +27,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import trio
+from xxhash import xxh3_64_intdigest
 
 from ...cache.order_logs.addresses import LogAddresses, LogEntryReader, address_bytes
 from ...orders.plan import NO_ENTRIES, Entries
@@ -41,6 +48,13 @@ worker does not run in every step."""
 HOLD_STEPS = 5
 """The greatest number of steps of a hold. In this time some thousand small files are pushed."""
 
+SLOW_HOLD_STEPS = 1_000
+"""The same while the worker waits for a slow store: a second. Then the server reads by itself."""
+
+READ_SLOTS, SLOT_BYTES = 16, 256 << 10
+"""How many held READs may get their bytes from the worker, and how many bytes each. READs that are
+larger, or come when all slots are taken, are read by the server after the hold."""
+
 MISS_INTERVAL_S = 0.01
 """The time between two reported misses if the worker wants few."""
 
@@ -48,9 +62,17 @@ _SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
 """The bytes before the marks: the count of the worker's progress, in 8 bytes; byte 8 is not 0 if
-the worker wants few misses, byte 9 if a READ has failed; at 16 the number of entries, in 8
-bytes."""
-_FEW_AT, _FAILED_AT, _ENTRIES_AT = 8, 9, 16
+the worker wants few misses, byte 9 if a READ has failed, byte 10 if the store is slow; at 16 the
+number of entries, in 8 bytes."""
+_FEW_AT, _FAILED_AT, _SLOW_AT, _ENTRIES_AT = 8, 9, 10, 16
+
+_HELD = np.dtype(
+    [(name, np.uint64) for name in ("unique", "entry", "offset", "size", "filled", "checksum")]
+)
+"""A held READ: the kernel's number of it; its entry + 1 (0: the slot is free); its place in the
+file, and its bytes; then, written by the worker when the bytes are in the slot: the number again,
+and their checksum."""
+_MARKS_AT = _COUNT_BYTES + READ_SLOTS * _HELD.itemsize
 
 
 def push_status_file(entry_count: int) -> int:
@@ -62,8 +84,20 @@ def push_status_file(entry_count: int) -> int:
     return descriptor
 
 
+def _slots_at(entry_count: int) -> int:
+    return -(-(_MARKS_AT + 2 * entry_count) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _addresses_at(entry_count: int) -> int:
-    return -(-(_COUNT_BYTES + 2 * entry_count) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _slots_at(entry_count) + READ_SLOTS * SLOT_BYTES
+
+
+class HeldBytes(NamedTuple):
+    """What a READ wants: the kernel's number of it, and its bytes as a part of one file."""
+
+    unique: int
+    offset: int
+    size: int
 
 
 class PushStatusMap:
@@ -75,11 +109,14 @@ class PushStatusMap:
         entries = int(np.frombuffer(shared, np.uint64, 1, _ENTRIES_AT)[0])
         self.log_addresses = LogAddresses(memoryview(shared)[_addresses_at(entries) :])
         self._count = np.frombuffer(shared, np.uint64, 1)
-        self._soon = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES)
-        self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
-        self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
+        self._held = np.frombuffer(shared, _HELD, READ_SLOTS, _COUNT_BYTES)
+        self._soon = np.frombuffer(shared, np.uint8, entries, _MARKS_AT)
+        self._being_read = np.frombuffer(shared, np.uint8, entries, _MARKS_AT + entries)
+        self._soon_seen = memoryview(shared)[_MARKS_AT : _MARKS_AT + entries]
+        self._slots = memoryview(shared)[_slots_at(entries) : _addresses_at(entries)]
         self._few = memoryview(shared)[_FEW_AT : _FEW_AT + 1]
         self._failed = memoryview(shared)[_FAILED_AT : _FAILED_AT + 1]
+        self._slow = memoryview(shared)[_SLOW_AT : _SLOW_AT + 1]
         self._miss_sent_s = -math.inf
         self._marked = NO_ENTRIES
 
@@ -110,6 +147,31 @@ class PushStatusMap:
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
+    def set_store_is_slow(self, *, is_slow: bool) -> None:
+        """Sets whether READs are held until their contents arrive from the store."""
+        self._slow[0] = is_slow
+
+    def hand_over(self, entry: int, start: int, content: memoryview) -> bool:
+        """Gives bytes of a file, from `start` on, to the held READs of its entry that want no
+        others. Returns whether one of them has got all of them; none needs to be stored then."""
+        got_all = False
+        for slot in np.flatnonzero(self._held["entry"] == entry + 1).tolist():
+            held = self._held[slot]
+            begin = int(held["offset"]) - start
+            end = begin + int(held["size"])
+            if begin < 0 or end > len(content):
+                continue
+            at = slot * SLOT_BYTES
+            self._slots[at : at + end - begin] = content[begin:end]
+            held["checksum"] = xxh3_64_intdigest(content[begin:end])
+            held["filled"] = held["unique"]
+            got_all |= end - begin == len(content)
+        return got_all
+
+    def end_soon(self, entries: npt.NDArray[np.int64]) -> None:
+        """Removes the marks of entries whose held READs got no bytes: the server reads them."""
+        self._soon[entries] = 0
+
     @property
     def reads_failed(self) -> bool:
         """Whether a READ has failed: its pages may be in the page cache without contents."""
@@ -131,36 +193,90 @@ class PushStatusMap:
         self._miss_sent_s = now_s
         return True
 
-    def try_hold(self, entry: int) -> bool:
-        """Whether the READ of an entry must wait in `hold`. If so, the entry counts as held until
-        `end_hold`. False for a number that is no entry."""
+    def try_hold(
+        self, entry: int, wanted: Callable[[], HeldBytes | None]
+    ) -> "HeldRead | None":
+        """Begins to hold the READ of an entry; None if it need not wait, or the number is no entry.
+        `wanted` returns which bytes of the file it wants; None: bytes of other files, too."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
-            return False
+            return None
+        read = wanted()
+        held = HeldRead(self, entry, -1 if read is None else self._take_slot(entry, read), read)
         self._being_read[entry] = 1
         if self._soon_seen[entry] == _NOW:  # the worker may not have seen the mark
-            self._being_read[entry] = 0
-            return False
-        return True
+            held.end()
+            return None
+        return held
 
-    def end_hold(self, entry: int) -> None:
-        """Ends the hold that `try_hold` has begun."""
+    def _take_slot(self, entry: int, read: HeldBytes) -> int:
+        free = np.flatnonzero(self._held["entry"] == 0)
+        if read.size > SLOT_BYTES or not len(free):
+            return -1
+        slot = int(free[0])
+        self._held[slot] = (read.unique, entry + 1, read.offset, read.size, 0, 0)
+        return slot
+
+    def end_hold(self, entry: int, slot: int) -> None:
+        """Ends a hold (`HeldRead.end`)."""
+        if slot >= 0:
+            self._held["entry"][slot] = 0
         self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
         """Whether the worker pushes the entry soon, or is storing it now."""
         return self._soon_seen[entry] != 0
 
-    async def hold(self, entry: int) -> None:
-        """Waits until the worker makes no progress, the entry is pushed, or `HOLD_STEPS` are
-        over."""
-        before, still = int(self._count[0]), 0
-        for _ in range(HOLD_STEPS):
+    def handed_over(self, slot: int, unique: int) -> bytes | None:
+        """The bytes that the worker has given to a held READ; None if it has not."""
+        held = self._held[slot]
+        if int(held["filled"]) != unique:
+            return None
+        at = slot * SLOT_BYTES
+        found = bytes(self._slots[at : at + int(held["size"])])
+        return found if xxh3_64_intdigest(found) == int(held["checksum"]) else None
+
+    @property
+    def progress(self) -> int:
+        """A count of the worker's progress."""
+        return int(self._count[0])
+
+    @property
+    def store_is_slow(self) -> bool:
+        """Whether the worker waits for a slow store."""
+        return bool(self._slow[0])
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRead:
+    """A READ that the server holds. `end` must be called."""
+
+    status: PushStatusMap
+    entry: int
+    slot: int  # -1: it gets no bytes from the worker
+    read: HeldBytes | None
+
+    async def wait(self) -> bytes | None:
+        """Waits until the worker has handed over the bytes, and returns them; or until it makes no
+        progress, the entry is pushed, or the steps are over: then None."""
+        before, still = self.status.progress, 0
+        for step in range(SLOW_HOLD_STEPS):
             await trio.sleep(HOLD_STEP_S)
-            now = int(self._count[0])
-            still = still + 1 if now == before else 0
-            if still >= STILL_STEPS or not self.is_soon(entry):
-                return
-            before = now
+            if self.slot >= 0 and self.read is not None:
+                found = self.status.handed_over(self.slot, self.read.unique)
+                if found is not None:
+                    return found
+            if not self.status.is_soon(self.entry):
+                return None
+            if self.slot < 0 or not self.status.store_is_slow:
+                now = self.status.progress
+                still = still + 1 if now == before else 0
+                if still >= STILL_STEPS or step + 1 >= HOLD_STEPS:
+                    return None
+                before = now
+        return None
+
+    def end(self) -> None:
+        self.status.end_hold(self.entry, self.slot)
 
 
 def share_logs(reader: object, descriptor: int) -> None:
@@ -179,11 +295,5 @@ class NodePushStatusMap(PushStatusMap):
         super().__init__(descriptor)
         self._entry_of = entry_of
 
-    def try_hold(self, entry: int) -> bool:
-        return super().try_hold(self._entry_of(entry + 1))
-
-    def end_hold(self, entry: int) -> None:
-        super().end_hold(self._entry_of(entry + 1))
-
-    def is_soon(self, entry: int) -> bool:
-        return super().is_soon(self._entry_of(entry + 1))
+    def try_hold(self, entry: int, wanted: Callable[[], HeldBytes | None]) -> HeldRead | None:
+        return super().try_hold(self._entry_of(entry + 1), wanted)

@@ -236,6 +236,14 @@ class ContentFile:
             raise FuseErrno(errno.EIO)
         return [part for parts in found for part in parts]
 
+    def only_file(self, offset: int, size: int) -> tuple[int, int] | None:
+        """The place in its file, and the bytes, of a READ that begins in a file of the newest
+        version and covers no other; None for other READs."""
+        first, *rest = self._pieces(offset, size)
+        if first.version is not self._versions[0] or any(each.version for each in rest):
+            return None
+        return first.offset, first.size
+
     def _pieces(self, offset: int, size: int) -> Sequence[Piece]:
         return list(_pieces(tuple(self._versions), offset, offset + size))
 

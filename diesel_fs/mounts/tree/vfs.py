@@ -333,6 +333,11 @@ class Vfs:
         self.reads["bytes"] += wanted
         return view
 
+    def note_handed_over(self, size: int) -> None:
+        """Counts a READ that the prefetch worker has given these bytes to."""
+        self.reads["hits"] += 1
+        self.reads["bytes"] += size
+
     async def _read_hidden(self, node: int, offset: int, size: int) -> Bytes:
         try:
             with self._counted_wait(), trio.fail_after(self._deadline_s):
