@@ -399,7 +399,7 @@ class PrefetchWorker:
             case Sample(entries):
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
-                self._push_status.clear_soon()
+                self._mark_soon([NO_ENTRIES] if self._planner.waits_for_reader else None)
                 if self._page_cache.tidy() or self._feed.read_late():
                     return 0.0
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
@@ -434,14 +434,7 @@ class PrefetchWorker:
     def _push(self, push: Push) -> None:
         if not push.is_urgent:  # during an urgent push, reads ahead go on as they are
             self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
-        soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
-        if self._content is not None and not self._feed.has_logs and not self._feed.batches.is_slow:
-            # Files of many chunks, each pushed by a write of its own, come faster by READs, so the
-            # server does not hold those. If the store is slow or there are order logs, it does:
-            # otherwise each file would be read twice, for the READ and for the push.
-            soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
-        self._push_status.mark_soon(np.concatenate(soon))
-        self._push_status.set_store_is_slow(is_slow=self._feed.batches.is_slow)
+        self._mark_soon([push.entries], is_pushing=True)
         self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
@@ -466,6 +459,22 @@ class PrefetchWorker:
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_store_is_slow(is_slow=self._feed.batches.is_slow)
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
+
+    def _mark_soon(self, first: list[Entries] | None, *, is_pushing: bool = False) -> None:
+        """Mark these entries and those of the next units: the server holds their READs. None: mark
+        nothing, as nothing is pushed next."""
+        if first is None:
+            self._push_status.clear_soon()
+            return
+        soon = [*first, *self._planner.views.planned(UNITS_SOON)]
+        is_slow = self._feed.batches.is_slow
+        if self._content is not None and not self._feed.has_logs and not is_slow:
+            # Files of many chunks, each pushed by a write of its own, come faster by READs, so the
+            # server does not hold those. If the store is slow or there are order logs, it does:
+            # otherwise each file would be read twice, for the READ and for the push.
+            soon = [NO_ENTRIES, *(each for each in soon if _is_of_one_chunk(self._snapshot, each))]
+        self._push_status.mark_soon(np.concatenate(soon))
+        self._push_status.set_store_is_slow(is_slow=is_slow and is_pushing)
 
     def _contents(self, entries: Entries) -> Iterator[ExtentBatch]:
         """The contents of files, in batches. If they may take long to come, this answers requests

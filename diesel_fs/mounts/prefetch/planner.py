@@ -128,6 +128,8 @@ class PrefetchPlanner:
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
         self._waits_for_room = False  # see `PrefetchStats`
+        self.waits_for_reader = False
+        """Whether some stream's next unit is not pushed yet since its reader is far from it."""
         self._counters = PrefetchCounters(
             pushes=0,
             pushed_entries=0,
@@ -319,7 +321,7 @@ class PrefetchPlanner:
         return [self.resident_set.missing(unit) for unit in soonest]
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
-        self._waits_for_room = self._is_urgent = False
+        self._waits_for_room = self._is_urgent = self.waits_for_reader = False
         self._balance.planned_push = None
         if now_s < self._paused_until_s:
             return None
@@ -366,6 +368,7 @@ class PrefetchPlanner:
                     drop = self._room.drop_unneeded(need_bytes - room_bytes)
                     if drop is not None:
                         return drop
+                    self.waits_for_reader = True
                     without_room.add(tracker.name)
                     continue
                 if may_wait:  # room is made only for the stream that needs it soonest
