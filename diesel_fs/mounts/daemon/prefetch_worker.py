@@ -101,6 +101,11 @@ ANSWER_S = 0.2
 REPORTS = frozenset(("missed", "forgotten"))
 """Messages of the server that requests of the control socket may overtake."""
 
+QUIET_S_MAX, QUIET_DIVISOR = 0.1, 10
+"""If the worker has nothing to do and all readers are far behind the claims, it looks at opens only
+after this time, or this part (a tenth) of the time in which a reader comes to the end of the
+claims: one look at ten opens costs hardly more than at one."""
+
 BEGIN_DEADLINE_S = 10.0
 """How long to wait for the first message, which the server sends right after the descriptors."""
 
@@ -237,11 +242,14 @@ class PrefetchWorker:
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
-        wait_s = 0.0
+        wait_s = quiet_s = 0.0
         while True:
             messages = [*early, *self._later]
             self._later.clear()
-            messages += self._server.messages(0.0 if messages else wait_s)
+            if messages or not wait_s:
+                messages += self._server.messages(0.0)
+            else:
+                messages = self._server.messages(wait_s, quiet_s)
             early = ()
             self._read_opens(time.monotonic())  # opens came before the misses
             for message in messages:
@@ -270,6 +278,8 @@ class PrefetchWorker:
                     self._end_take_over()
             else:
                 wait_s = self._act(now_s)
+                lead_s = self._planner.views.lead_s() if wait_s else 0.0
+                quiet_s = min(lead_s / QUIET_DIVISOR, QUIET_S_MAX)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
             self._page_cache.release_folders()
             self._send_stats(now_s)

@@ -216,8 +216,9 @@ class MountServerLink:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._decoder = MessageDecoder()
-        self._poll = select.poll()
+        self._poll, self._messages_poll = select.poll(), select.poll()
         self._poll.register(end, select.POLLIN)
+        self._messages_poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
         """The watched descriptors that had events when `messages` last returned."""
         self._received: list[int] = []  # descriptors that came with messages
@@ -251,9 +252,11 @@ class MountServerLink:
         """Stop watching a descriptor; call it before the descriptor is closed."""
         self._poll.unregister(descriptor)
 
-    def messages(self, timeout_s: float) -> list[Message]:
+    def messages(self, timeout_s: float, quiet_s: float = 0.0) -> list[Message]:
         """The messages that have come; waits up to `timeout_s` for a message or another watched
-        event. Raises EOFError if the server has ended."""
+        event, but up to `quiet_s` for messages alone. Raises EOFError if the server has ended."""
+        if quiet_s:
+            self._messages_poll.poll(math.ceil(quiet_s * 1000))
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self.ready = frozenset(descriptor for descriptor, _ in ready)
         if self._socket.fileno() not in self.ready:

@@ -97,6 +97,19 @@ class StreamViews:
     def rate(self, tracker: StreamTracker) -> float:
         return tracker.reader.rate or rate(tracker, self.trackers.values())
 
+    def lead_s(self) -> float:
+        """In how many seconds a reader may come to the end of its stream's claims; 0 if there is no
+        stream, or a reader's rate is not known."""
+        return min(
+            (
+                (each.order.claimed_end() - each.reader.high) / each.reader.rate
+                if each.reader.rate
+                else 0.0
+                for each in self.trackers.values()
+            ),
+            default=0.0,
+        )
+
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
         """How many positions ahead of the nearest reader each of these entries comes; infinite if
         no reader comes to it."""
