@@ -129,6 +129,11 @@ class SpanFetcher:
         (`ReadCosts.is_slow`)."""
         return not self._reads.batches_reads and self._stored.costs.is_slow
 
+    @property
+    def may_be_slow(self) -> bool:
+        """As `is_slow`, but True before the first read."""
+        return not self._reads.batches_reads and self._stored.costs.may_be_slow
+
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
         """Whether any of these spans is being read."""
         return not self._flights.keys().isdisjoint(spans)

@@ -80,6 +80,11 @@ class ReadCosts:
         return self._mean_s > SLOW_READ_S
 
     @property
+    def may_be_slow(self) -> bool:
+        """As `is_slow`, but True before the first read."""
+        return self.is_slow or not self._mean_s
+
+    @property
     def gap_bytes(self) -> int:
         """The number of unwanted bytes that take as long to read as another request."""
         gap = self.latency_s / max(self.s_per_byte, _S_PER_BYTE_MIN)

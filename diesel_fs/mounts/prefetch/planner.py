@@ -340,6 +340,9 @@ class PrefetchPlanner:
         without_room: set[str] = set()  # streams that get nothing in this decision
         markers: list[int] = []  # of units that were skipped, as they had nothing to push
         last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
+        free_bytes = max(self.memory.room_bytes(), 0) // max(self.memory.active_count(), 1)
+        for each in self.views.trackers.values():
+            each.units.free_bytes = free_bytes
         is_balanced = self._balance.is_active
         may_wait = is_balanced  # a stream whose contents are still being fetched is passed over
         for _ in range(UNITS_SKIPPED_MAX):

@@ -58,6 +58,9 @@ LAST_READS_S = 10.0
 """The same limit for a reader that has opened the last file of its order; files shortly before that
 may still follow."""
 
+STALE_S = 0.25
+"""Opens reach the planner at once, reports of the reader's program within this time."""
+
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this time, because events come in bursts."""
 
@@ -188,8 +191,12 @@ class ReaderPosition:
 
     def has_workers_ahead(self, position: int, floor: int) -> bool:
         """Whether a reader at a position may have workers that have read up to `high`. `floor`:
-        the stream has no claims before it."""
-        return max(floor, self.high - self.order.stream.lag_entries) <= position <= self.high
+        the stream has no claims before it. A report may be `STALE_S` old, so a position a little
+        before the floor is believed, too."""
+        lag = self.order.stream.lag_entries
+        if not lag:
+            return max(floor, self.high) <= position <= self.high
+        return self.high - lag - int(self.rate * STALE_S) <= position <= self.high
 
     def note_loop(self, position: int, now_s: float) -> None:
         """Note that the loop of the reader's program has come to a position. The workers of the

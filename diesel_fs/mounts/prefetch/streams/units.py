@@ -118,13 +118,16 @@ def cut(
     share_bytes: int,
     *,
     by_chunk: bool = True,
+    free_bytes: int = 0,
 ) -> Units:
     """The units of these positions (ascending) of an epoch, for a stream with `share_bytes` of
-    memory.
+    memory, of which `free_bytes` hold nothing.
 
     A chunk is one unit if its entries are near each other in the epoch: if the bytes from its first
     to its last position are at most three quarters of the share. So in a chunk-wise order each
-    chunk is fetched once if two groups of the shuffle fit the share. All other positions go into
+    chunk is fetched once if two groups of the shuffle fit the share. Further chunks, the soonest
+    read first, are units if they fit three quarters of the free memory together: there they lie
+    until they are read, and each is one request to the store. All other positions go into
     mixed units of up to 256 entries; fewer if the files are large, so that a unit takes at most
     about an eighth of the share. If an order log has the epoch, the caller passes `by_chunk` as
     False: then all units are mixed, and larger.
@@ -151,6 +154,9 @@ def cut(
     chunk_entries = np.bincount(chunk, minlength=columns.chunk_count + 1)
     is_unit = bytes_before[last + 1] - bytes_before[first] <= share_bytes * 3 // 4
     is_unit &= (chunk_entries >= UNIT_ENTRIES_MIN) | (chunk_bytes >= UNIT_BYTES_MIN)
+    others = np.flatnonzero(~is_unit & (chunk_entries >= UNIT_ENTRIES_MIN))
+    others = others[np.argsort(first[others], kind="stable")]
+    is_unit[others[np.cumsum(chunk_bytes[others]) <= free_bytes * 3 // 4]] = True
     is_unit[-1] = False  # entries without a chunk
     is_unit &= by_chunk
     unit_start = first[chunk]  # the first row of each row's unit

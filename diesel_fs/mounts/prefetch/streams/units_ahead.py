@@ -52,6 +52,7 @@ class UnitsAhead:
     reader: ReaderPosition
     claims: Claims
     is_logged: Callable[[Entries], bool] = never_logged
+    free_bytes: int = 0  # of the memory; whole chunks may be pushed there
 
     def frontier(self, share_bytes: int) -> int | None:
         """The next position to claim; None if all announced epochs are claimed or read. Cuts orders
@@ -81,7 +82,10 @@ class UnitsAhead:
         start = max(self.claims.floor - state.base, 0)
         rest = (np.flatnonzero(~state.claimed[start:]) + start).astype(np.int32)
         by_chunk = not self.is_logged(entries)
-        units = cut(entries, rest, self.order.columns, share_bytes, by_chunk=by_chunk)
+        units = cut(
+            entries, rest, self.order.columns, share_bytes, by_chunk=by_chunk,
+            free_bytes=self.free_bytes,
+        )  # fmt: skip
         return UnitQueue(units, share_bytes)
 
     def _mark_read(self, state: StreamEpoch, positions: Positions) -> None:
