@@ -196,7 +196,8 @@ class ReaderPosition:
         lag = self.order.stream.lag_entries
         if not lag:
             return max(floor, self.high) <= position <= self.high
-        return self.high - lag - int(self.rate * STALE_S) <= position <= self.high
+        stale = max(int(self.rate * STALE_S), lag, 2 * MARKER_STRIDE)
+        return self.high - lag - stale <= position <= self.high
 
     def note_loop(self, position: int, now_s: float) -> None:
         """Note that the loop of the reader's program has come to a position. The workers of the
