@@ -103,7 +103,8 @@ class Streams:
         position += state.base
         has_workers_ahead = tracker.has_workers_ahead(position)
         if not has_workers_ahead and tracker.claims.has_gaps(position, tracker.reader.high):
-            self.take_back(tracker, 0)  # some claims there were given up: claim all again
+            # Some claims there were given up: claim all again.
+            self.release(tracker, tracker.claims.retreat(0), "changed")
         tracker.progress(position, now_s)
 
     # Order logs
