@@ -14,7 +14,6 @@ important of high importance (`memory_split.py`). Among both, entries that this 
 are dropped last.
 """
 
-import math
 from collections import deque
 from typing import Protocol, TypeAlias
 

@@ -293,6 +293,8 @@ class PrefetchPlanner:
         heap = self.resident_set.eviction.heap
         is_building = heap is not None and heap.build_some()
         self.streams.release_passed(now_s)
+        if self.views.find_still(now_s):
+            self.resident_set.eviction.note_new_orders()
         decision = (
             self._room.shrink()
             or self._room.unwatch(UNWATCH_MIN)
@@ -367,19 +369,18 @@ class PrefetchPlanner:
                     continue
                 if markers:  # first report these; the next decision makes room
                     break
-                if not tracker.comes_soon(unit):
-                    drop = self._room.drop_unneeded(need_bytes - room_bytes)
-                    if drop is not None:
-                        return drop
-                    self.waits_for_reader = True
-                    without_room.add(tracker.name)
-                    continue
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False
                     continue
+                is_soon = tracker.comes_soon(unit)
                 drop = self._room.make(
-                    tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s
-                )
+                    tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s,
+                    spares_needed=not is_soon,
+                )  # fmt: skip
+                if drop is None and not is_soon:
+                    self.waits_for_reader = True
+                    without_room.add(tracker.name)
+                    continue
                 self._waits_for_room = drop is None
                 return drop
             if is_balanced and len(entries) and not unit.is_urgent:

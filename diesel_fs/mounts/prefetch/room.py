@@ -53,14 +53,17 @@ class Room:
         need_bytes: int,
         last_sign_s: float,
         now_s: float,
+        *,
+        spares_needed: bool = False,
     ) -> Drop | None:
         """Make room of `need_bytes` for a unit of the stream `needy`: drop unclaimed entries, or
         take claims from other streams. None if no room can be made.
 
+        `spares_needed`: no unclaimed entry is dropped that a reader comes to again.
         `needy_ahead_s`: in how many seconds its reader comes to the unit; `last_sign_s`: when any
         reader last gave a sign.
         """
-        if (drop := self._drop(need_bytes)) is not None:
+        if (drop := self._drop(need_bytes, only_unneeded=spares_needed)) is not None:
             return drop
         others = [each for each in self.views.trackers.values() if each is not needy]
         for each in others:
@@ -68,7 +71,7 @@ class Room:
             if (
                 still
                 and self.streams.take_back(each, each.claims.floor)
-                and (drop := self._drop(need_bytes))
+                and (drop := self._drop(need_bytes, only_unneeded=spares_needed))
             ):
                 return drop
         farthest = max(others, key=self.ahead_s, default=None)
@@ -77,13 +80,8 @@ class Room:
         # A reader's position is known only to about a marker, so two markers are allowed for.
         allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.reader.rate or 1)
         if self.ahead_s(farthest) > allowed_s and self._retreat(farthest):
-            return self._drop(need_bytes)
+            return self._drop(need_bytes, only_unneeded=spares_needed)
         return None
-
-    def drop_unneeded(self, need_bytes: int) -> Drop | None:
-        """Make room of `need_bytes`, or less, without entries that a reader still comes to. None if
-        there are no others."""
-        return self._drop(need_bytes, only_unneeded=True)
 
     def ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
         """In how many seconds the reader will reach the frontier, by its rate."""

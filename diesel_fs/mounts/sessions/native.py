@@ -32,7 +32,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import trio
 
-from ...cache.waiting import WaitCause, waiting_for
+from ...cache.waiting import WaitCause
 from ...errors import DieselError
 from ...format.entries import Bytes
 from ...format.image import Image

@@ -193,9 +193,7 @@ class PushStatusMap:
         self._miss_sent_s = now_s
         return True
 
-    def try_hold(
-        self, entry: int, wanted: Callable[[], HeldBytes | None]
-    ) -> "HeldRead | None":
+    def try_hold(self, entry: int, wanted: Callable[[], HeldBytes | None]) -> "HeldRead | None":
         """Begins to hold the READ of an entry; None if it need not wait, or the number is no entry.
         `wanted` returns which bytes of the file it wants; None: bytes of other files, too."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:

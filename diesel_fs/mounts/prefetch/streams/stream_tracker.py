@@ -41,12 +41,15 @@ RESTART_S = 5.0
 """If a reader has not advanced for this time, several READs behind its claims mean that it was
 started again there."""
 
-HORIZON_S, HORIZON_ENTRIES_MIN, HORIZON_DIVISOR = 0.1, 2 * MARKER_STRIDE, 32
+HORIZON_S, HORIZON_ENTRIES_MIN = 0.1, 2 * MARKER_STRIDE
 """Files that the reader comes to within this time, or within this number of positions, are pushed
-even if other files that will be read again must be dropped for them, but in a thirty-second of
-the stream's memory only. The time hides that a push takes some milliseconds, the positions that the
-reader is known only by its markers; contents are fetched long before (`../planner.py`,
-`upcoming`). Memory that holds files for longer holds fewer that the next epoch reads again."""
+even if other files that will be read again must be dropped for them. The time hides that a push
+takes some milliseconds; contents are fetched long before (`../planner.py`, `upcoming`)."""
+
+HORIZON_DIVISOR, HORIZON_DIVISOR_UNREPORTED = 32, 4
+"""The horizon takes at most this part of the stream's memory: memory that holds files ahead does
+not hold files that the next epoch reads again. A reader whose program does not report its position
+is known by its markers only, so its horizon is twice as far, and may take more."""
 
 
 @dataclass(slots=True)
@@ -156,7 +159,11 @@ class StreamTracker:
         first, last = int(unit.positions[0]), int(unit.positions[-1])
         ahead = first + unit.state.base - self.reader.high
         horizon = max(int(self.reader.rate * HORIZON_S), HORIZON_ENTRIES_MIN)
-        return ahead <= min(horizon, self.order.capacity // HORIZON_DIVISOR) + last - first
+        if self.reader.is_reported:
+            horizon = min(horizon, self.order.capacity // HORIZON_DIVISOR)
+        else:
+            horizon = min(2 * horizon, self.order.capacity // HORIZON_DIVISOR_UNREPORTED)
+        return ahead <= horizon + last - first
 
     def reading(self) -> StreamReading:
         order = self.order

@@ -4,6 +4,7 @@ The policies (`../balance.py`, `../room.py`), the prefetch worker and the comman
 `StreamViews`. `changes.py` makes the changes.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -46,9 +47,11 @@ def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
 class StreamViews:
     trackers: dict[str, StreamTracker]  # by name
     farthest: FarthestUses = field(init=False)  # for drops
+    _moving: dict[str, StreamTracker] = field(default_factory=dict)
+    """The streams that are not still, as of the last `find_still`."""
 
     def __post_init__(self) -> None:
-        self.farthest = FarthestUses(self.trackers)
+        self.farthest = FarthestUses(self._moving)
 
     @property
     def plan(self) -> dict[str, Stream]:
@@ -110,17 +113,34 @@ class StreamViews:
             default=0.0,
         )
 
+    def find_still(self, now_s: float) -> bool:
+        """Find the streams that are still now: `next_use`, `unneeded` and `farthest` ignore these.
+        Returns whether they are others than before."""
+        last_sign_s = max(
+            (each.reader.last_sign_s for each in self.trackers.values()), default=-math.inf
+        )
+        moving = {
+            name: each
+            for name, each in self.trackers.items()
+            if not is_still(each, last_sign_s, now_s)
+        }
+        if [*map(id, moving.values())] == [*map(id, self._moving.values())]:
+            return False
+        self._moving.clear()
+        self._moving.update(moving)
+        return True
+
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
         """How many positions ahead of the nearest reader each of these entries comes; infinite if
         no reader comes to it."""
-        trackers = self.trackers.values()
+        trackers = self._moving.values()
         uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def unneeded(self, is_candidate: npt.NDArray[np.bool_]) -> Entries:
         """The entries among the candidates (a value for each entry) that no reader comes to."""
         left = is_candidate.copy()
-        for tracker in self.trackers.values():
+        for tracker in self._moving.values():
             for state in tracker.order.next_epochs():
                 left[state.epoch.entries[max(tracker.reader.high - state.base, 0) :]] = False
         return np.flatnonzero(left).astype(np.uint32)

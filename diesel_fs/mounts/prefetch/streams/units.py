@@ -40,6 +40,10 @@ UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
 """If an epoch reads fewer entries and fewer bytes of a chunk than these, the chunk gets no unit of
 its own: that would cost as many decisions and fetches as a large unit."""
 
+FREE_DIVISOR = 4
+"""Free memory for less than this part (a quarter) of an epoch takes no whole chunks of a random
+order: they would save few requests, and take memory from the files that are read next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -126,8 +130,9 @@ def cut(
     A chunk is one unit if its entries are near each other in the epoch: if the bytes from its first
     to its last position are at most three quarters of the share. So in a chunk-wise order each
     chunk is fetched once if two groups of the shuffle fit the share. Further chunks, the soonest
-    read first, are units if they fit three quarters of the free memory together: there they lie
-    until they are read, and each is one request to the store. All other positions go into
+    read first, are units if they fit three quarters of the free memory together, and that could
+    hold more than a `FREE_DIVISOR`th of the epoch: there they lie until they are read, and each is
+    one request to the store. All other positions go into
     mixed units of up to 256 entries; fewer if the files are large, so that a unit takes at most
     about an eighth of the share. If an order log has the epoch, the caller passes `by_chunk` as
     False: then all units are mixed, and larger.
@@ -154,9 +159,10 @@ def cut(
     chunk_entries = np.bincount(chunk, minlength=columns.chunk_count + 1)
     is_unit = bytes_before[last + 1] - bytes_before[first] <= share_bytes * 3 // 4
     is_unit &= (chunk_entries >= UNIT_ENTRIES_MIN) | (chunk_bytes >= UNIT_BYTES_MIN)
-    others = np.flatnonzero(~is_unit & (chunk_entries >= UNIT_ENTRIES_MIN))
-    others = others[np.argsort(first[others], kind="stable")]
-    is_unit[others[np.cumsum(chunk_bytes[others]) <= free_bytes * 3 // 4]] = True
+    if free_bytes * FREE_DIVISOR > int(bytes_before[-1]):
+        others = np.flatnonzero(~is_unit & (chunk_entries >= UNIT_ENTRIES_MIN))
+        others = others[np.argsort(first[others], kind="stable")]
+        is_unit[others[np.cumsum(chunk_bytes[others]) <= free_bytes * 3 // 4]] = True
     is_unit[-1] = False  # entries without a chunk
     is_unit &= by_chunk
     unit_start = first[chunk]  # the first row of each row's unit
