@@ -262,11 +262,12 @@ class Eviction:
         if len(self._found):
             found, self._found = self._found, NO_ENTRIES
             return found
-        found = uses.farthest.next()
-        if found is not None and len(found := found[self._evictable(found)]):
-            # An entry may occur twice, or have a nearer use elsewhere.
-            found = found[uses.next_use(found) >= uses.farthest.edge()]
-        return found
+        offered = uses.farthest.next()
+        if offered is None:
+            return None
+        found = offered[self._evictable(offered)]
+        # Some may have a nearer use: an entry may occur twice.
+        return found[uses.next_use(found) >= uses.farthest.edge()]
 
     def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
         """The first of these entries that take `need_bytes`, and the rest."""
