@@ -454,6 +454,7 @@ class PrefetchWorker:
                 pushed = self._without_held_reads(batch)
                 absent += pushed.entries[self._page_cache.store(pushed)].tolist()
                 self._push_status.count_progress()
+                self._push_status.set_store_is_slow(is_slow=self._feed.batches.is_slow)
                 part_count += len(batch.entries)
                 stored.append(batch.entries)
         except (DieselError, OSError) as error:
