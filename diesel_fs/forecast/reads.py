@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.fetching.coalesce import ReadLimits, merge_spans
+from ..cache.fetching.coalesce import ReadLimits, is_sparse, merge_spans
 from ..errors import UsageError
 from ..format.snapshot.layout import MANY_EXTENTS
 from ..format.snapshot.reader import Indices, Snapshot
@@ -142,11 +142,10 @@ class EpochReads:
         starts = files.offset[self.file[rows]]
         ends = starts + files.stored[self.file[rows]]
         access = self.access[rows].astype(np.int64)
-        cuts = merge_spans(
-            access, starts, ends, gap_bytes=limits.gap_bytes, span_bytes=limits.span_bytes
-        )
         if not len(rows):
             return np.zeros(count, np.int64), np.zeros(count, np.int64)
+        gaps = np.where(is_sparse(access, starts, ends), limits.sparse_gap_bytes, limits.gap_bytes)
+        cuts = merge_spans(access, starts, ends, gap_bytes=gaps, span_bytes=limits.span_bytes)
         begin = np.array(cuts[:-1], np.int64)
         sizes = np.maximum.reduceat(ends, begin) - starts[begin]
         push = self.push[access[begin]]
@@ -156,16 +155,18 @@ class EpochReads:
 
 @dataclass(frozen=True, slots=True)
 class MergeLimits:
-    """One request reads neighbours with at most `gap_bytes` between them, up to `span_bytes`."""
+    """One request reads neighbours with at most `gap_bytes` between them, up to `span_bytes`; or
+    with `sparse_gap_bytes`, if little is wanted of the chunk (`coalesce.is_sparse`)."""
 
     gap_bytes: int
+    sparse_gap_bytes: int
     span_bytes: int
 
 
-IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
+IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
 """For reads from the store that the cache of a task does not keep."""
 
-ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
+ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.sparse_gap_bytes, _LIMITS.slow_span_bytes)
 """For a mount without a cache, at a slow store."""
 
 
