@@ -88,7 +88,7 @@ def rates(bench: Workbench) -> list[Row]:
 def decoding(bench: Workbench) -> list[Row]:
     """The number of images of about 110 KiB that the processors decode; compared with it, loading
     is small."""
-    command = _program("decode", str(max(5.0 / bench.divisor, 0.2)))
+    command = program("decode", str(max(5.0 / bench.divisor, 0.2)))
     measured = repeat(min(bench.rounds, 3), lambda: json.loads(last_line(command)))
     how = "JPEG by Pillow, a process for each processor"
     return [
@@ -97,10 +97,10 @@ def decoding(bench: Workbench) -> list[Row]:
     ]
 
 
-def _program(*words: str) -> list[str]:
+def program(*words: str) -> list[str]:
     """The command that runs the script in the Python of training."""
-    program = Path(__file__).with_name("training_program.py")
-    return [python_of_training(), "-P", str(program), *words]
+    script = Path(__file__).with_name("training_program.py")
+    return [python_of_training(), "-P", str(script), *words]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Setting:
     ) -> dict[str, float]:
         """Run the stock script with its files at a place."""
         options = json.dumps({**self.options, "source": source})
-        command = [*prefix, *_program("train", options)]
+        command = [*prefix, *program("train", options)]
         epochs: list[dict[str, float]] = json.loads(last_line(command, environment))
         for epoch in epochs:
             self.shape.check(epoch["files"], epoch["bytes"], epoch["sum"])
