@@ -7,6 +7,7 @@ current and of the next epoch.
 
 import heapq
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class Training:
             while not is_idle and machine.busy_until_s <= machine.now_s:
                 is_idle = not machine.run_decision()
         assert machine.resident_bytes_max <= self.planner.stats()["budget_bytes"]
-        return np.diff(self.fetched).tolist()
+        return [after - before for before, after in pairwise(self.fetched)]
 
     def read_next(self) -> None:
         machine, reader = self.machine, self.reader
@@ -130,7 +131,7 @@ def times_as_many_as_min(
     """For each later epoch, how many times as many files are fetched as MIN fetches."""
     fetched = Training(orders, part, workers, reports=reports).run()
     least = least_fetches(orders, int(part * len(orders[0])))
-    return (np.array(fetched[1:]) / np.array(least[1:])).tolist()
+    return [own / best for own, best in zip(fetched[1:], least[1:], strict=True)]
 
 
 FULL = [shuffled(seed, FILES) for seed in range(EPOCHS)]
