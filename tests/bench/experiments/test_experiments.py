@@ -1,5 +1,6 @@
 """The experiments' own arithmetic, and that they measure every row."""
 
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ import pytest
 
 from tests.rows import each_row
 
-from ..test_bench import rows_of
+from ..test_bench import SMALL, rows_of
 from ..workbench import Workbench
-from . import accuracy, lobster, lrfu, small_images
+from . import accuracy, lobster, lrfu, plan_costs, small_images
 
 
 @pytest.mark.bench
@@ -71,6 +72,52 @@ def test_images_survive_a_tar(tmp_path: Path) -> None:
         read = [small_images.decoded(each.read()) for each in contents if each is not None]
     assert members[0].name == small_images.path_of(19, 9)
     assert (np.stack(read) == pixels[::-1]).all()
+
+
+@pytest.mark.bench
+@pytest.mark.fuse
+def test_the_costs_of_a_plan_have_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
+    if os.geteuid():
+        pytest.skip("only root can make native mounts")
+    rows = rows_of(tmp_path, "plan-bytes")
+    assert len(rows) == 5 * len(plan_costs.SETTINGS)
+    for unit in ("MB", "requests"):
+        some = [row for row in rows if row["unit"] == unit]
+        assert all(row["ours"] > 0 and row["other"] for row in some)
+    rows = rows_of(tmp_path, "plan-overhead")
+    assert [row["against"] for row in rows] == [plan_costs.PLAIN] * 2
+
+
+def plainly_fetched(order: list[int], room: int) -> list[bool]:
+    """The result of `fetches_of_min`, with a search for the next use of each file in memory."""
+    here, fetched = set[int](), list[bool]()
+    for place, file in enumerate(order):
+        fetched.append(file not in here)
+        here.add(file)
+        later = order[place + 1 :]
+        if len(here) > room:
+            here.remove(max(here, key=lambda each: later.index(each) if each in later else np.inf))
+    return fetched
+
+
+@each_row("room", [1, 3, 10])
+def test_belady_fetches_as_a_search_for_the_farthest_use_does(room: int) -> None:
+    rng = np.random.default_rng(room)
+    for _ in range(20):
+        epochs = np.concatenate([rng.permutation(8) for _ in range(4)])
+        for order in (epochs, rng.integers(0, 8, 40)):
+            found = plan_costs.fetches_of_min(order, room)
+            assert sum(found) == sum(plainly_fetched(order.tolist(), room))
+    assert sum(plan_costs.fetches_of_min(epochs, 10)) == 8
+
+
+def test_an_order_is_that_of_the_sums_of_its_files() -> None:
+    order = np.random.default_rng(0).permutation(SMALL.files)
+    sums = SMALL.file_sums()[order]
+    assert (plan_costs.order_of(sums, SMALL) == order).all()
+    with pytest.raises(AssertionError, match="not a file of the dataset"):
+        plan_costs.order_of(sums + 1, SMALL)
 
 
 def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
