@@ -372,7 +372,8 @@ class PrefetchPlanner:
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False
                     continue
-                is_soon = tracker.comes_soon(unit)
+                # If important entries are kept, the stream's share is small already.
+                is_soon = self.memory.ahead_part < 1 or tracker.comes_soon(unit)
                 drop = self._room.make(
                     tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s,
                     spares_needed=not is_soon,

@@ -156,6 +156,7 @@ class _Ground:
                     dlcmd, mountpoint, *LAUNCHED, epochs=EPOCHS, step_s=step_s, order=str(sums),
                     counters=counters, pause_s=STILL_S,
                 )  # fmt: skip
+                assert "budget_bytes" in epochs[-1]["counts"][0]["residency"], "nothing pushes"
             order = order_of(np.fromfile(sums, np.uint64), shape)
         totals = [(before.requests, before.bytes, 0)]
         for epoch in epochs:
