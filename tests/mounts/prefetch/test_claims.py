@@ -84,3 +84,49 @@ def test_claims_across_epochs() -> None:
     assert claims.entries(1, 3).tolist() == [2, 3, 4]
     assert claims.entries(9, 3).tolist() == []
     assert claims.at_frontier().tolist() == [4, 5]
+
+
+@each_row(("lag", "assumed", "slack"), [(600, 4_096, 600), (0, 4_096, 2_500), (5_000, 512, 2_500)])
+def test_the_slack_is_the_lag_that_the_stream_has_announced(
+    lag: int, assumed: int, slack: int
+) -> None:
+    """Otherwise the lag that is assumed, but never more than an eighth of the memory."""
+    order = order_of(ORDER, lag=lag)
+    order.capacity = 20_000
+    claims = Claims(order)
+    claims.fit_slack(assumed)
+    assert claims.slack == slack
+
+
+@each_row(("reports", "is_wider"), [(False, True), (True, False)])
+def test_late_READs_keep_claims_longer_unless_the_reader_reports(
+    reports: bool, is_wider: bool
+) -> None:
+    """They may be another program's."""
+    order = list(range(10_000))
+    tracker = tracker_of(stream("a", order, lag=512))
+    tracker.reader.note_read(500, 1.0)
+    if reports:
+        tracker.progress(2_500, 1.0)
+    else:
+        tracker.reader.move_to(2_500, 1.0)
+        tracker.reader.is_reported = False
+    tracker.pass_floor()
+    slack, lag = tracker.claims.slack, tracker.reader.lag
+    assert (slack, tracker.claims.floor) == (512, 2_500 - 512)
+    for position in (1_000, 1_010, 1_020, 1_030):
+        assert tracker.note_late_read(position, 1.5).tolist() == []
+    assert (tracker.claims.slack > slack) == is_wider
+    assert (tracker.reader.lag > lag) == is_wider
+
+
+def test_late_READs_do_not_begin_again_a_reader_that_reports() -> None:
+    """However long it has stood still: its program would report that it has gone back."""
+    tracker = tracker_of(stream("a", list(range(10_000)), lag=512))
+    for _ in range(100):
+        claim_next(tracker)
+    tracker.progress(5_000, 1.0)
+    tracker.pass_floor()
+    for position in range(100, 200):
+        assert tracker.note_late_read(position, 100.0).tolist() == []
+    assert (tracker.reader.low, tracker.reader.high) == (5_000, 5_000)

@@ -4,9 +4,29 @@ import numpy as np
 
 from diesel_fs.mounts.prefetch.decisions import Push
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from diesel_fs.mounts.prefetch.streams.stream_tracker import (
+    HORIZON_DIVISOR,
+    HORIZON_DIVISOR_UNREPORTED,
+    HORIZON_ENTRIES_MIN,
+    HORIZON_S,
+    StreamTracker,
+)
+from diesel_fs.mounts.prefetch.streams.units_ahead import NextUnit
 from tests.rows import each_row
 
-from .simulated_kernel import START_S, make_planner, next_push, stream
+from .one_stream import FILES, tracker_of
+from .simulated_kernel import (
+    CHUNK_ENTRIES,
+    START_S,
+    Machine,
+    N,
+    chunk_wise,
+    make_planner,
+    next_push,
+    pushed_ahead,
+    shuffled,
+    stream,
+)
 
 COUNT = 20_000
 
@@ -134,3 +154,130 @@ def test_scattered_signs_do_not_move_the_reader() -> None:
     for entry in range(150_000, 150_100):
         planner.missed(entry, 100.2)
     assert high(planner) == 150_100
+
+
+# How far ahead of the reader files that will be read again are dropped for others
+
+
+def unit_at(tracker: StreamTracker, *positions: int, is_urgent: bool = False) -> NextUnit:
+    state = tracker.order.epochs[0]
+    places = np.array(positions, np.int32)
+    return NextUnit(state, places, state.epoch.entries[places], True, [], is_urgent)
+
+
+@each_row(
+    ("reported", "rate", "share", "horizon"),
+    [
+        (True, 0.0, FILES, HORIZON_ENTRIES_MIN),
+        (True, 6_000.0, FILES, int(6_000 * HORIZON_S)),
+        (True, 1e6, FILES, FILES // HORIZON_DIVISOR),
+        (True, 0.0, 640, 640 // HORIZON_DIVISOR),
+        (False, 0.0, FILES, 2 * HORIZON_ENTRIES_MIN),
+        (False, 1e6, FILES, FILES // HORIZON_DIVISOR_UNREPORTED),
+        (False, 0.0, 640, 640 // HORIZON_DIVISOR_UNREPORTED),
+    ],
+)
+def test_the_horizon_follows_the_rate_and_fits_the_memory(
+    reported: bool, rate: float, share: int, horizon: int
+) -> None:
+    """A reader that reports its position has the smaller one."""
+    tracker = tracker_of(stream("a", list(range(FILES))), share_files=share)
+    tracker.reader.move_to(1_000, 1.0)
+    tracker.reader.rate, tracker.reader.is_reported = rate, reported
+    soon, late = 1_000 + horizon, 1_001 + horizon
+    assert tracker.comes_soon(unit_at(tracker, soon))
+    assert not tracker.comes_soon(unit_at(tracker, late))
+    assert tracker.comes_soon(unit_at(tracker, late, late + 1)), "it counts from its last file"
+    assert tracker.comes_soon(unit_at(tracker, late, is_urgent=True))
+    assert tracker.comes_soon(unit_at(tracker)), "nothing has to be dropped for an empty unit"
+
+
+def test_free_memory_is_filled_however_far_the_reader_is() -> None:
+    machine = pushed_ahead(0.5, stream("a", shuffled(1), shuffled(2)))
+    planner = machine.planner
+    assert planner.resident_set.bytes > 0.48 * planner.stats()["dataset_bytes"]
+    assert machine.dropped == 0
+
+
+def test_nothing_that_is_read_again_is_dropped_beyond_the_horizon() -> None:
+    """When the reader has passed files, what the next epoch reads soonest stays instead of the
+    files that the reader comes to later in this one."""
+    first, second = shuffled(1), shuffled(2)
+    machine = pushed_ahead(0.5, stream("a", first, second, lag=64))
+    planner = machine.planner
+    assert planner.waits_for_reader
+    for end in range(64, N // 4, 64):
+        machine.now_s += 0.01
+        planner.streams.progress("a", end, machine.now_s)
+        machine.run_until_idle()
+    assert planner.waits_for_reader
+    assert not planner.stats()["waits_for_room"]
+    # The passed files that stay are those that the next epoch reads first.
+    passed = np.array(second)[np.isin(second, first[: N // 4 - 128])]
+    assert planner.resident(passed).mean() > 0.3
+    frontier = planner.stats()["streams"][0]["frontier"]
+    assert planner.resident(first[N // 4 : frontier]).all()
+
+
+def test_the_planner_waits_for_no_reader_while_memory_is_free() -> None:
+    planner = make_planner(N, 2)
+    planner.streams.announce(stream("a", shuffled(1)), START_S)
+    machine = Machine(planner, N)
+    machine.run_until_idle()
+    assert not planner.waits_for_reader
+    assert planner.resident(np.arange(N)).all()
+
+
+def test_the_next_group_of_a_chunk_wise_order_is_pushed_during_the_one_before() -> None:
+    """Its chunks are needed at nearly the same time."""
+    group = 8
+    chunks = list(range(N // CHUNK_ENTRIES))
+    orders = [chunk_wise(chunks, group, seed) for seed in (1, 2)]
+    machine = pushed_ahead(0.2, stream("a", *orders, lag=64))
+    planner = machine.planner
+    size = group * CHUNK_ENTRIES
+    for end in range(64, N // 2 + 1, 64):
+        machine.now_s += 0.01
+        planner.streams.progress("a", end, machine.now_s)
+        machine.run_until_idle()
+    at = N // 2 // size * size
+    assert planner.resident(orders[0][at : at + size]).all()
+
+
+# Reports that are a little old
+
+
+def test_a_stale_report_gives_no_claims_up() -> None:
+    """The workers of the reader have gone on while the report was under way."""
+    order = shuffled(1)
+    machine = pushed_ahead(0.3, stream("a", order, lag=512))
+    planner = machine.planner
+    tracker = planner.streams.trackers["a"]
+    for entry in order[:3_000]:
+        machine.now_s += 0.0002
+        machine.open_and_read("a", entry)
+    machine.run_until_idle()
+    assert tracker.claims.floor > 2_000
+    claims, pushed = planner.resident_set.claims.copy(), machine.pushed
+    planner.streams.progress("a", 1_900, machine.now_s)
+    assert tracker.reader.high >= 2_561
+    assert (planner.resident_set.claims == claims).all()
+    machine.run_until_idle()
+    assert machine.pushed == pushed
+
+
+def test_a_reader_that_goes_back_keeps_the_files_ahead() -> None:
+    """They are not dropped before other files: the reader comes to them again."""
+    order = shuffled(1)
+    machine = pushed_ahead(0.3, stream("a", order, lag=512))
+    planner = machine.planner
+    for end in range(64, 8_001, 64):
+        machine.now_s += 0.01
+        planner.streams.progress("a", end, machine.now_s)
+        machine.run_until_idle()
+    ahead = order[8_000:9_000]
+    assert planner.resident(ahead).all()
+    planner.streams.progress("a", 5_000, machine.now_s)
+    machine.run_until_idle()
+    assert planner.resident(order[5_000:5_100]).all()
+    assert planner.resident(ahead).all()
