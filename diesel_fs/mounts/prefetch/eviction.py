@@ -266,8 +266,9 @@ class Eviction:
         if offered is None:
             return None
         found = offered[self._evictable(offered)]
-        # Some may have a nearer use: an entry may occur twice.
-        return found[uses.next_use(found) >= uses.farthest.edge()]
+        found = found[uses.next_use(found) >= uses.farthest.edge()]  # others have a nearer use, too
+        _, first = np.unique(found, return_index=True)  # an entry may occur twice
+        return found[np.sort(first)]
 
     def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
         """The first of these entries that take `need_bytes`, and the rest."""

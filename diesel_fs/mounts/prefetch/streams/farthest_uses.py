@@ -59,6 +59,8 @@ class FarthestUses:
     def _farthest(self) -> tuple[StreamTracker, _Place] | None:
         """The stream whose place is farthest ahead of its reader; None if no place is ahead."""
         farthest, most = None, 0
+        for name in self._places.keys() - self.trackers.keys():
+            del self._places[name]
         for name, tracker in self.trackers.items():
             epochs = tracker.order.next_epochs()
             place = self._places.get(name)
