@@ -278,6 +278,10 @@ def test_a_reader_that_goes_back_keeps_the_files_ahead() -> None:
     ahead = order[8_000:9_000]
     assert planner.resident(ahead).all()
     planner.streams.progress("a", 5_000, machine.now_s)
+    victims = planner.resident_set.victims(planner.resident_set.bytes // 2, planner.views)
+    assert not np.isin(victims, ahead).any()
+    planner.resident_set.victims_dropped(victims)
+    machine.cached.difference_update(victims.tolist())
     machine.run_until_idle()
     assert planner.resident(order[5_000:5_100]).all()
     assert planner.resident(ahead).all()

@@ -14,7 +14,7 @@ from diesel_fs.mounts.prefetch.streams.units import (
 from diesel_fs.orders.plan import Epoch, Stream
 
 from .one_stream import FILES, claim_next, tracker_of
-from .simulated_kernel import shuffled, stream
+from .simulated_kernel import START_S, N, make_planner, push_next, shuffled, stream
 
 ORDER = list(range(512))  # eight chunks
 SHARE_BYTES = FILES * PAGE_BYTES
@@ -66,6 +66,15 @@ def test_an_order_that_a_log_has_is_cut_into_larger_units() -> None:
     tracker = tracker_of(stream("a", order))
     tracker.units.is_logged = lambda _: True
     assert claim_next(tracker) == order[:2_048]
+
+
+def test_free_memory_gets_whole_chunks_of_a_random_order() -> None:
+    """If it could hold more than a quarter of the epoch. Streams share it."""
+    for part, others, by_chunk in ((0.2, 0, False), (0.4, 0, True), (0.4, 1, False)):
+        planner = make_planner(N, part)
+        for number in range(1 + others):
+            planner.streams.announce(stream(str(number), shuffled(number)), START_S)
+        assert (push_next(planner).chunk >= 0) == by_chunk, (part, others)
 
 
 def test_a_share_that_changes_much_cuts_units_anew() -> None:
