@@ -11,6 +11,7 @@ from diesel_fs.cache.fetching.coalesce import (
     MergedRange,
     ReadLimits,
     by_chunk,
+    is_sparse,
     merge_ranges,
     merge_spans,
 )
@@ -58,30 +59,71 @@ def test_merged_ranges_keep_their_limit() -> None:
     assert merge_ranges(whole, 0) == [MergedRange(0, 3 * half, whole)]
 
 
-@given(
-    extents=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 300))),
-    gap=st.integers(0, 400),
-    span=st.integers(1, 2000),
-)
-def test_merged_spans_keep_to_a_chunk_a_gap_and_a_size(
-    extents: list[tuple[int, int, int]], gap: int, span: int
-) -> None:
-    """Extents one behind the other, as chunks have them, drawn as (chunk, gap before it, size)."""
-    rows: list[tuple[int, int, int]] = []
+Extents = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 300)))
+"""Extents one behind the other, as chunks have them, as (chunk, gap before it, size)."""
+
+Row = tuple[int, int, int]
+"""The chunk of an extent, its start and its end."""
+
+
+def rows_of(extents: list[tuple[int, int, int]]) -> list[Row]:
+    rows: list[Row] = []
     at = 0
     for chunk, before, size in sorted(extents, key=lambda each: each[0]):
         rows.append((chunk, at + before, at + before + size))
         at += before + size
+    return rows
+
+
+@given(extents=Extents, gap=st.integers(0, 400), span=st.integers(1, 2000))
+def test_merged_spans_keep_to_a_chunk_a_gap_and_a_size(
+    extents: list[tuple[int, int, int]], gap: int, span: int
+) -> None:
+    rows = rows_of(extents)
     chunks, starts, ends = np.array(rows, np.int64).reshape(-1, 3).T
     cuts = merge_spans(chunks, starts, ends, gap_bytes=gap, span_bytes=span)
+    check_spans(rows, cuts, [gap] * len(rows), span)
+
+
+@given(extents=Extents, gaps=st.data(), span=st.integers(1, 2000))
+def test_each_extent_may_have_its_own_limit_for_the_gap_before_it(
+    extents: list[tuple[int, int, int]], gaps: st.DataObject, span: int
+) -> None:
+    rows = rows_of(extents)
+    most = gaps.draw(st.lists(st.integers(0, 400), min_size=len(rows), max_size=len(rows)))
+    chunks, starts, ends = np.array(rows, np.int64).reshape(-1, 3).T
+    limits = np.array(most, np.int64)
+    check_spans(
+        rows, merge_spans(chunks, starts, ends, gap_bytes=limits, span_bytes=span), most, span
+    )
+
+
+def check_spans(rows: list[Row], cuts: list[int], gaps: list[int], span: int) -> None:
+    """Check the spans that begin at `cuts`. `gaps` has the limit of the gap before each extent."""
     assert (cuts[0], cuts[-1]) == (0, len(rows))
     assert cuts == sorted(set(cuts))
     pieces = [rows[begin:end] for begin, end in pairwise(cuts)]
-    for piece in pieces:
+    for begin, piece in zip(cuts, pieces, strict=False):
         assert len({chunk for chunk, _, _ in piece}) == 1
-        assert all(other[1] - one[2] <= gap for one, other in pairwise(piece))
+        for number, (one, other) in enumerate(pairwise(piece), begin + 1):
+            assert other[1] - one[2] <= gaps[number]
         assert len(piece) == 1 or piece[-1][2] - piece[0][1] <= span
-    for one, other in pairwise(pieces):
-        joined = other[0][2] - one[0][1] <= span
-        near = one[0][0] == other[0][0] and other[0][1] - one[-1][2] <= gap
+    for begin, (before, after) in zip(cuts[1:], pairwise(pieces), strict=False):
+        joined = after[0][2] - before[0][1] <= span
+        near = before[0][0] == after[0][0] and after[0][1] - before[-1][2] <= gaps[begin]
         assert not (near and joined), "they belong together"
+
+
+@given(Extents.filter(bool))
+def test_a_chunk_is_sparse_if_less_than_half_of_it_is_wanted(
+    extents: list[tuple[int, int, int]],
+) -> None:
+    """Half of the bytes from its first to its last extent."""
+    rows = rows_of(extents)
+    expected = []
+    for chunk, _, _ in rows:
+        own = [(start, end) for other, start, end in rows if other == chunk]
+        wanted = sum(end - start for start, end in own)
+        expected.append(wanted < (own[-1][1] - own[0][0]) / 2)
+    chunks, starts, ends = np.array(rows, np.int64).T
+    assert is_sparse(chunks, starts, ends).tolist() == expected

@@ -2,17 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 
 from diesel_fs.cache.fetching.coalesce import ReadLimits
+from diesel_fs.cache.fetching.read_plan import plan_reads
 from diesel_fs.cache.policies import costs
 from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import ObjectStore
+from tests.examples import examples
 from tests.rows import each_row
 
 from .conftest import FILES, Counting
@@ -93,6 +98,89 @@ def test_files_of_a_chunk_are_one_read_unless_they_are_far_apart(data: Dataset) 
     apart = inside[np.argsort(data.view.columns.offset[inside])][::4]  # three files lie between
     data.check(data.reader(data.store, ReadLimits(gap_bytes=500)), apart)
     assert len(data.store.reads) == len(apart)
+
+
+# Gaps in chunks of which little is wanted
+
+Extent = tuple[int, int, int]
+"""A chunk, and the start and the end of an extent in it."""
+
+
+def wanted_extents(data: Dataset, entries: Positions) -> list[Extent]:
+    """The extents of these files, sorted."""
+    return sorted(
+        (each.chunk, each.offset, each.offset + each.stored)
+        for entry in entries.tolist()
+        for each in data.view.extents(entry)
+    )
+
+
+@examples(100, suppress=(HealthCheck.function_scoped_fixture,))
+@given(
+    numbers=st.sets(st.integers(0, 299), min_size=1, max_size=60),
+    gap=st.integers(0, 20_000),
+    sparse_gap=st.integers(0, 20_000),
+)
+def test_a_plan_covers_all_extents_and_only_the_allowed_gaps(
+    data: Dataset, numbers: set[int], gap: int, sparse_gap: int
+) -> None:
+    """In a chunk of which less than half of the bytes between the first and the last extent is
+    wanted, gaps above the limit for sparse chunks are left out, too."""
+    entries = data.rows(*(b"n%03d" % number for number in numbers))
+    plan = plan_reads(
+        data.view, entries, gap_bytes=gap, span_bytes=8 << 20, sparse_gap_bytes=sparse_gap
+    )
+    extents = wanted_extents(data, entries)
+    allowed = 0
+    for chunk in {chunk for chunk, _, _ in extents}:
+        own = [(start, end) for other, start, end in extents if other == chunk]
+        wanted = sum(end - start for start, end in own)
+        is_sparse = 2 * wanted < own[-1][1] - own[0][0]
+        most = min(gap, sparse_gap) if is_sparse else gap
+        between = [start - end for (_, end), (start, _) in pairwise(own)]
+        allowed += wanted + sum(each for each in between if each <= most)
+    assert plan.bytes == sum(size for _, _, size in plan.spans) == allowed
+    for chunk, start, end in extents:
+        assert any(
+            (chunk, True) == (other, at <= start and end <= at + size)
+            for other, at, size in plan.spans
+        )
+
+
+def sparse_and_dense(data: Dataset) -> tuple[Positions, Positions]:
+    """Files of the chunk with the most small ones: the first, one in the middle and the last, with
+    gaps of many files; and all but some that follow each other."""
+    files = data.files
+    chunk = int(np.bincount(data.view.chunk_of(files)).argmax())
+    inside = files[(data.view.chunk_of(files) == chunk) & (data.view.columns.size[files] < 2000)]
+    inside = inside[np.argsort(data.view.columns.offset[inside])]
+    half = len(inside) // 2
+    return inside[[0, half, -1]], np.concatenate([inside[: half - 3], inside[half + 3 :]])
+
+
+@each_row(
+    ("store", "spans"), [("new", 3), ("slow", 3), ("fast", 1)],
+    ids=["before the first read", "a slow store", "a fast store"],
+)  # fmt: skip
+def test_wide_gaps_of_sparse_chunks_are_not_read_from_a_slow_store(
+    data: Dataset, store: str, spans: int
+) -> None:
+    """Gaps of a chunk of which most is wanted are read from any store."""
+    sparse, dense = sparse_and_dense(data)
+    reader = data.reader(data.store)
+    if store != "new":
+        reader._fetcher._stored.costs.observe(100_000, 1.0 if store == "slow" else 0.0001)
+    assert len(reader._plan(sparse).spans) == spans
+    assert len(reader._plan(dense).spans) == 1
+    data.store.reads.clear()
+    data.check(reader, sparse)
+    assert len(data.store.reads) == spans
+
+
+def test_a_store_that_takes_many_reads_in_a_request_has_its_own_limit(data: Dataset) -> None:
+    sparse, _ = sparse_and_dense(data)
+    reader = data.reader(Batching(data.store), ReadLimits(batched_gap_bytes=1 << 20))
+    assert len(reader._plan(sparse).spans) == 1
 
 
 # Several spans are requested from a slow store at once, and ahead
