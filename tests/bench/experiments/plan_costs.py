@@ -5,7 +5,8 @@ The script (`training_program.py`) is stock PyTorch with `shuffle=True` and two 
 a step is a sleep. No epoch can take fewer bytes than Belady's MIN with the same memory for pages,
 which knows the whole order, loads a file when the loop wants it, and drops the one whose next use
 is farthest. The order is the one in which the loop got its samples. The counts of a mount are up to
-a second old, so the script stops after each epoch until they are right.
+a second old, so the script stops after each epoch until they are right; the store's are read before
+that, since the mount goes on loading files of the next epoch.
 """
 
 import heapq
@@ -113,13 +114,13 @@ class _Stats(TypedDict):
 
 
 class _Epoch(TypedDict):
-    """A part of what the script prints of an epoch. `counts`: of the mount and of the store."""
+    """A part of what the script prints of an epoch. `counts`: of the store and of the mount."""
 
     seconds: float
     files: int
     bytes: int
     sum: int
-    counts: tuple[_Stats, dict[str, int]]
+    counts: tuple[dict[str, int], _Stats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +157,19 @@ class _Ground:
             options = (*self.bench.session_options, "--memory", str(memory_bytes))
             with dlcmd.mounted(_DATASET, mountpoint, *options):
                 before = store.counts()
-                counters = [(mountpoint / ".diesel" / "stats").as_uri(), f"{store.endpoint}/counts"]
+                stats = (mountpoint / ".diesel" / "stats").as_uri()
+                counters = [(f"{store.endpoint}/counts", 0.0), (stats, STILL_S)]
                 epochs = self.train(
                     dlcmd, mountpoint, *LAUNCHED, epochs=EPOCHS, step_s=step_s, order=str(sums),
-                    counters=counters, pause_s=STILL_S,
+                    counters=counters,
                 )  # fmt: skip
-                pushed = epochs[-1]["counts"][0]["residency"]
+                pushed = epochs[-1]["counts"][1]["residency"]
                 assert "budget_bytes" in pushed, "the prefetch worker has ended"
             order = order_of(np.fromfile(sums, np.uint64), shape)
         totals = [(before.requests, before.bytes, 0)]
         for epoch in epochs:
-            stats, stored = epoch["counts"]
-            reads = stats["reads"]["hits"] + stats["reads"]["misses"]
+            stored, mounted = epoch["counts"]
+            reads = mounted["reads"]["hits"] + mounted["reads"]["misses"]
             totals.append((stored["requests"], stored["bytes"], reads))
         counts = np.diff(np.array(totals), axis=0)
         room = _room_files(pushed, shape)

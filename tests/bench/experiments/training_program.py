@@ -39,16 +39,16 @@ SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about
 
 @dataclass(frozen=True)
 class Options:
-    """`counters` are URLs of JSON, which is read `pause_s` after each epoch. `order` names a file
-    that gets the sum of each sample, in the order in which the loop got them."""
+    """`counters` are URLs of JSON, which is read after each epoch, each after a pause of some
+    seconds. `order` names a file that gets the sum of each sample, in the order in which the loop
+    got them."""
 
     epochs: int
     batch: int
     workers: int
     compute_s: float
     list: str
-    counters: tuple[str, ...] = ()
-    pause_s: float = 0.0
+    counters: tuple[tuple[str, float], ...] = ()
     order: str = ""
 
 
@@ -140,12 +140,10 @@ def train(loader: Iterable[torch.Tensor], options: Options) -> list[Epoch]:
 
 
 def counted(options: Options) -> list[object]:
-    if not options.counters:
-        return []
-    time.sleep(options.pause_s)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     found = []
-    for url in options.counters:
+    for url, pause_s in options.counters:
+        time.sleep(pause_s)
         with opener.open(url) as answer:
             found.append(json.load(answer))
     return found
