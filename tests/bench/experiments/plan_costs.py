@@ -2,7 +2,7 @@
 takes from its store for a shuffled order, and the time that announcing takes if all is in memory.
 
 The script (`training_program.py`) is stock PyTorch with `shuffle=True` and two persistent workers;
-a step is a sleep. No epoch can take fewer bytes than Belady's MIN with the same memory for pages,
+a step is a sleep. No order of loads takes fewer files than Belady's MIN with that memory for pages,
 which knows the whole order, loads a file when the loop wants it, and drops the one whose next use
 is farthest. The order is the one in which the loop got its samples. The counts of a mount are up to
 a second old, so the script stops after each epoch until they are right; the store's are read before
