@@ -4,9 +4,9 @@ A *claim* keeps an entry for a reader; `resident_set.py` reports which entries g
 Entries of the importance 0 are dropped first (all have it until programs report others), in this
 order:
 
-1. entries whose claims were given up, in the order of the calls;
-2. entries that no reader comes to any more, as far as orders are known: those first that readers
-   passed first;
+1. entries whose claims were given up, and entries that readers have passed and do not come to any
+   more, as far as orders are known: those first whose claims ended first;
+2. other entries that no reader comes to;
 3. the entry whose next use is the farthest (Belady's MIN; Lobster, ICPP 2022, section 4.4).
 
 Entries of low importance follow as long as they take more than `low_bytes_max`, and then the least
@@ -205,7 +205,7 @@ class Eviction:
                 self._behind_edge += int(np.count_nonzero(is_behind))
                 piece = piece[~is_needed]
             if len(piece):
-                piece, rest = self._enough(np.unique(piece), need_bytes)
+                piece, rest = self._enough(_distinct(piece), need_bytes)
                 if len(rest):
                     self._released.appendleft((rest, by_use))
                     self._released_count += len(rest)
@@ -262,13 +262,12 @@ class Eviction:
         if len(self._found):
             found, self._found = self._found, NO_ENTRIES
             return found
-        offered = uses.farthest.next()
+        edge, offered = uses.farthest.edge(), uses.farthest.next()
         if offered is None:
             return None
         found = offered[self._evictable(offered)]
-        found = found[uses.next_use(found) >= uses.farthest.edge()]  # others have a nearer use, too
-        _, first = np.unique(found, return_index=True)  # an entry may occur twice
-        return found[np.sort(first)]
+        # The others have a nearer use, too.
+        return _distinct(found[uses.next_use(found) >= edge - len(offered)])
 
     def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
         """The first of these entries that take `need_bytes`, and the rest."""
@@ -326,3 +325,9 @@ class Eviction:
         is_free = self._resident[entries] & (self._claims[entries] == 0)
         free: Mask = is_free & ~self._leaving[entries]
         return free
+
+
+def _distinct(entries: Entries) -> Entries:
+    """These entries in the same order, each once: an order may have an entry twice."""
+    _, first = np.unique(entries, return_index=True)
+    return entries[np.sort(first)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.mounts.prefetch.eviction import BEHIND_DIVISOR, PIECE_ENTRIES
 from diesel_fs.mounts.prefetch.resident_set import Ended, ResidentSet
+from diesel_fs.mounts.prefetch.streams.farthest_uses import PIECE_POSITIONS
 from diesel_fs.mounts.prefetch.streams.stream_tracker import StreamTracker
 from diesel_fs.mounts.prefetch.streams.stream_views import STILL_S, StreamViews
 from diesel_fs.mounts.prefetch.streams.units import PAGE_BYTES, Columns
@@ -217,3 +218,13 @@ def test_a_new_search_finds_one_of_the_entries_with_the_farthest_next_use(
                 assert len(dropped) == min(len(uses), 1)
                 if restarts:
                     assert all(uses[entry] == max(uses.values()) for entry in dropped)
+
+
+def test_of_two_readers_the_farthest_uses_of_both_are_dropped() -> None:
+    """Up to a piece of the search."""
+    count = 5 * PIECE_POSITIONS
+    memory = Memory([1] * (2 * count), [list(range(count))], [list(range(count, 2 * count))])
+    while memory.entries.bytes > count * PAGE_BYTES:
+        memory.drop(50)
+    kept = memory.views.next_use(np.flatnonzero(memory.entries.resident).astype(np.uint32))
+    assert kept.max() <= count // 2 + PIECE_POSITIONS
