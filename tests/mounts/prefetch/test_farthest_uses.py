@@ -55,6 +55,14 @@ def test_the_next_epoch_is_offered_before_the_current_one() -> None:
     assert offered(search(tracker)) == [7, *second[100:][::-1]]
 
 
+def test_the_search_ends_although_the_reader_is_in_the_epoch_before() -> None:
+    """All files of that epoch are claimed, so it is not looked at."""
+    first, second = ORDER[:5_000], ORDER[2_000:8_000]
+    tracker = tracker_of(stream("a", first, second))
+    tracker.order.frontier_index = 1
+    assert offered(search(tracker)) == second[::-1]
+
+
 def test_a_reader_that_passes_the_search_ends_it() -> None:
     tracker = tracker_of(stream("a", ORDER))
     farthest = search(tracker)

@@ -68,6 +68,6 @@ class FarthestUses:
                 end = epochs[-1].end if epochs else 0
                 place = self._places[name] = _Place(epochs, end)
             ahead = place.position - tracker.reader.high
-            if ahead > most:
+            if ahead > most and place.position > epochs[0].base:
                 farthest, most = (tracker, place), ahead
         return farthest
