@@ -119,7 +119,7 @@ class PrefetchStats(PrefetchCounters):
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
     policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many of them had
     their turn. `has_room`: a miss may lead to a push. `waits_for_room`: a stream's next unit does
-    not fit beside the claimed files.
+    not fit beside files that are claimed, or read sooner.
     """
 
     resident_entries: int

@@ -391,6 +391,7 @@ class PrefetchPlanner:
                 return self._push(entries, markers)
         else:
             return self._push(NO_ENTRIES, markers)  # further units wait for the next decision
+        self._waits_for_room = self.waits_for_reader
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
