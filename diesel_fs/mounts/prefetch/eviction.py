@@ -4,10 +4,10 @@ A *claim* keeps an entry for a reader; `resident_set.py` reports which entries g
 Entries of the importance 0 are dropped first (all have it until programs report others), in this
 order:
 
-1. entries whose claims were given up, and entries that readers have passed and do not come to any
-   more, as far as orders are known: those first whose claims ended first;
+1. entries that streams have given up, and entries that readers have passed and, by the known
+   orders, do not come to again; in the order in which their claims ended;
 2. other entries that no reader comes to;
-3. the entry whose next use is the farthest (Belady's MIN; Lobster, ICPP 2022, section 4.4).
+3. the entry with the farthest next use (Belady's MIN; Lobster, ICPP 2022, section 4.4).
 
 Entries of low importance follow as long as they take more than `low_bytes_max`, and then the least
 important of high importance (`memory_split.py`). Among both, entries that this epoch still reads
@@ -48,8 +48,9 @@ PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
 BEHIND_DIVISOR = 256
-"""When readers have passed this part of all entries whose next use is farther than the search for
-the farthest use has come, the search begins again: it takes some milliseconds for a million
+"""The search for the farthest use goes from the ends of the orders towards the readers. Entries
+that readers pass meanwhile may have farther uses than the search still finds. If these are this
+part (a 256th) of all entries, it begins again. It takes some milliseconds for a million
 entries."""
 
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
@@ -87,9 +88,9 @@ class Eviction:
         # The next entries to drop that a search has found: among all (False), and among those of
         # high importance (True).
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
-        self._found = NO_ENTRIES  # what the search for the farthest use has found, to drop next
-        # How many entries have been passed since the search has begun that it should have found
-        # before those that it will find now.
+        self._found = NO_ENTRIES  # entries that the search for the farthest use has found
+        # How many entries readers have passed, since the search began, with a farther next use than
+        # it still finds.
         self._behind_edge = 0
         self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
@@ -227,8 +228,8 @@ class Eviction:
         return None
 
     def _find_needed(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """A piece of the entries whose next use is the farthest; if all entries without importance
-        are claimed, of the least important ones."""
+        """A piece of the entries with the farthest next use; if all entries without importance are
+        claimed, of the least important ones."""
         heap = self.heap
         if self._behind_edge >= max(self._count // BEHIND_DIVISOR, PIECE_ENTRIES):
             self._search_again(uses)

@@ -289,7 +289,8 @@ class KernelSession:
 
         held = None if push_status is None else push_status.try_hold(node - 1, wanted)
         if held is not None:
-            self._later(read, "read", self._read_held(held, node, offset, size))
+            here = self._held_or_read(held, lambda: vfs.read(node, offset, size))
+            self._later(read, "read", here)
         else:
             try:
                 found = vfs.read_nowait(node, offset, size)
@@ -314,22 +315,21 @@ class KernelSession:
         if self._push_status is not None:
             self._push_status.note_failed_read()
 
-    async def _read_held(self, held: HeldRead, node: int, offset: int, size: int) -> Bytes:
-        """The content for a READ of a file that is pushed soon. Waits a moment first, so that the
-        worker gets ahead of the reader, or hands over the content."""
-        found = await self._wait_held(held)
-        return await self._vfs.read(node, offset, size) if found is None else found
-
-    async def _wait_held(self, held: HeldRead) -> bytes | None:
-        """Waits for the worker. Returns the bytes that it has handed over, or None."""
+    async def _held_or_read(
+        self, held: HeldRead, read: Callable[[], Awaitable[Content]]
+    ) -> Content:
+        """The bytes that the worker hands over to the READ of a file that is pushed soon; if it
+        hands nothing over, those that `read` gets. The worker does not push the file until then: it
+        would wait for the page that the READ has locked."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):
                 found = await held.wait()
+            if found is None:
+                return await read()
         finally:
             held.end()
-        if found is not None:
-            self._vfs.note_handed_over(len(found))
+        self._vfs.note_handed_over(len(found))
         return found
 
     def _later(

@@ -34,7 +34,6 @@ import trio
 
 from ...cache.waiting import WaitCause
 from ...errors import DieselError
-from ...format.entries import Bytes
 from ...format.image import Image
 from ...system import syscalls
 from ...system.mountinfo import mounts, topmost_at
@@ -49,7 +48,7 @@ from ..tree.content_file import (
 )
 from ..tree.vfs import BLOCK_BYTES, Vfs
 from . import protocol
-from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
+from .kernel import FOREVER_WHOLE_S, Answer, Content, Handler, KernelSession
 from .native_tree import Tree, mount_tree
 from .protocol import Op, ReadRequest, RequestHeader
 from .push_status import HeldBytes, HeldRead, PushStatusMap
@@ -540,10 +539,10 @@ class NativeSession(KernelSession):
 
     async def _content_held(
         self, held: HeldRead, content: ContentFile, offset: int, size: int
-    ) -> Sequence[Bytes]:
-        found = await self._wait_held(held)
-        if found is None:
-            return await content.read(offset, size)
+    ) -> Content:
+        found = await self._held_or_read(held, lambda: content.read(offset, size))
+        if not isinstance(found, bytes):
+            return found
         return found, bytes(size - len(found))  # zeros behind the file
 
 

@@ -93,7 +93,7 @@ def _addresses_at(entry_count: int) -> int:
 
 
 class HeldBytes(NamedTuple):
-    """What a READ wants: the kernel's number of it, and its bytes as a part of one file."""
+    """The bytes that a READ wants, as a part of one file; `unique` is the kernel's number of it."""
 
     unique: int
     offset: int
@@ -169,7 +169,8 @@ class PushStatusMap:
         return got_all
 
     def end_soon(self, entries: npt.NDArray[np.int64]) -> None:
-        """Removes the marks of entries whose held READs got no bytes: the server reads them."""
+        """Removes the marks of these entries: their held READs got no bytes, so the server reads
+        them."""
         self._soon[entries] = 0
 
     @property

@@ -163,6 +163,22 @@ def test_a_still_stream_gets_memory_again_after_its_first_reads() -> None:
     assert machine.misses["still"] <= 300
 
 
+def test_the_lead_of_a_stream_is_the_time_until_its_reader_has_no_more_claims() -> None:
+    """A reader beyond its claims has none: the worker would wait for ever with less than 0."""
+    machine = pushed_ahead(0.1, stream("a", shuffled(1)))
+    assert machine.planner.views.lead_s() == 0  # no rate is known yet
+    machine.planner.streams.progress("a", 256, machine.now_s)
+    tracker = machine.planner.views.trackers["a"]
+    tracker.reader.rate = 1_000.0
+    claimed = tracker.order.claimed_end()
+    assert machine.planner.views.lead_s() == pytest.approx((claimed - 256) / 1_000)
+    machine.planner.streams.progress("a", N // 2, machine.now_s)
+    assert claimed < N // 2
+    tracker.reader.rate = 1_000.0
+    assert machine.planner.views.lead_s() == 0
+    assert make_planner(N, 0.1).views.lead_s() == 0
+
+
 def test_a_replaced_rest_of_an_epoch_is_pushed() -> None:
     old, new = chunk_wise(CHUNKS, 10, 1), chunk_wise(CHUNKS, 10, 2)
     machine = pushed_ahead(0.1, stream("a", old))

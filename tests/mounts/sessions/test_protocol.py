@@ -186,6 +186,47 @@ async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device)
     assert causes["store"] == 0.0
 
 
+async def counted(device: Device, name: str) -> None:
+    """Wait until the session has counted such a READ."""
+    for _ in range(10_000):
+        if device.vfs.reads[name]:
+            return
+        await trio.sleep(HOLD_STEP_S)
+    raise AssertionError(f"no READ counts as {name}")
+
+
+async def test_the_worker_leaves_a_file_out_until_its_READ_is_answered(source: Path) -> None:
+    """It would wait for the page that the READ has locked, also after the hold."""
+    (source / "wait").write_bytes(b"w" * 5000)
+    async with Device(source).serving() as device:
+        status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
+        device.session.attach_worker(lambda _: None, lambda _: None, status)
+        node = await device.node_of(b"wait")
+        entries = np.array([node - 1])
+        status.mark_soon(entries.astype(np.uint32))
+        await device.send(message(Op.READ, 1001, node, READ.pack(0, 0, 4096, 0)))
+        await counted(device, "misses")  # the hold has ended
+        assert status.mark_now(entries).all()
+        source.with_name(source.name + RELEASE_SUFFIX).touch()
+        assert await device.reply() == (1001, 0, b"w" * 4096)
+        assert not status.mark_now(entries).any()
+
+
+async def test_a_READ_is_answered_by_bytes_that_the_worker_hands_over(device: Device) -> None:
+    status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
+    device.session.attach_worker(lambda _: None, lambda _: None, status)
+    file = await device.node_of(b"a")
+    status.mark_soon(np.array([file - 1], np.uint32))
+    status.set_store_is_slow(is_slow=True)
+    await device.send(message(Op.READ, 1001, file, READ.pack(0, 0, 4096, 0)))
+    await counted(device, "held")
+    assert status.mark_now(np.array([file - 1])).all()
+    assert status.hand_over(file - 1, 0, memoryview(b"h" * 4096))
+    assert await device.reply() == (1001, 0, b"h" * 4096)
+    assert device.vfs.reads["hits"] == device.vfs.reads["held"] == 1
+    assert device.vfs.reads["misses"] == 0
+
+
 async def test_garbage_is_dropped(device: Device) -> None:
     noise = random.Random(4)
     for _ in range(500):

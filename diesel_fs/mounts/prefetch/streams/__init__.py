@@ -6,9 +6,9 @@ one stream and names its parts: `stream_order.py`, `reader_position.py`, `claims
 `units_ahead.py` and `lateness.py`.
 
 Other parts concern all streams: `changes.py` announces, extends, replaces and withdraws streams;
-`stream_views.py` answers questions about them; `signs.py` finds the stream whose reader made a READ
-or an open; `watches.py` merges the markers to watch. `units.py` cuts an order into units, the files
-of one push each.
+`stream_views.py` answers questions about them; `farthest_uses.py` finds the files that readers come
+to last; `signs.py` finds the stream whose reader made a READ or an open; `watches.py` merges the
+markers to watch. `units.py` cuts an order into units, the files of one push each.
 
 One rule: only `changes.py` adds or removes a stream.
 """

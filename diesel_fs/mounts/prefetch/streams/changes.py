@@ -47,9 +47,8 @@ class Streams:
 
     def announce(self, stream: Stream, now_s: float) -> None:
         """Announce a stream. It replaces a stream of the same name, or goes on with it if the only
-        announced epoch is the last one of that stream, so that what was claimed for it and read
-        ahead stays. Raises UsageError, as the next three methods do, and then no stream has
-        changed.
+        announced epoch is the last one of that stream: then its claims and reads ahead stay. Raises
+        UsageError, as the next three methods do, and then no stream has changed.
 
         If there are as many streams as allowed, the stream that was read to its end first is
         removed, so programs that use a new name for each epoch need not withdraw any stream.

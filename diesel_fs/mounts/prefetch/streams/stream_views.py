@@ -101,17 +101,15 @@ class StreamViews:
         return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def lead_s(self) -> float:
-        """In how many seconds a reader may come to the end of its stream's claims; 0 if there is no
-        stream, or a reader's rate is not known."""
-        return min(
-            (
-                (each.order.claimed_end() - each.reader.high) / each.reader.rate
-                if each.reader.rate
-                else 0.0
-                for each in self.trackers.values()
-            ),
-            default=0.0,
-        )
+        """In how many seconds the first reader may come to the end of its stream's claims. 0 if
+        there is no stream, a reader is beyond its claims, or a reader's rate is not known."""
+        leads_s = [
+            max(each.order.claimed_end() - each.reader.high, 0) / each.reader.rate
+            if each.reader.rate
+            else 0.0
+            for each in self.trackers.values()
+        ]
+        return min(leads_s, default=0.0)
 
     def find_still(self, now_s: float) -> bool:
         """Find the streams that are still now: `next_use`, `unneeded` and `farthest` ignore these.
