@@ -102,24 +102,22 @@ class MemorySplit:
             -(-push_bytes * SERVER_DIVISOR // (SERVER_DIVISOR - 1)), push_bytes + SERVER_BYTES_MAX
         )
 
-    def server_bytes(self, *, pushes: bool) -> int:
-        """The bytes for chunks in the server's memory. A mount that does not push gives the server
-        everything except the master's part."""
-        if not pushes:
-            return self.total_bytes - self.task_bytes
+    @property
+    def server_bytes(self) -> int:
+        """The bytes for chunks in the server's memory."""
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
     def task_bytes(self) -> int:
         """The bytes for chunks in the task's master on this machine, if this mount starts the
         master; 0 without a task."""
-        left = self.total_bytes - min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
+        left = self.total_bytes - self.server_bytes
         return left * MASTER_SHARE[0] // MASTER_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
         """The bytes for contents that are pushed into the kernel's page cache."""
-        return self.total_bytes - self.server_bytes(pushes=True) - self.task_bytes
+        return self.total_bytes - self.server_bytes - self.task_bytes
 
 
 class MountSource:
@@ -172,9 +170,7 @@ class MountSource:
         with _open_repository(request) as repository:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
-    def reader(
-        self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
-    ) -> ContentReader:
+    def reader(self, request: MountRequest, snapshot: Snapshot, memory_bytes: int) -> ContentReader:
         """A reader of contents for the server, which keeps up to `memory_bytes` of chunks.
 
         With `pushes`, the server reads only files that were not pushed, so it reads them one by one
@@ -185,8 +181,8 @@ class MountSource:
             objects = self._objects(request, repository, store, snapshot)
             if objects is not store:
                 objects = MarkedStore(objects, WaitCause.PEER)
-            reader = EntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
-            if not request.log_folder or not pushes:
+            reader = EntryReader(snapshot, objects, memory_bytes, prefer_entries=True)
+            if not request.log_folder:
                 return reader
             if request.task_options.cache_layout == "order":
                 try:

@@ -52,6 +52,12 @@ class Slow(ReadWrapper):
             self.inner.read_into(name, start, buffer)
 
 
+class Counted(Slow):
+    """A store that counts the reads, and takes no time for them."""
+
+    delay_s = 0.0
+
+
 class Batching(Slow):
     """A store that takes many parts in one request, and records the requests."""
 

@@ -42,15 +42,17 @@ def test_an_outage_is_no_latency() -> None:
     assert observed((4096, 60.0)).latency_s == LATENCY_S_MAX
 
 
-def test_only_a_place_that_was_seen_to_be_slow_is_slow() -> None:
-    """Before the first read it may be."""
+def test_a_place_counts_as_slow_until_a_read_shows_otherwise() -> None:
     costs = ReadCosts()
-    assert (costs.is_slow, costs.may_be_slow) == (False, True)
-    costs.observe(100, 1.0)
-    assert (costs.is_slow, costs.may_be_slow) == (True, True)
+    assert costs.is_slow
+    costs.observe(100, 0.0001)
+    assert not costs.is_slow
     for _ in range(100):
-        costs.observe(100, 0.001)
-    assert (costs.is_slow, costs.may_be_slow) == (False, False)
+        costs.observe(100, 1.0)
+    assert costs.is_slow
+    for _ in range(100):
+        costs.observe(100, 0.0001)
+    assert not costs.is_slow
 
 
 Reads = st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0, 1e6)), max_size=60)

@@ -94,9 +94,7 @@ class FolderMountSource(MountSource):
     def lease(self, request: MountRequest, snapshot: Snapshot) -> None:
         """None: a folder has no purge."""
 
-    def reader(
-        self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
-    ) -> FolderReader:
+    def reader(self, request: MountRequest, snapshot: Snapshot, memory_bytes: int) -> FolderReader:
         return FolderReader(snapshot, parse_url(request.url).path)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:

@@ -11,7 +11,7 @@ from tests.mounts import slow_daemon
 from tests.mounts.observed import current_stats, figures, mounted, noise, put
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel", "pyfuse3")]
 
 GROUPS, GROUP_FILES, FILE_BYTES = 10, 4, 20_000
 STORE_S = 0.5

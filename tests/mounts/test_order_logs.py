@@ -35,7 +35,7 @@ STEP = 30
 """Files that are read without a look at the mount: fewer than it always pushes ahead."""
 
 
-pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel", "pyfuse3")]
 
 
 def names_of(files: int) -> list[str]:

@@ -49,7 +49,7 @@ def resources_of(place: Path) -> Iterator[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path, session: str) -> None:
     """No descriptor, thread, mount, process, connection, loop device, socket or shared memory."""
     at = tmp_path / "mount"

@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> MountRequest:
 
 
 def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
-    reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
+    reader = MountSource().reader(request, source.snapshot, 1 << 20)
     index = source.snapshot.lookup(path)
     try:
         return bytes(reader.read(index, 0, source.snapshot.stat(index).size))
@@ -69,7 +69,7 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
         dogs.put(b"more", "c")
         dogs.flush()
         for each in (snapshot, dogs.snapshot, dogs.snapshot):
-            source.reader(request, each, 1 << 20, pushes=False)
+            source.reader(request, each, 1 << 20)
     assert waits == [MASTER_END_WAIT_S, 0.0]
 
 
@@ -209,6 +209,5 @@ def test_a_mount_takes_a_part_of_the_memory(
 def test_the_parts_of_the_memory_add_up_to_the_whole() -> None:
     for total_bytes in (64 << 20, 1 << 30, 64 << 30):
         shares = MemorySplit(total_bytes)
-        assert shares.server_bytes(pushes=False) == total_bytes
-        assert shares.server_bytes(pushes=True) + shares.push_bytes == total_bytes
+        assert shares.server_bytes + shares.push_bytes == total_bytes
         assert shares.push_bytes > total_bytes // 2

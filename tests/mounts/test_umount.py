@@ -136,7 +136,7 @@ def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-R", "-l", place], check=True)
 
 
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_worker_that_keeps_an_unmounted_mount_is_ended_without_an_error(
     source: Path, tmp_path: Path, session: str
 ) -> None:

@@ -125,14 +125,9 @@ class SpanFetcher:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the store takes one read in a request, and its reads until now took long
-        (`ReadCosts.is_slow`)."""
+        """Whether several reads at once are faster than one after the other: a store with a
+        latency. True before the first read."""
         return not self._reads.batches_reads and self._stored.costs.is_slow
-
-    @property
-    def may_be_slow(self) -> bool:
-        """As `is_slow`, but True before the first read."""
-        return not self._reads.batches_reads and self._stored.costs.may_be_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
         """Whether any of these spans is being read."""

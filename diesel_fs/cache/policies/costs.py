@@ -75,14 +75,9 @@ class ReadCosts:
 
     @property
     def is_slow(self) -> bool:
-        """Whether several reads at once are faster than one after the other. False before the first
+        """Whether several reads at once are faster than one after the other. True before the first
         read."""
-        return self._mean_s > SLOW_READ_S
-
-    @property
-    def may_be_slow(self) -> bool:
-        """As `is_slow`, but True before the first read."""
-        return self.is_slow or not self._mean_s
+        return self._mean_s > SLOW_READ_S or not self._mean_s
 
     @property
     def gap_bytes(self) -> int:

@@ -75,7 +75,7 @@ class BatchSource(Protocol):
 
     @property
     def is_slow(self) -> bool:
-        """Whether the store is known to take long for a read, so that reading ahead helps."""
+        """Whether a read takes so long that reading ahead helps. True before the first read."""
         ...
 
     def stats(self) -> dict[str, int]:
@@ -308,7 +308,7 @@ class CoalescingReader:
             entries,
             gap_bytes=limits.batched_gap_bytes if fetcher.batches_reads else limits.gap_bytes,
             span_bytes=limits.slow_span_bytes if fetcher.is_slow else limits.span_bytes,
-            sparse_gap_bytes=limits.sparse_gap_bytes if fetcher.may_be_slow else None,
+            sparse_gap_bytes=limits.sparse_gap_bytes if fetcher.is_slow else None,
         )
 
     def close(self) -> None:

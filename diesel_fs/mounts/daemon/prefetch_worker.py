@@ -442,9 +442,9 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
+        self._mark_soon([push.entries], is_pushing=True)
         if not push.is_urgent:  # during an urgent push, reads ahead go on as they are
             self._feed.batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
-        self._mark_soon([push.entries], is_pushing=True)
         self._page_cache.opens.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []

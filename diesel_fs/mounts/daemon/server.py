@@ -50,9 +50,9 @@ from ..options import MountRequest
 from ..plans.control_socket import ControlSocket
 from ..plans.list_plans import ListPlans
 from ..prefetch.link import WorkerLink
-from ..sessions.kernel import KernelSession
 from ..sessions.native import NativeSession
 from ..sessions.push_status import PushStatusMap, push_status_file, share_logs
+from ..sessions.session import Session
 from ..source import MemorySplit, MountSource
 from ..statistics.metrics_port import MetricsSource
 from ..statistics.mount_metrics import metrics_text
@@ -285,25 +285,22 @@ class _Server:
         )
         if self._metrics is not None:
             log.info("metrics at %s", self._metrics.url)
-        if isinstance(session, KernelSession):
-            await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
+        await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._end.is_ready = True
         with suppress(BrokenPipeError):  # the supervisor was killed: ORPHANED_SIGNAL comes
             os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
             os.dup2(2, 1)  # closes the report: the starter waits for its end
-        pushing = session if isinstance(session, KernelSession) else None
-        if pushing is not None and not self._start_worker(pushing):
-            pushing = None
+        has_worker = self._start_worker(session)
         self._worker_begun.set()
-        if pushing is not None:
+        if has_worker:
             await self._link.run()
-            pushing.detach_worker()
+            session.worker.detach()
         else:
             self._link.close()
         session.set_open_callback(self._on_open)
 
-    def _start_worker(self, session: KernelSession) -> bool:
+    def _start_worker(self, session: Session) -> bool:
         """Sends the worker the connection, the snapshot and the shared memory. Returns whether that
         was possible."""
         begin: Message = {
@@ -326,7 +323,7 @@ class _Server:
                     self._mount.watcher.attach_worker(shared)
                 else:
                     push_status = PushStatusMap(shared)
-                    session.attach_worker(
+                    session.worker.attach(
                         self._link.report_miss, self._link.report_forgotten, push_status
                     )
             except OSError as error:

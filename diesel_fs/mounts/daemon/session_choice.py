@@ -139,11 +139,10 @@ class SessionChoice:
 
     def _make_vfs(self, session: str) -> tuple[Vfs, ContentReader, VersionWatcher | None]:
         request, snapshot = self._request, self._snapshot
-        pushes = session != "pyfuse3"
-        memory_bytes = self._memory.server_bytes(pushes=pushes)
+        memory_bytes = self._memory.server_bytes
         retired_bytes = memory_bytes // RETIRED_DIVISOR if request.follow else 0
         memory_bytes -= retired_bytes
-        reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)
+        reader = self._source.reader(request, snapshot, memory_bytes)
         owner = Owner(*request.owner_ids, request.umask)
         hooks, deadline_s = self._hooks(session), request.read_deadline_s
         if not request.follow:

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple, NoReturn
 
 import trio
 
-from ...cache.waiting import WaitCause, observer_set, waiting_for
+from ...cache.waiting import WaitCause, observer_set
 from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
 from ..mountpoints.processes import was_killed
@@ -31,9 +31,9 @@ from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
 from ..tree.vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
-from .push_status import HeldBytes, HeldRead, PushStatusMap
 from .readdir_replies import ReaddirReplies
 from .session import RequestWait, SessionUnsupported
+from .worker_side import WorkerSide
 
 log = logging.getLogger("diesel.mount")
 
@@ -60,9 +60,6 @@ _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
 """Errors of reading the device after which the session goes on. The usual cause is that a request
 was withdrawn, because its process was killed."""
-
-
-def _ignore(_: object) -> None: ...
 
 
 def _refuse(number: int) -> Handler:
@@ -112,10 +109,7 @@ class KernelSession:
         self._early: list[tuple[_Waiting, int, int, str, Awaitable[Content]]] = []
         self._waiting: dict[int, _Waiting] = {}  # by the request's number
         self._handlers = self._make_handlers()
-        self._on_miss: Callable[[int], None] = _ignore
-        self._on_forget: Callable[[Sequence[int]], None] = _ignore
-        self._push_status: PushStatusMap | None = None
-        self._reads_failed = False
+        self.worker = WorkerSide(vfs)
         self.negotiated = ""
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
@@ -220,24 +214,6 @@ class KernelSession:
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
         """Does nothing: the kernel opens files without a request."""
 
-    def attach_worker(
-        self,
-        on_miss: Callable[[int], None],
-        on_forget: Callable[[Sequence[int]], None],
-        push_status: PushStatusMap,
-    ) -> None:
-        """Connects the prefetch worker. From now on the session calls `on_miss` with entries that
-        the kernel had no content of, and `on_forget` with entries that the kernel has forgotten.
-        READs of entries that `push_status` marks as pushed soon are held for a moment."""
-        self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
-        if self._reads_failed:
-            push_status.note_failed_read()
-
-    def detach_worker(self) -> None:
-        """Called when the worker has ended: from now on nothing is reported to it, and no READ is
-        held."""
-        self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
-
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview) -> None:
@@ -280,16 +256,11 @@ class KernelSession:
     def _read(self, read: ReadRequest) -> None:
         """Answers a READ at once from memory, or in a task, so that it delays no other request."""
         unique, node, offset, size, thread = read
-        vfs, push_status = self._vfs, self._push_status
+        vfs, worker = self._vfs, self.worker
         vfs.requests["read"] += 1
-
-        def wanted() -> HeldBytes:
-            left = max(vfs.attributes(node).size - offset, 0)
-            return HeldBytes(unique, offset, min(size, left))
-
-        held = None if push_status is None else push_status.try_hold(node - 1, wanted)
+        held = worker.try_hold(unique, node, offset, size)
         if held is not None:
-            here = self._held_or_read(held, lambda: vfs.read(node, offset, size))
+            here = worker.held_or_read(held, lambda: vfs.read(node, offset, size))
             self._later(read, "read", here)
         else:
             try:
@@ -302,35 +273,12 @@ class KernelSession:
                 self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
             else:
                 self._later(read, "read", vfs.read(node, offset, size))
-        if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
-            self._on_miss(node - 1)
+        worker.report_miss(node)
 
     def _fail_read(self, read: ReadRequest, fault: BaseException) -> None:
-        self._note_failed_read()
+        self.worker.note_failed_read()
         self._send(read.unique, (), self._vfs.errno_of(fault, "read", read.node))
         self._waits.answered(read.thread, WaitCause.MOUNT, self._begun_s)
-
-    def _note_failed_read(self) -> None:
-        self._reads_failed = True
-        if self._push_status is not None:
-            self._push_status.note_failed_read()
-
-    async def _held_or_read(
-        self, held: HeldRead, read: Callable[[], Awaitable[Content]]
-    ) -> Content:
-        """The bytes that the worker hands over to the READ of a file that is pushed soon; if it
-        hands nothing over, those that `read` gets. The worker does not push the file until then: it
-        would wait for the page that the READ has locked."""
-        self._vfs.reads["held"] += 1
-        try:
-            with waiting_for(WaitCause.PREFETCH):
-                found = await held.wait()
-            if found is None:
-                return await read()
-        finally:
-            held.end()
-        self._vfs.note_handed_over(len(found))
-        return found
 
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
@@ -369,7 +317,7 @@ class KernelSession:
                     number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
         if number and request == "read":
-            self._note_failed_read()
+            self.worker.note_failed_read()
         self._send(unique, answer, number)
         self._waits.end(waiting.wait)
 
@@ -415,7 +363,7 @@ class KernelSession:
 
     def _forget(self, request: RequestHeader, message: memoryview) -> Answer:
         forgets = protocol.parse_forgets(request, message)
-        self._on_forget(self._vfs.forget_all(forgets))
+        self.worker.on_forget(self._vfs.forget_all(forgets))
         return None
 
     def _getattr(self, request: RequestHeader, message: memoryview) -> Answer:

@@ -51,7 +51,7 @@ from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Content, Handler, KernelSession
 from .native_tree import Tree, mount_tree
 from .protocol import Op, ReadRequest, RequestHeader
-from .push_status import HeldBytes, HeldRead, PushStatusMap
+from .push_status import HeldBytes, HeldRead
 from .session import SessionUnsupported, SwitchUnsupported
 
 log = logging.getLogger("diesel.mount")
@@ -425,14 +425,9 @@ class NativeSession(KernelSession):
             os.close(self.private_mount)
             self.private_mount = -1
 
-    def attach_worker(
-        self,
-        on_miss: Callable[[int], None],
-        on_forget: Callable[[Sequence[int]], None],
-        push_status: PushStatusMap,
-    ) -> None:
-        """See `KernelSession`. The entries are numbered as in the current tree's version."""
-        super().attach_worker(on_miss, on_forget, push_status)
+    def report_current_tree(self) -> None:
+        """From now on, READs of the current tree are reported as misses, and no others: the worker
+        has switched to its version."""
         self._missed = self._current
 
     # requests ---------------------------------------------------------------------------------
@@ -502,11 +497,11 @@ class NativeSession(KernelSession):
             super()._read(read)
             return
         self._vfs.requests["read"] += 1
-        push_status, tree = self._push_status, self._missed
+        push_status, tree = self.worker.push_status, self._missed
         if push_status is not None and node == tree.content_node:
             entry = tree.content.entry_at(offset)
-            if not self._is_ahead(thread, offset) and push_status.takes_miss():
-                self._on_miss(entry)
+            if not self._is_ahead(thread, offset):
+                self.worker.report_miss(entry + 1)
 
             def wanted() -> HeldBytes | None:
                 place = content.only_file(offset, size)
@@ -540,7 +535,7 @@ class NativeSession(KernelSession):
     async def _content_held(
         self, held: HeldRead, content: ContentFile, offset: int, size: int
     ) -> Content:
-        found = await self._held_or_read(held, lambda: content.read(offset, size))
+        found = await self.worker.held_or_read(held, lambda: content.read(offset, size))
         if not isinstance(found, bytes):
             return found
         return found, bytes(size - len(found))  # zeros behind the file

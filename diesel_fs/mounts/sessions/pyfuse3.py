@@ -18,6 +18,7 @@ process has one session, because pyfuse3 keeps its state in globals.
 
 import errno
 import functools
+import itertools
 import os
 import signal
 import time
@@ -32,12 +33,13 @@ import pyfuse3
 import trio
 
 from ...cache.waiting import WaitCause, observer_set
-from ...format.entries import NAME_BYTES_MAX
+from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
 from ...system.daemons import minimal_environment_set
 from ..tree.attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
 from ..tree.vfs import BLOCK_BYTES, ChildColumns, Vfs
 from .session import RequestWait
+from .worker_side import WorkerSide
 
 TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
@@ -96,6 +98,8 @@ class _Operations(pyfuse3.Operations):
         self._listed = self._blank()
         self._opened = pyfuse3.FileInfo(keep_cache=True)
         self._parts: OrderedDict[tuple[int, int, int], Listing] = OrderedDict()
+        self._reads = itertools.count(1)
+        self.worker = WorkerSide(vfs)
         self.started: Callable[[], object] = int
         self.on_open: Callable[[int], object] = int
 
@@ -150,9 +154,7 @@ class _Operations(pyfuse3.Operations):
             raise self.fuse_error(fault, request, node) from None
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
-        for node, count in inode_list:
-            if node >= self.vfs.first_counted_node:
-                self.vfs.forget(node, count)
+        self.worker.on_forget(self.vfs.forget_all(inode_list))
 
     @_answered("getattr")
     def getattr(self, node: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
@@ -170,19 +172,26 @@ class _Operations(pyfuse3.Operations):
         return self._opened
 
     async def read(self, node: int, off: int, size: int) -> bytes:
-        vfs = self.vfs
+        vfs, worker = self.vfs, self.worker
         vfs.requests["read"] += 1
         begun_s = time.monotonic()
+        # pyfuse3 does not pass the kernel's number of the request; any unique number will do.
+        held = worker.try_hold(next(self._reads), node, off, size)
+        worker.report_miss(node)
+        found: Bytes | Sequence[Bytes] | None = None
         try:
-            found = vfs.read_nowait(node, off, size)
-            if found is not None:
+            if held is None and (found := vfs.read_nowait(node, off, size)) is not None:
                 vfs.waits.answered(_UNSEEN, WaitCause.MOUNT, begun_s)
             else:
                 with _nudged(vfs), self._waiting(WaitCause.MOUNT, begun_s):
-                    found = await vfs.read(node, off, size)
+                    if held is None:
+                        found = await vfs.read(node, off, size)
+                    else:
+                        found = await worker.held_or_read(held, lambda: vfs.read(node, off, size))
         except GeneratorExit:
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
+            worker.note_failed_read()
             raise self.fuse_error(fault, "read", node) from None
         return found  # type: ignore[return-value]  # writev(2) takes anything with a buffer
 
@@ -402,6 +411,7 @@ class Pyfuse3Session:
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
         self.negotiated = f"pyfuse3 {pyfuse3.__version__}"
         self._operations = _Operations(vfs)
+        self.worker = self._operations.worker
         self._mountpoint = mountpoint
         self._options = options
 

@@ -19,6 +19,7 @@ import trio
 from ...names import check_dataset_name
 from ..mountpoints.mountpoint import SUBTYPE
 from ..tree.vfs import Vfs
+from .worker_side import WorkerSide
 
 SLICE_S = 0.002
 """How long requests are answered before trio's loop gets a turn, which costs as much as a reply."""
@@ -63,6 +64,8 @@ class Session(Protocol):
     """A session (see the module). The same tests run over every implementation."""
 
     name: ClassVar[str]
+    worker: WorkerSide
+    """The session's side of the prefetch worker."""
     negotiated: str
     """The version and abilities that session and kernel agreed upon, for the log."""
 

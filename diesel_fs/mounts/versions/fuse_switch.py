@@ -16,7 +16,6 @@ import trio
 from ...format.snapshot.diff import SnapshotDiff
 from ...net.messages import Message, Value
 from ..prefetch.link import WorkerLink
-from ..sessions.kernel import KernelSession
 from ..sessions.push_status import NodePushStatusMap
 from ..sessions.session import Session
 from ..source import node_map_file
@@ -45,7 +44,6 @@ class FuseSwitching:
     def attach_worker(self, push_status: int) -> None:
         """See `Switching`. `push_status` is the descriptor of the shared memory in which the worker
         marks the entries that it pushes."""
-        assert isinstance(self._session, KernelSession)
         index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
 
         def on_miss(entry: int) -> None:
@@ -53,7 +51,7 @@ class FuseSwitching:
             if index >= 0:
                 report_miss(index)
 
-        self._session.attach_worker(
+        self._session.worker.attach(
             on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, index_of_node)
         )
         self._has_worker = True

@@ -56,7 +56,8 @@ class NativeSwitching:
 
     def attach_worker(self, push_status: int) -> None:
         link = self._link
-        self.session.attach_worker(
+        self.session.report_current_tree()
+        self.session.worker.attach(
             link.report_miss, link.report_forgotten, PushStatusMap(push_status)
         )
 

@@ -242,7 +242,7 @@ class VersionWatcher:
             return None
         self._leases.set_versions([new, *self._snapshots])  # before comparing, which takes seconds
         has_worker = self._has_worker
-        reader = self._source.reader(self._request, new, self._memory_bytes, pushes=has_worker)
+        reader = self._source.reader(self._request, new, self._memory_bytes)
         try:
             diff = diff_snapshots(old, new)
             ready = _ReadySwitch(diff, self._switching.prepare(diff, reader))
@@ -265,7 +265,7 @@ class VersionWatcher:
         old, new = ready.diff.old, ready.diff.new
         self._applied_version = old.version
         before = await ready.prepared.make(
-            lambda: self._source.reader(self._request, old, self._retired_bytes, pushes=True)
+            lambda: self._source.reader(self._request, old, self._retired_bytes)
         )
         self._on_switch(new)
         await self._in_thread(lambda: self._source.switch_version(new))  # before the worker reads

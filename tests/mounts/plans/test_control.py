@@ -59,21 +59,12 @@ def test_the_hello_describes_the_mount(at: Path, session: str) -> None:
         assert made.hello["dataset"] == "ds"
         assert made.hello["entries"] == len(snapshot)
         assert (made.identity, made.version) == (str(snapshot.identity), snapshot.version)
-        assert made.accepts_plans == (session != "pyfuse3")
+        assert made.accepts_plans
         found = made.stats()
         assert (found["dataset"], found["session"]) == ("ds", session)
 
 
-@pytest.mark.only_session("pyfuse3")
-def test_a_mount_that_pushes_nothing_refuses_plans(at: Path) -> None:
-    with (
-        Control.connect(at) as made,
-        pytest.raises(UsageError, match=r"pushes nothing ahead.*--session kernel"),
-    ):
-        made.announce("s", [drawn(epoch=0, seed=1)])
-
-
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
     order = view(at).files()[::-1].copy()
     epochs = [explicit(epoch=0, entries=order[:400], bounds=[200, 400]), drawn(epoch=1, seed=3)]
@@ -102,7 +93,7 @@ def streams(control: Control) -> dict[str, dict[str, int]]:
     return {str(each["name"]): each for each in found}
 
 
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_requests_are_answered_during_a_push(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +102,7 @@ def test_requests_are_answered_during_a_push(
     url = (tmp_path / "store").as_uri()
     for chunk in range(8):
         put(url, {f"{chunk}-{number}": b"%d" % number * 9_000 for number in range(4)})
-    monkeypatch.setenv(slow_daemon.RANGES, "8")
+    monkeypatch.setenv(slow_daemon.STORE, "8")
     request = MountRequest(url, "ds", str(tmp_path / "mount"), session=session)
     with mounted(request, slow_daemon.PROGRAM) as folder, Control.connect(folder) as control:
         control.announce("train", [drawn(epoch=0, seed=1, kind="full")])
@@ -270,7 +261,7 @@ REMOVES_ITS_PLACE = """if True:
 """
 
 
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_the_worker_is_known_when_mount_returns(empty: MountRequest) -> None:
     """Statistics have the worker's process number at once, even if the worker starts slowly."""
     with mounted(empty, (sys.executable, "-c", BEGINS_LATE)) as folder:

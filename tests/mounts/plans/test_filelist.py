@@ -211,7 +211,7 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
     """The worker may not have read their events yet."""
     worker = Processes.of(at).worker
@@ -259,7 +259,7 @@ def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Pat
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_reading_a_list_pushes_its_files(at: Path) -> None:
     """Looking at a list does not push. Each reading counts, also if the kernel has the list's
     pages."""
@@ -296,7 +296,7 @@ def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_lookup_that_waits_delays_no_other_request(at: Path) -> None:
     """While the worker does not answer, look-ups of lists are late, and those of files are not."""
     (at / ".diesel/filelist").read_bytes()

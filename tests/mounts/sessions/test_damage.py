@@ -24,7 +24,7 @@ from tests.mounts.observed import figures, mounted, noise, put, waiting_reads
 from tests.processes import open_files, state_of
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel", "pyfuse3")]
 
 FILES = 40
 SMALL_BYTES = (1, 4000, 4096, 9000, 30_000)

@@ -175,7 +175,7 @@ async def test_a_read_gives_the_requested_bytes_up_to_the_end(device: Device, so
 async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
     """The mount counts this wait as the worker's; the time after it is its own work."""
     status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
-    device.session.attach_worker(lambda _: None, lambda _: None, status)
+    device.session.worker.attach(lambda _: None, lambda _: None, status)
     file = await device.node_of(b"a")
     status.mark_soon(np.array([file - 1], np.uint32))
     error, content = await device.ask(Op.READ, file, READ.pack(0, 0, 4096, 0))
@@ -200,7 +200,7 @@ async def test_the_worker_leaves_a_file_out_until_its_READ_is_answered(source: P
     (source / "wait").write_bytes(b"w" * 5000)
     async with Device(source).serving() as device:
         status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
-        device.session.attach_worker(lambda _: None, lambda _: None, status)
+        device.session.worker.attach(lambda _: None, lambda _: None, status)
         node = await device.node_of(b"wait")
         entries = np.array([node - 1])
         status.mark_soon(entries.astype(np.uint32))
@@ -214,7 +214,7 @@ async def test_the_worker_leaves_a_file_out_until_its_READ_is_answered(source: P
 
 async def test_a_READ_is_answered_by_bytes_that_the_worker_hands_over(device: Device) -> None:
     status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
-    device.session.attach_worker(lambda _: None, lambda _: None, status)
+    device.session.worker.attach(lambda _: None, lambda _: None, status)
     file = await device.node_of(b"a")
     status.mark_soon(np.array([file - 1], np.uint32))
     status.set_store_is_slow(is_slow=True)

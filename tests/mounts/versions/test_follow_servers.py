@@ -119,7 +119,7 @@ def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
     wait_until(lambda: not leases(server))
 
 
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
 
 
-@pytest.mark.only_session("native", "kernel")
+@pytest.mark.only_session("native", "kernel", "pyfuse3")
 def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithRedis) -> None:
     """The mount may be waiting for the server's answer."""
     (stopped,) = server.servers
