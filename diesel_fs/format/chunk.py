@@ -1,7 +1,7 @@
 """Writes and reads the bytes of a chunk (FORMAT.md, section 4). Any thread.
 
-`chunk_builder.py` gathers a chunk's entries. Lengths and counts are checked against each other
-before any memory is taken for them.
+`chunk_builder.py` gathers a chunk's entries. Lengths and counts are checked before any memory is
+taken for them.
 """
 
 import struct
@@ -39,32 +39,32 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""Extents begin in their file at multiples of this, so that no memory page holds bytes of two."""
+"""Extents begin at multiples of this in their file, so that no memory page holds bytes of two."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
-"""The size at which a writer ends a chunk: the default, and the limits of a user's choice."""
+"""A writer ends a chunk at this size: the default, and the limits of a user's choice."""
 
 OBJECT_BYTES_MAX = 1 << 32
-"""The largest chunk that a reader accepts: offsets have 32 bits, and this bounds its memory."""
+"""The largest chunk that a reader accepts. Offsets have 32 bits, and it bounds the reader's memory.
+"""
 
 ENTRIES_MAX = 65_536
-"""Entries of a chunk. This bounds the time and memory to decode a header, and the transaction that
-commits a chunk."""
+"""Limits the time and memory to decode a header, and a commit's transaction."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 _KNOWN_FLAGS = 0
 
-# See FORMAT.md, section 4: a small hostile object cannot make a reader take much memory
+# A small hostile object cannot make a reader take much memory (FORMAT.md, section 4)
 _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
 _BODY_RATIO_MAX = 16
 _BODY_SLACK_BYTES = 4 << 20
 
-_LZ4_SAVING_DIVISOR = 8  # lz4 is kept if it saves at least one part in this many
+_LZ4_SAVING_DIVISOR = 8  # lz4 is used if it saves this part (one in 8)
 
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("kind", "u1"),
@@ -87,8 +87,7 @@ _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """The part of a file that an entry holds, if the file has several extents (in several
-    chunks)."""
+    """The part of a file that an entry holds, if the file's extents lie in several chunks."""
 
     number: int  # from 0
     total: int  # the file's extents
@@ -112,17 +111,15 @@ class Preamble:
 
     @property
     def body_start(self) -> int:
-        """The offset of the body in the object."""
         return PREAMBLE_BYTES + self.header_stored
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """A chunk's preamble and columns, checked. `folder` holds for each entry an index in `folders`.
-    Mappings are by place (the entry's number). Offsets in `records` count from the start of the
-    object. `stamps` has the stamps other than (this chunk's ID, the entry's place): those of copies
-    and of later extents. `faults` has the reason why a path is forbidden; readers skip such
-    entries."""
+    """A chunk's preamble and columns, checked. `folder` holds each entry's index in `folders`. The
+    mappings are by place (the entry's number). Offsets in `records` count from the start of the
+    object. `stamps` has only the stamps of copies and of later extents, which are not (this chunk's
+    ID, the entry's place). `faults` says why a path is forbidden; readers skip such entries."""
 
     preamble: Preamble
     folders: tuple[bytes, ...]
@@ -144,7 +141,7 @@ class ChunkHeader:
         return self.stamps.get(place) or stamp(self.preamble.id, place)
 
     def content_bytes(self, place: int) -> int:
-        """The length of the content that this chunk has of the entry."""
+        """The length of the entry's content in this chunk."""
         part = self.extents.get(place)
         if part is not None:
             return part.size
@@ -153,7 +150,7 @@ class ChunkHeader:
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
         """The rows that a metadata store commits, one for the last entry of each allowed path and
-        extent; and by row number the stamps that `stamps` has."""
+        extent; and their `stamps`, by row number."""
         if not self.faults and not self._has_repeats():
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
@@ -224,8 +221,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The columns of the entries of a chunk that is being built. Bodies (the stored contents)
-    follow one another, so a body's offset is the sum of the lengths before it."""
+    """The columns of a chunk that is being built. Bodies (the stored contents) follow one another,
+    so their lengths give their offsets."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -245,7 +242,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """Returns the bytes of the preamble and of the stored header; writes nothing."""
+    """Return the bytes of the preamble and of the stored header."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -332,7 +329,7 @@ def parse_preamble(
 
 
 def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
-    """Parse and check a header. `data` begins behind the preamble. Raises TruncatedError or
+    """Parse and check a header. `data` begins after the preamble. Raises TruncatedError or
     CorruptError."""
     if len(data) < preamble.header_stored:
         raise TruncatedError(
@@ -391,8 +388,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """The places of entries that contradict their bytes in `body`, or whose bytes are not all in
-    it. `body_start` is the offset of `body` in the object, if it is not the whole body."""
+    """The places of entries that contradict their bytes in `body`, or have bytes outside it.
+    `body_start` is the offset of a partial `body` in the object."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -402,7 +399,7 @@ def damaged_places(
             sizes[i] = header.extents[place].size
     starts = records["offset"].astype(np.int64) - start
     ends = starts + records["stored"]
-    # Nearly all bodies are raw: `map` checks them, without Python code for each
+    # `map` checks raw bodies, nearly all, without Python code for each
     contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
     sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
     is_good = records["codec"] == Codec.RAW
@@ -430,7 +427,7 @@ def _pack_header(entries: Entries) -> bytes:
         "codec": entries.codec,
         "checksum": entries.checksum,
     }
-    # Place, and the fields of `ExtentInfo`: number, total, start, size
+    # Place, and the fields of `ExtentInfo`
     extents = np.array(
         [(place, *part) for place, part in entries.extents.items()],
         dtype=[("p", "<u4"), ("n", "<u4"), ("c", "<u4"), ("a", "<u8"), ("s", "<u8")],
@@ -570,8 +567,6 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 def _check_bodies(
     preamble: Preamble, records: npt.NDArray[np.void], extents: Mapping[int, ExtentInfo]
 ) -> None:
-    """Raise CorruptError unless bodies fill the chunk's body in order, without gaps, and can decode
-    to their lengths."""
     if not len(records):
         if preamble.body_bytes:
             _corrupt("it has a body but no entries")
@@ -624,12 +619,11 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """The reasons why paths are forbidden, by place."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}
     if names.are_allowed():
-        return faults  # nearly always: no name is checked by itself
+        return faults  # nearly always
     for place, name in enumerate(names):
         fault = name_fault(name)
         if not fault or place in faults:

@@ -37,7 +37,7 @@ class ChunkBuilder:
     """Packs entries into one chunk of the dataset `identity`. The caller reads a content into
     `room()` and then adds it. The chunk is `full` at `body_bytes_max`; a single larger entry still
     fits if it comes first. `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try
-    every file), or "none". `clear()` lets the builder be used again."""
+    every file), or "none"."""
 
     def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
         self.identity = identity
@@ -46,13 +46,12 @@ class ChunkBuilder:
         self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
-        # Files in a row that lz4 did not make smaller. `clear` keeps it: the next chunk's files are
-        # mostly alike
+        # Files in a row that lz4 did not make smaller. `clear` keeps it, since files of two chunks
+        # are alike
         self._misses = 0
         self.clear()
 
     def clear(self) -> None:
-        """Begin an empty chunk in the same memory."""
         self.body_bytes = 0
         self.left_bytes = self.body_bytes_max  # until the chunk is full, with paths
         self.full = False
@@ -66,17 +65,17 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """The first chunk of a file of which this chunk holds a later extent; None if there is
-        none. (For a put, in which only such an entry has a stamp of its own.)"""
+        """The first chunk of the file of which this chunk holds a later extent, if any. Only for a
+        put, where no other entry has a stamp of its own."""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
     def room_bytes(self) -> int:
-        """How much `room` can give without taking memory."""
+        """How much `room` can give without allocating."""
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
-        """Make room for a content at the end of the body, and return it."""
+        """Return memory for a content at the end of the body."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
@@ -143,7 +142,6 @@ class ChunkBuilder:
         self._grow(end)
 
     def add_link(self, path: tuple[bytes, bytes], mtime_ns: int, target: bytes) -> None:
-        """Add a symbolic link. `target` is kept verbatim."""
         self._entries.links.append(target)
         self._path_bytes += len(target)
         checksum = xxh3_64_intdigest(target)
@@ -179,8 +177,8 @@ class ChunkBuilder:
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], ChunkHeader]:
-        """The chunk's buffers, in order, and its header, parsed back from them. The body's buffer
-        is the builder's: use it before `clear()`. Raises CorruptError if memory was damaged."""
+        """Return the chunk's buffers and its header, parsed back from them. The body's buffer is
+        the builder's: use it before `clear()`. Raises CorruptError if memory was damaged."""
         front, stored_header = write_front(self.identity, chunk, self._entries, self.body_bytes)
         body = self._view[: self.body_bytes]
         preamble = parse_preamble(front, identity=self.identity, id=chunk)
@@ -230,7 +228,7 @@ class ChunkBuilder:
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """Pack the contents that lz4 makes small enough; returns them by position."""
+        """The contents that lz4 makes small enough, packed, by position."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed
@@ -248,8 +246,7 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """The content packed by lz4, or None. With "auto" the middle of a large content is tried
-        first."""
+        """The content packed by lz4, or None. "auto" tries the middle of a large content first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

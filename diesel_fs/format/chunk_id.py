@@ -1,9 +1,8 @@
-"""Chunk IDs (FORMAT.md, section 3) and stamps: their fields, their text, and how a writer makes the
-next ID.
+"""Chunk IDs (FORMAT.md, section 3) and stamps: their fields, their text, and a writer's next ID.
 
-A chunk ID orders chunks by time: a timestamp, the **writer part** (machine and process), and a
-counter. A **stamp** orders two entries of one path: the ID of the chunk in which the entry begins,
-and the entry's place (its number) there.
+A chunk ID has a timestamp, the **writer part** (machine and process), and a counter. A **stamp**
+orders two entries of one path: the ID of the chunk in which the entry begins, and the entry's place
+(its number) there.
 """
 
 import struct
@@ -51,7 +50,6 @@ def id_fields(chunk: ChunkId) -> IdFields:
 
 
 def id_seconds(chunk: ChunkId) -> int:
-    """The ID's timestamp, in seconds since 1970."""
     return int.from_bytes(chunk[:4])
 
 
@@ -67,7 +65,7 @@ def chunk_id_text(chunk: ChunkId) -> str:
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """The ID that `chunk_id_text` shows as `text`. Raises ValueError if there is none."""
+    """Parse the text of `chunk_id_text`. Raises ValueError."""
     if len(text) != TEXT_CHARS:
         raise ValueError(f"a chunk ID has {TEXT_CHARS} characters, not {len(text)}")
     number = 0
@@ -95,9 +93,9 @@ def same_writer(one: ChunkId, other: ChunkId) -> bool:
 
 class IdSource:
     """Makes one process's IDs, each greater than its last and than the newest committed one.
-    Thread-safe. `machine` is a hardware address, `clock` gives seconds since 1970, `entropy(n)` n
-    random bytes, and `process_number` the calling process: when it changes, this is a forked child,
-    and draws another process part."""
+    Thread-safe. `machine` is a hardware address, `clock` gives seconds since 1970, and `entropy(n)`
+    n random bytes. If `process_number()` changes, this is a forked child, and draws another process
+    part."""
 
     def __init__(
         self,
@@ -117,10 +115,9 @@ class IdSource:
         self._lock = threading.Lock()
 
     def next(self, newest: ChunkId, writer_of: ChunkId | None = None) -> ChunkId:
-        """An ID greater than `newest`, the dataset's newest committed one (FORMAT.md, section 3). A
-        chunk that continues a file passes the file's first chunk as `writer_of`, and gets its
-        writer part: only the writer of the first extent may add others. Raises ConflictError after
-        2106, when the timestamps end."""
+        """Return an ID greater than `newest`, the dataset's newest committed one. A chunk that
+        continues a file passes the file's first chunk as `writer_of`, and gets its writer part: no
+        other writer may add extents. Raises ConflictError after 2106, when the timestamps end."""
         if self._process_number() != self._drawn_by:
             self._lock = threading.Lock()  # it may have been held at the fork
         with self._lock:
@@ -139,7 +136,7 @@ class IdSource:
             return fields.id()
 
     def _next_fields(self, newest: IdFields, writer_of: ChunkId | None) -> IdFields:
-        """The next ID, by rules 1 to 3 of FORMAT.md, section 3."""
+        """Rules 1 to 3 of FORMAT.md, section 3."""
         seconds = max(int(self._clock()), newest.seconds, self._seconds)
         counter = self._counter + 1 if seconds == self._seconds else 0
         if counter > _COUNTER_MAX:

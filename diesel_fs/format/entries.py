@@ -2,7 +2,7 @@
 
 An **entry** is a file, a symbolic link, a folder, or a tombstone (the path is deleted). Metadata
 stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file larger than a
-chunk. `chunk.py` and `snapshot/` have byte layouts of their own.
+chunk.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ def whole_object(content: memoryview) -> bytes | memoryview:
 
 
 ChunkId = NewType("ChunkId", bytes)
-"""16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
+"""16 bytes, ordered as bytes (`chunk_id.py`)."""
 
 Stamp = NewType("Stamp", bytes)
 """20 bytes, ordered as bytes: an entry's first chunk (16), its place there (4). The greater one of
@@ -42,14 +42,13 @@ PATH_BYTES_MAX = 262_144
 _BLOCK_BYTES = 1 << 22  # of joined names, scanned for NULs at once
 
 MODE_MASK = 0o777
-"""The bits of a mode that are kept: set-user-ID, set-group-ID and sticky bits are not."""
+"""Set-user-ID, set-group-ID and sticky bits are not kept."""
 
 ROOT = b""
-"""The path of a dataset's root."""
 
 
 class Kind(IntEnum):
-    """The kind of an entry. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     FILE = 0
     LINK = 1
@@ -58,14 +57,14 @@ class Kind(IntEnum):
 
 
 class Codec(IntEnum):
-    """How a content is stored. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     RAW = 0
     LZ4 = 1
 
 
 CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
-"""A range of a chunk's object: `size` bytes from `start` on."""
+"""`size` bytes of a chunk's object, from `start` on."""
 
 ChunkRanges = npt.NDArray[np.void]
 
@@ -79,12 +78,12 @@ RECORD = np.dtype(
         ("mode", "<u2"),
         ("kind", "u1"),
         ("codec", "u1"),
-        ("place", "<u4"),  # its number among its chunk's entries
-        ("extents", "<u4"),  # of the file; if several, they are in its tail
+        ("place", "<u4"),  # its number in its chunk
+        ("extents", "<u4"),  # of the file; if several, its tail has them
         ("spare", "<u4"),
     ]
 )
-"""An entry's fixed part, 48 bytes. A metadata store looks only at `kind`, `size`, `place` and
+"""An entry's fixed part, 48 bytes. Metadata stores look only at `kind`, `size`, `place` and
 `extents`."""
 
 EXTENT = np.dtype(
@@ -101,8 +100,7 @@ EXTENT = np.dtype(
         ("spare", "V7"),
     ]
 )
-"""One extent of a file of several, 64 bytes. The file's tail has its extents in order of
-`number`."""
+"""One extent of several, 64 bytes. The file's tail has them in order of `number`."""
 
 
 class Stat(NamedTuple):
@@ -115,8 +113,6 @@ class Stat(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk's ID and the length of its object in bytes."""
-
     id: ChunkId
     object_bytes: int
 
@@ -132,8 +128,8 @@ class Names(Sequence[bytes]):
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
 
     def __init__(self, joined: bytes, count: int) -> None:
-        """`joined` has a NUL between each two of `count` names, and none in a name. (Empty bytes
-        are no name or one empty name.)"""
+        """`joined` has a NUL between each two names, and none in a name. (Empty bytes are no name
+        or one empty name.)"""
         self.joined = joined
         self._count = count
         self._is_split_by_nuls = True
@@ -141,7 +137,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """Make `Names` of any names, even of some that contain NULs."""
+        """Make `Names` of any names, even if some contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]
@@ -154,7 +150,7 @@ class Names(Sequence[bytes]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The offset of each name in `joined`, and of one more name behind the last."""
+        """The offset of each name in `joined`, and of one more behind the last."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -179,7 +175,6 @@ class Names(Sequence[bytes]):
         return starts, b"".join(self)
 
     def empty_ones(self) -> npt.NDArray[np.int64]:
-        """The positions of empty names."""
         first, last = self.joined[:1], self.joined[-1:]
         if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
             return np.zeros(0, np.int64)
@@ -220,7 +215,7 @@ class Names(Sequence[bytes]):
                 return Names(b"", 0)
             start, stop = int(self.starts[first]), int(self.starts[end]) - 1
             return Names(self.joined[start:stop], end - first)
-        index = range(self._count)[at]  # checks the bounds; negative ones count from the end
+        index = range(self._count)[at]  # checks the bounds
         return self.joined[int(self.starts[index]) : int(self.starts[index + 1]) - 1]
 
     def __eq__(self, other: object) -> bool:
@@ -277,7 +272,7 @@ def name_fault(name: bytes) -> str:
 
 
 def path_fault(path: bytes) -> str:
-    """Why no entry can have this path; empty if one can, or for the root."""
+    """Why no entry can have this path; empty if one can, and for the root."""
     if path == ROOT:
         return ""
     if len(path) > PATH_BYTES_MAX:

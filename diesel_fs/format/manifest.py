@@ -5,8 +5,8 @@
     dogs/7.jpg,dog
 
 Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 10). A manifest of a
-million lines is held as a block of bytes and columns of numbers; a line is a Python object only
-while it is read. Any thread.
+million lines is a block of bytes and columns of numbers; lines become Python objects only while
+they are read. Any thread.
 """
 
 import csv
@@ -26,10 +26,10 @@ from .entries import Kind, Names, join, path_fault
 from .snapshot.reader import Indices, Snapshot
 
 MANIFEST_NAME = b".manifest.csv"
-"""The name of a folder's manifest, in that folder."""
+"""A manifest's name in its folder."""
 
 MANIFEST_BYTES_MAX = 1 << 30
-"""A longer manifest is not read: this is some ten million lines."""
+"""Some ten million lines."""
 
 FAULTS_NAMED = 10
 """Faults reported with line, path and reason; further ones are only counted."""
@@ -56,9 +56,9 @@ class Manifest:
     classes: list[str]
     """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
-    """Each sample's target, as an index in `classes`."""
+    """Indices in `classes`, by line."""
     names_files: bool
-    """Whether targets are paths of files, too (the column `target_path`)."""
+    """Whether targets are paths, too (the column `target_path`)."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -84,8 +84,8 @@ class FoundSamples(NamedTuple):
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """Parse a manifest. Raises UsageError, which names the line, unless the content obeys
-    FORMAT.md, section 10. `name` is for messages."""
+    """Parse a manifest (FORMAT.md, section 10). Raises UsageError, which names the line. `name` is
+    for messages."""
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)
@@ -114,8 +114,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """The manifest as a dataset stores it: tabs become commas; a manifest with commas is returned
-    unchanged. Raises as `parse_manifest`."""
+    """The manifest as a dataset stores it: tabs become commas. Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -186,8 +185,6 @@ def _separator(header: str) -> str:
 
 
 class _Table:
-    """Reads the rows of a manifest."""
-
     def __init__(self, content: bytes, name: str) -> None:
         """Raises UsageError."""
         if content.startswith(_UTF_16):
@@ -261,7 +258,6 @@ class _Table:
 def _raise_fault(
     table: _Table, paths: Sequence[str], targets: Sequence[str], lines: Sequence[int]
 ) -> NoReturn:
-    """Raise UsageError for the first sample without path or target, or with a NUL."""
     for path, target, line in zip(paths, targets, lines, strict=True):
         if not path or not target:
             missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
@@ -296,7 +292,7 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
 
 
 def _check_paths(table: _Table, joined: bytes, lines: Sequence[int]) -> None:
-    """Raise UsageError for the first path (they are joined by NULs) that no dataset can have."""
+    """Raise UsageError for the first path that no dataset can have. `joined`: by NULs."""
     components = joined.replace(b"/", b"\0")
     if Names(components, components.count(b"\0") + 1).are_allowed():
         return
@@ -313,8 +309,6 @@ def _check_targets(
     *,
     are_paths: bool,
 ) -> None:
-    """Raise UsageError for a target that is not UTF-8, has a NUL, or is a path that no dataset can
-    have."""
     for number, each in enumerate(classes):
         if are_paths:
             is_good = not path_fault(_bytes(each))

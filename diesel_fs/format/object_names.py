@@ -10,7 +10,7 @@ DATASETS = "datasets/"
 DELETED = "deleted/"
 STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
-_PREFIX_CHARS = 4  # of a chunk ID's text, which name its folder: 256 seconds each
+_PREFIX_CHARS = 4  # of a chunk ID's text, which name its folder (256 seconds)
 
 # Other names are foreign: never written, listed, read or deleted. A new kind of object needs a line
 # here and in FORMAT.md; older programs treat it as foreign
@@ -33,16 +33,14 @@ FOLDER_NAME = re.compile(
 )
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
-"""Names of objects that may change; all others never do."""
+"""All other objects never change."""
 
 
 def dataset_object(identity: UUID) -> str:
-    """The object with a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """The object that marks the dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
@@ -55,7 +53,7 @@ def chunk_prefix(identity: UUID) -> str:
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
-    """The object of a chunk. Names sort as IDs do."""
+    """Names sort as IDs do."""
     text = chunk_id_text(chunk)
     return f"{chunk_prefix(identity)}{text[:_PREFIX_CHARS]}/{text}"
 
@@ -75,12 +73,12 @@ def snapshot_prefix(identity: UUID) -> str:
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
-    """The object of a snapshot. Names sort as versions do."""
+    """Names sort as versions do."""
     return f"{snapshot_prefix(identity)}{version:016x}"
 
 
 def version_of_object(name: str) -> int | None:
-    """The version of the snapshot whose object has this name; None for other names."""
+    """None for names that are no snapshot's."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -93,7 +91,6 @@ def archive_prefix(identity: UUID) -> str:
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """The object that records an archive that was put."""
     return f"{archive_prefix(identity)}{name}"
 
 

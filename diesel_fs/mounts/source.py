@@ -1,14 +1,10 @@
 """Opens the contents of a mount. No other module of `mounts` knows repositories.
 
-This module opens the snapshot that a `MountRequest` names, decides whether a snapshot that is not
-current may be mounted, makes the readers of contents, and divides the mount's memory. In a *task*
-(a training job on machines that share a cache, `peers/`), contents come from that cache; the task's
-*master* is the process with this machine's part of the cache. A mount *pushes* if it has a prefetch
-worker (`daemon/prefetch_worker.py`), which writes contents into the kernel's page cache before they
-are read.
-
-"The server" is the mount's own server process (`daemon/server.py`), never a DIESEL-FS server. The
-server and the prefetch worker have a `MountSource` each.
+In a *task* (a training job on machines that share a cache, `peers/`), contents come from that
+cache; the task's *master* is the process with this machine's part of it. A mount *pushes* if it has
+a prefetch worker (`daemon/prefetch_worker.py`), which writes contents into the kernel's page cache
+before they are read. "The server" is the mount's own server process (`daemon/server.py`), never a
+DIESEL-FS server. It and the worker have a `MountSource` each.
 """
 
 import logging
@@ -65,20 +61,18 @@ this: it reads only files that have not been pushed."""
 LOGS_DIVISOR = 8
 STAGED_BYTES_MIN, SEGMENT_BYTES_MIN = 1 << 20, 4 << 20
 """Order logs (`cache/ORDER_LOG.md`) get an eighth of a mount's memory for pages: half of that for
-bytes that wait to be written, in two pieces, and half for the segments that are being read. With
-little memory the logs take more, since an SSD is slow in smaller pieces."""
+bytes that wait to be written, in two pieces, and half for segments that are being read. If that is
+little, they take more, since an SSD is slow in smaller pieces."""
 
 MASTER_SHARE = 3, 4
-"""The task's master on this machine gets this part (numerator, denominator) of the memory left by
-the server. A chunk that a master has is not fetched again by any machine, and the contents of pages
-that the kernel has dropped come back from the master; the kernel's part must only hold the files
-that are read next."""
+"""The task's master on this machine gets three quarters of the memory left by the server. No
+machine fetches a chunk again that a master has, and pages that the kernel has dropped come back
+from the master; the kernel's part must only hold the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSnapshot:
-    """A snapshot that may be mounted, and a warning for the user if it may not be current; "" for
-    none."""
+    """A snapshot that may be mounted, and a warning for the user if it may not be current."""
 
     snapshot: Snapshot
     warning: str = ""
@@ -86,7 +80,7 @@ class OpenedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """How the memory of a mount is divided between server, master and page cache."""
+    """Divides the memory of a mount between server, master and page cache."""
 
     total_bytes: int
     joins_task: bool = False
@@ -104,28 +98,25 @@ class MemorySplit:
 
     @property
     def server_bytes(self) -> int:
-        """The bytes for chunks in the server's memory."""
+        """For chunks in the server's memory."""
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
     def task_bytes(self) -> int:
-        """The bytes for chunks in the task's master on this machine, if this mount starts the
-        master; 0 without a task."""
+        """For chunks in the task's master on this machine, if this mount starts the master; 0
+        without a task."""
         left = self.total_bytes - self.server_bytes
         return left * MASTER_SHARE[0] // MASTER_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
-        """The bytes for contents that are pushed into the kernel's page cache."""
+        """For contents that are pushed into the kernel's page cache."""
         return self.total_bytes - self.server_bytes - self.task_bytes
 
 
 class MountSource:
-    """Opens the snapshot and the contents that a request names. Not thread-safe.
-
-    A process joins the task's cache once for each version that the mount shows, and leaves it when
-    the mount switches to another version.
-    """
+    """Not thread-safe. A process joins the task's cache once for each version that the mount shows,
+    and leaves it when the mount switches to another version."""
 
     def __init__(self) -> None:
         self._stores: dict[int, TaskStore] = {}  # by version
@@ -133,8 +124,8 @@ class MountSource:
         self._is_registered = False  # as a job in a cache folder
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """Opens the snapshot that a request names. Raises DieselError; ConflictError if it is stale
-        and the request refuses stale ones."""
+        """Raises DieselError; ConflictError if the snapshot is stale and the request refuses stale
+        ones."""
         with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
@@ -151,11 +142,9 @@ class MountSource:
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
-        """The newest version of the dataset that is mounted.
-
-        Raises NoSuchDataset if it was deleted, ForeignError if its name belongs to another dataset
-        now, and DieselError if the newest version cannot be determined.
-        """
+        """The newest version of the mounted dataset. Raises NoSuchDataset if it was deleted,
+        ForeignError if its name belongs to another dataset now, and DieselError if the version
+        cannot be determined."""
         with _open_repository(request) as repository:
             info = repository.dataset(request.dataset)
             if info.identity != identity:
@@ -165,17 +154,15 @@ class MountSource:
             return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
-        """Takes a lease on a version, so that a purge keeps its chunks; None if the store needs no
-        leases. Raises DieselError."""
+        """Takes a lease, so that a purge keeps a version's chunks; None if the store needs none.
+        Raises DieselError."""
         with _open_repository(request) as repository:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
     def reader(self, request: MountRequest, snapshot: Snapshot, memory_bytes: int) -> ContentReader:
-        """A reader of contents for the server, which keeps up to `memory_bytes` of chunks.
-
-        With `pushes`, the server reads only files that were not pushed, so it reads them one by one
-        rather than by whole chunks. Raises DieselError.
-        """
+        """A reader of contents for the server, which keeps up to `memory_bytes` of chunks. The
+        server reads only files that were not pushed, so it reads them one by one rather than by
+        whole chunks. Raises DieselError."""
         with _open_repository(request) as repository:
             store = MarkedStore(repository.objects, WaitCause.STORE)
             objects = self._objects(request, repository, store, snapshot)
@@ -201,7 +188,7 @@ class MountSource:
     ) -> OrderLogs | None:
         """The order logs of a mount with `push_bytes` for pages; None if the mount keeps none, or
         if their folder or the repository cannot be used. `addresses` tells the server where entries
-        lie in the logs."""
+        lie."""
         if not request.log_folder:
             return None
         piece_bytes = push_bytes // LOGS_DIVISOR // 4
@@ -214,8 +201,8 @@ class MountSource:
                     by_references=request.task_options.evict == "lrfu",
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
-                    # With other layouts the task's master registers the job. This process holds
-                    # the pin of the dataset until it ends, for all versions.
+                    # With other layouts the task's master registers the job. This process holds the
+                    # pin of the dataset until it ends, for all versions
                     CacheJobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
@@ -242,14 +229,14 @@ class MountSource:
             return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
-        """The sender of plans for a version to the task's cache; None if this process has not
-        joined the cache."""
+        """Sends plans for a version to the task's cache; None if this process has not joined the
+        cache."""
         store = self._stores.get(snapshot.version)
         return None if store is None else PlanSender(snapshot, store.send_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
         """Tells the task's cache that the mount has switched to this version, and leaves the cache
-        for all other versions. Blocks for a moment."""
+        for all others. Blocks for a moment."""
         before = self._stores.get(self._current_version)
         if before is not None and self._current_version != snapshot.version:
             before.switch_version(snapshot)
@@ -259,8 +246,8 @@ class MountSource:
         self.keep_only(snapshot)
 
     def keep_only(self, snapshot: Snapshot) -> None:
-        """Makes this the current version, and leaves the task's cache for all other versions: files
-        of those that are still open are read from the store."""
+        """Makes this the current version, and leaves the task's cache for all others: their open
+        files are read from the store."""
         self._current_version = snapshot.version
         for version in [each for each in self._stores if each != snapshot.version]:
             self._stores.pop(version).close()
@@ -271,8 +258,8 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def cache_reads(self) -> dict[str, int]:
-        """The numbers of parts of chunks that came from the task's cache (`cache_hits`) and from
-        the store (`cache_misses`). Empty without a task."""
+        """Parts of chunks from the task's cache (`cache_hits`) and from the store (`cache_misses`).
+        Empty without a task."""
         store = self._stores.get(self._current_version)
         if store is None:
             return {}
@@ -296,10 +283,10 @@ class MountSource:
             wanted = master_request(
                 request.task_options, repository, snapshot, memory_bytes=memory_bytes
             )
-            # A master that runs with another size is an error only if the user has named the size.
+            # A master that runs with another size is an error only if the user has named the size
             wanted = replace(wanted, memory_is_default=not request.memory_bytes)
             # The first join waits while the master of an earlier mount ends. Later joins find the
-            # running master, which learns of the new version.
+            # running master, which learns of the new version
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
             store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
@@ -308,13 +295,10 @@ class MountSource:
 
 
 def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> int:
-    """Makes a file in memory that describes a switch to another version to the prefetch worker.
-    Returns its descriptor. Raises OSError.
-
-    The file has columns with a value for each entry of the new version: its inode number (FUSE's
-    node; no such column in a native mount, which has `nodes` None), and its indices in the old
-    version by `diff.same_path` and `diff.unchanged`.
-    """
+    """Makes a file in memory that describes a switch to another version to the prefetch worker:
+    columns by entry of the new version. These are its inode number (FUSE's node; none in a native
+    mount), and its indices in the old version by `diff.same_path` and `diff.unchanged`. Returns a
+    descriptor. Raises OSError."""
     descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         if nodes is not None:
@@ -327,8 +311,7 @@ def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> i
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
-    """The columns of a file that `node_map_file` has made: nodes (None in a native mount),
-    `same_path`, `unchanged`."""
+    """The columns of `node_map_file`."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     start = len(mapped) - 8 * entry_count
     nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
@@ -337,8 +320,7 @@ def read_node_map(
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
-    """The snapshot in an open file, mapped. It is not verified: another process of the mount has
-    done so."""
+    """Maps a snapshot. It is not verified: another process of the mount has done so."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
@@ -348,13 +330,10 @@ def _open_repository(request: MountRequest) -> Repository:
 
 
 def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
-    """The warning for a snapshot file that is not of the current version; "" if it is.
-
-    A snapshot that is older than the current version is stale. A newer one means that the metadata
-    store has lost something, which does not prevent reading. Raises ForeignError for a snapshot of
-    another dataset, ConflictError for a stale one with `--stale refuse`, and MetadataError if the
-    current version is unknown, unless `offline`.
-    """
+    """The warning for a snapshot file that is not of the current version; "" if it is. A newer one
+    means that the metadata store has lost something, which does not prevent reading. Raises
+    ForeignError for a snapshot of another dataset, ConflictError for an older one with `--stale
+    refuse`, and MetadataError if the current version is unknown, unless `offline`."""
     info = _dataset_info(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
         identity = f" ({info.identity})" if info else ""

@@ -4,11 +4,10 @@ The way depends on the mount:
 
 - The mount pushes contents into the kernel's page cache: as many files as fit its memory are
   announced as a plan that no program reads (`plans/CONTROL.md`), until they are loaded.
-- The mount pushes, and also reads through a cache of chunks (of the nodes of a task, or on a disk
-  with `--cache-dir`): all files are announced, and the reported position of the plan's reader
-  follows half of the memory behind the pushes. So every chunk passes through that cache. A cache on
-  a disk keeps only as much as it can write in time, so the pass is repeated as long as the cache
-  gains chunks.
+- The mount also reads through a cache of chunks (of the nodes of a task, or on a disk with
+  `--cache-dir`): all files are announced, and the plan's reader reports positions half of the
+  memory behind the pushes. So every chunk passes through that cache. A cache on a disk keeps only
+  as much as it can write in time, so the pass is repeated as long as the cache gains chunks.
 - The mount pushes nothing (the pyfuse3 session): the files are read.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
@@ -47,16 +46,15 @@ from .prefetch.streams.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]
-"""Shows progress: called with the number of files that had their turn, the number of all files, and
-the content bytes of the files that had their turn."""
+"""Shows progress: the number of files that had their turn, the number of all files, and the content
+bytes of the former."""
 
 POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
 """How often the mount's progress is queried: often at first, since small folders are quick."""
 
 WINDOW_ENTRIES = 1 << 18
-"""The greatest distance, in files, between the pushed files and the reported position of the plan's
-reader. A mount pushes at most twice as far ahead of a reader, since it watches one file in 256 of
-those ahead."""
+"""The most files between the pushed ones and the position that the plan's reader reports. A mount
+pushes at most twice as far ahead, since it watches one file in 256 of those ahead."""
 
 NO_ROOM_S = 2.0
 """If a mount has waited for room this long, it will get none: plans of other programs hold the
@@ -67,13 +65,12 @@ FAILING_S = 30.0
 waits."""
 
 WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
-"""The greatest age, in seconds, of figures in a mount's statistics: of the prefetch worker's
-figures (sent four times a second), of the task's figures (fetched once a second), and of the file
-`.diesel/stats` (made once a second)."""
+"""The greatest age of figures from the prefetch worker (sent four times a second), from the task
+(fetched once a second), and in the file `.diesel/stats` (made once a second)."""
 
 SAMPLE_ENTRIES = 1024
-"""Files in a sample that shows whether the kernel has freed pushed files. If it has freed one in
-200, the sample shows it with a probability of 99 %."""
+"""Files in a sample. If the kernel has freed one in 200 pushed files, it shows that with a
+probability of 99 %."""
 
 READERS = 8
 """Files that are read at once if the mount pushes nothing."""
@@ -83,19 +80,16 @@ READ_BYTES = 1 << 20
 ENDLESS_BYTES = 1 << 62
 
 PASSES_MAX = 16
-"""The greatest number of passes over the files, if a cache on a disk has not kept all of them."""
+"""The most passes over the files. A further one follows if a cache on a disk has not kept all."""
 
 VERSIONS_TRIED = 3
-"""How often to try: a mount that follows its dataset may switch to another version just before it
-gets the plan."""
+"""A mount that follows its dataset may switch to another version just before it gets the plan."""
 
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE)
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number of files, and the bytes of their contents."""
-
     files: int = 0
     content_bytes: int = 0
 
@@ -108,16 +102,15 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """The result of a warm-up: where its files are now. Each file counts in one of the amounts
-    below `total`, or in `left`."""
+    """Each file counts in one of the amounts below `total`, or in `left`."""
 
     total: Amount
     in_memory: Amount
     in_cache: Amount
-    """The files that are only in the cache of chunks. If the cache had no room for all, this is
-    estimated from the part of the reads that it served."""
+    """Files that are only in the cache of chunks. If it had no room for all, this is estimated from
+    the part of the reads that it served."""
     failed: tuple[tuple[bytes, str], ...]
-    """The files that could not be loaded: their paths, and the reasons."""
+    """The paths and reasons."""
     failed_amount: Amount
 
     @property
@@ -127,7 +120,7 @@ class WarmupReport:
 
 
 class Warmup:
-    """The files at one path of a mount. Made by `open`."""
+    """Made by `open`."""
 
     def __init__(self, mount: DatasetMount, path: bytes, stats: Mapping[str, object]) -> None:
         self.mountpoint = mount.path
@@ -139,12 +132,9 @@ class Warmup:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Warmup":
-        """Finds the mount of a path, which is a mount point or a folder or file below one, and
-        reads the mount's snapshot.
-
-        Raises UsageError if no mount contains it, NotFoundError, PermissionDenied, DeadlineError if
-        the mount hangs, and DieselError if it is dead.
-        """
+        """Finds the mount of a path (a mount point, or something below one), and reads its
+        snapshot. Raises UsageError if no mount contains it, NotFoundError, PermissionDenied,
+        DeadlineError if the mount hangs, and DieselError if it is dead."""
         mount, inside = locate(path)
         if not is_alive(mount.path):
             raise _ended(mount.path)
@@ -174,7 +164,6 @@ class Warmup:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the mount reads through a cache of chunks."""
         return "task" in self._stats
 
     @property
@@ -199,11 +188,9 @@ class Warmup:
         return wanted if wanted <= memory_limit_bytes() else 0
 
     def run(self, show: Show) -> WarmupReport:
-        """Loads the files. An interrupted run withdraws its plan; loaded files stay.
-
-        Raises ObjectStoreError if nothing can be loaded because the mount cannot read its store,
-        PermissionDenied for another user's mount, and DieselError if the mount ends meanwhile.
-        """
+        """Loads the files. An interrupted run withdraws its plan; loaded files stay. Raises
+        ObjectStoreError if nothing can be loaded because the mount cannot read its store,
+        PermissionDenied for another user's mount, and DieselError if the mount ends meanwhile."""
         if not len(self._files):
             return WarmupReport(Amount(), Amount(), Amount(), (), Amount())
         for tries_left in reversed(range(VERSIONS_TRIED)):
@@ -220,7 +207,7 @@ class Warmup:
 
     @contextmanager
     def _control(self) -> Iterator[Control | None]:
-        """A connection to the mount's control socket; None if the mount takes no plans."""
+        """None if the mount takes no plans."""
         if not os.path.lexists(os.path.join(self._mount.hidden_folder, "control")):
             yield None
             return
@@ -240,8 +227,7 @@ class Warmup:
             fitting = self._files[self._fitting()]
             pushed = self._push_once(control, fitting, ENDLESS_BYTES, show)
             self._forget_freed(control)
-            # The mount assumes that the READ of a missed file has loaded it; but it may have
-            # failed.
+            # The mount assumes that the READ of a missed file has loaded it; but it may have failed
             absent = np.setdiff1d(fitting[~control.resident(fitting)], pushed.failed)
             if len(absent) and len(pushed.reached) == len(fitting):
                 again = self._push_once(control, absent, ENDLESS_BYTES, lambda *_: None)
@@ -266,9 +252,8 @@ class Warmup:
         )
 
     def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
-        """Pushes all files, again and again, until the cache of chunks gains no more chunks.
-        Returns the result of the last pass, and the part of its reads that the cache served (0 to
-        1)."""
+        """Pushes all files, again and again, until the cache of chunks gains no more. Returns the
+        result of the last pass, and the part of its reads that the cache served (0 to 1)."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
         if not len(order):
@@ -280,7 +265,7 @@ class Warmup:
             time.sleep(TASK_STATS_LAG_S)
             after = control.stats()
             fetched, gained = _changes(before, after)
-            # A fetched chunk that replaced another chunk of these files is no gain.
+            # A fetched chunk that replaced another chunk of these files is no gain
             missing = (_served_to_worker(after) - _served_to_worker(before)).missing
             missing += max(fetched - gained, 0) / chunk_count
             if not missing or gained <= 0 or len(pushed.reached) < len(order):
@@ -290,8 +275,8 @@ class Warmup:
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
     ) -> "_Pushed":
-        """Has the mount push the files of `order`, as a plan. `window_bytes`: how far the plan's
-        reported reader stays behind the pushes; `ENDLESS_BYTES`: it stays at the beginning."""
+        """Has the mount push the files of `order`, as a plan. `window_bytes`: how far its reader
+        stays behind the pushes; `ENDLESS_BYTES`: it stays at the beginning."""
         name = f"warmup:{os.getpid()}"
         pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
@@ -309,14 +294,13 @@ class Warmup:
         return default_memory_bytes()
 
     def _fitting(self) -> npt.NDArray[np.bool_]:
-        """For each file, whether it is among the first ones that fit the page cache's budget,
-        together with the kernel's memory for names."""
+        """Flags the first files that fit the budget beside the kernel's memory for names."""
         budget = self._budget_bytes
         known = 0
         match self._stats.get("residency"):
             case {"known_bytes": int(known)}:
                 pass
-        # FUSE learns the names of whole folders.
+        # FUSE learns the names of whole folders
         names = np.arange(1, len(self._files) + 1) if self._mount.is_native else len(self._files)
         names_bytes = np.maximum(names * KNOWN_ENTRY_BYTES, known)
         contents_budget = budget - np.minimum(names_bytes, budget // KNOWN_DIVISOR)
@@ -327,15 +311,14 @@ class Warmup:
         return fits
 
     def _pushable(self) -> npt.NDArray[np.bool_]:
-        """For each file, whether the mount can push it; larger ones come by READ requests."""
+        """Flags files that the mount can push; larger ones come by READ requests."""
         mask: npt.NDArray[np.bool_] = (
             self._costs <= self._budget_bytes * (KNOWN_DIVISOR - 1) // KNOWN_DIVISOR
         )
         return mask
 
     def _forget_freed(self, control: Control) -> None:
-        """Makes the mount query the kernel about its resident files, if a sample shows that some
-        were freed."""
+        """Queries the kernel about resident files, if a sample shows that some were freed."""
         known = self._files[control.resident(self._files)]
         if not control.check(known[:: max(1, len(known) // SAMPLE_ENTRIES)]).all():
             control.check(known)
@@ -365,8 +348,8 @@ class Warmup:
         )
 
     def _read_files(self, chosen: Indices, show: Show) -> dict[int, str]:
-        """Reads the files at these positions of `_files`. Returns the error texts of files that
-        cannot be read, by entry. Raises DieselError if the mount has ended."""
+        """Returns the error texts of files that cannot be read, by entry. Raises DieselError if the
+        mount has ended."""
         failed: dict[int, str] = {}
         done = done_bytes = 0
         with ThreadPoolExecutor(READERS, "warmup") as readers:
@@ -386,8 +369,8 @@ class Warmup:
         return failed
 
     def _read_one(self, at: int) -> str | None:
-        """Reads the file at this position of `_files`. Returns an error text if it cannot be read,
-        else None. Raises OSError if the mount has ended."""
+        """Returns an error text if the file cannot be read. Raises OSError if the mount has
+        ended."""
         inside = self.snapshot.path(int(self._files[at]))
         try:
             file = os.open(os.path.join(os.fsencode(self.mountpoint), inside), os.O_RDONLY)
@@ -405,16 +388,14 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pushed:
-    """The result of one pass of pushes."""
-
     reached: Indices
     """The files that had their turn; the others had no room."""
     failed: Indices
-    """The reached files that could not be pushed."""
+    """Reached, but not pushed."""
 
 
 class _Pushing:
-    """Watches how a mount pushes the files of a plan, and moves the plan's reader on."""
+    """Watches the pushes of a plan, and moves the plan's reader on."""
 
     def __init__(
         self,
@@ -429,7 +410,7 @@ class _Pushing:
         self._name = name
         self._order = order
         sizes = snapshot.columns.size[order].astype(np.int64)
-        # Bytes of all files before a position, as content and in whole pages.
+        # Bytes of all files before a position, as content and in whole pages
         self._content_before = np.concatenate([[0], np.cumsum(sizes)])
         pages = -(-sizes // PAGE_BYTES) * PAGE_BYTES
         self._pages_before = np.concatenate([[0], np.cumsum(pages)])
@@ -458,7 +439,7 @@ class _Pushing:
                 changed_s, failures = now_s, -1
             failed_pushes = _failed_pushes(stats)
             failures = failed_pushes if failures < 0 else failures
-            # A failed push is tried again after a pause.
+            # A failed push is tried again after a pause
             has_failed = failed_pushes > self._failures_before
             quiet_s = WORKER_STATS_LAG_S + (PAUSE_S_MAX if has_failed else 0)
             waits_for_room = stats["waits_for_room"] is True
@@ -484,8 +465,7 @@ class _Pushing:
         return _Pushed(self._order[:pushed], np.concatenate(self._failed))
 
     def _frontier(self, stats: Mapping[str, object]) -> int:
-        """The number of files of the plan that had their turn: they were pushed, or could not
-        be."""
+        """Returns the number of files that had their turn: pushed, or impossible to push."""
         streams = stats["streams"]
         assert isinstance(streams, list)
         for each in streams:
@@ -497,9 +477,9 @@ class _Pushing:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
     def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
-        """Reports the position of the plan's reader (this process) to the mount: as far behind the
-        pushed files as the window allows, or close behind them if room is needed. Without reports
-        the mount would take the reader for dead."""
+        """Reports the position of the plan's reader (this process): as far behind the pushed files
+        as the window allows, or close behind them if room is needed. Without reports the mount
+        would take the reader for dead."""
         moves = self._window_bytes < ENDLESS_BYTES
         behind_bytes = 0 if moves and needs_room else self._window_bytes
         before = self._pages_before[pushed] - behind_bytes
@@ -509,8 +489,7 @@ class _Pushing:
         self._control.progress(self._name, position)
 
     def _pass(self, position: int) -> None:
-        """Moves the reader on, and notes which of the passed files are not resident: their pushes
-        have failed."""
+        """Passed files that are not resident could not be pushed."""
         passed = self._order[self._position : max(position, self._position)]
         if len(passed):
             self._failed.append(passed[~self._control.resident(passed)])
@@ -565,8 +544,8 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
-    """The changes between two statistics: the number of chunks that this node's master fetched from
-    the store, and by how many more chunks of its own share it holds now."""
+    """How many chunks this node's master has fetched from the store, and how many more of its own
+    share it holds now."""
     counts = []
     for stats in (before, after):
         match stats.get("task"):

@@ -1,9 +1,9 @@
 """An image: a snapshot's tree as a file system that the Linux kernel mounts by itself (EROFS).
 
-The kernel then answers look-ups, attributes and listings of a mount without a request to us.
-Contents lie on another device of the file system, the **content file**, at addresses that the image
-gives. FORMAT.md, section 8, has the bytes. Read `addresses`, then `tree` (the file system), then
-`file` (`build_image` makes an image, `Image` opens it).
+The kernel then answers look-ups, attributes and listings without a request to us. Contents lie on
+another device of the file system, the **content file**, at addresses that the image gives
+(FORMAT.md, section 8). Read `addresses`, then `tree` (the file system), then `file` (`build_image`
+makes an image, `Image` opens it).
 """
 
 from .addresses import BLOCK_BYTES, ImageTooLarge

@@ -4,7 +4,7 @@ thread.
 An **address** is the number of a block of 4 KiB. Images of one dataset that are built one after
 another form a **chain**, in which no two contents ever get one address. So the pages of the content
 file that the kernel keeps stay right while a mount goes from one version to the next. A content's
-**origin** is its chunk, its offset there (for several extents, those of the first), and its size.
+**origin** is its chunk, its offset there (of the first extent, if there are several), and its size.
 
 The functions work on ranges of chunks, so that they need little memory beside their result.
 """
@@ -29,10 +29,10 @@ BLOCKS_MAX = (1 << 32) - 1
 """Addresses have 32 bits; the last would mean a hole."""
 
 _ALIGNED_BLOCKS = 16
-"""Files of several extents begin at a multiple of this many blocks, like the extents within."""
+"""A file of several extents begins at a multiple of this, like each extent within it."""
 
 _BATCH = 1 << 20
-_NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
+_NO_CHUNK = 0xFFFFFFFF  # an entry without content, or a chunk that a snapshot lacks
 CHUNK_ID = np.dtype("S16")
 
 
@@ -49,8 +49,6 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """An image's columns about the content file (FORMAT.md, section 8)."""
-
     first_block: layout.U4
     order: layout.U4
     start_block: layout.U4
@@ -61,19 +59,18 @@ class ContentColumns(NamedTuple):
 
 
 DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))
-"""The types of `ContentColumns`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
     first_block: layout.U4
-    """The address of each entry's content; 0: it has none."""
+    """The address of each entry's content; 0 if it has none."""
     order: layout.U4
     """The entries with content, by address."""
     end: int
-    """Blocks that the chain has given, with this snapshot's."""
+    """Blocks that the chain has given, this snapshot's included."""
     used: int
-    """Blocks of the content file, from the first on, that this snapshot needs."""
+    """The content file's first blocks, as many as this snapshot needs."""
 
 
 def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
@@ -119,8 +116,7 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """How many blocks contents of these sizes take. Raises ImageTooLarge for a content so large
-    that sums of blocks could overflow."""
+    """Raises ImageTooLarge for a content so large that sums of blocks could overflow."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -131,7 +127,6 @@ def _blocks_of(size: layout.U8) -> Ints:
 def origins_of(
     columns: layout.SnapshotColumns, entries: Ints | layout.U4
 ) -> tuple[layout.U4, layout.U4]:
-    """The chunk and the offset in it of each entry's content."""
     chunk, offset = columns.chunk[entries], columns.offset[entries]
     many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
     first = columns.extents[chunk[many]]
@@ -165,8 +160,7 @@ class _Kept:
     """The contents of the earlier image."""
 
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """`chunk_id` is the snapshot's table of chunks: the numbers of chunks here are indices in
-        that."""
+        """The numbers of chunks here are indices in `chunk_id`, the snapshot's table of chunks."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)
@@ -176,8 +170,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """The earlier image's addresses of contents; 0 for a content that it lacks. Chunks and
-        offsets (the origins) ascend. The i-th content of one origin gets the i-th address."""
+        """The earlier image's addresses of contents; 0 for a content that it lacks. The origins
+        ascend. The i-th content of one origin gets the i-th address."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

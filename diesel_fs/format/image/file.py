@@ -21,8 +21,8 @@ from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
-"""The version that is built. Version 1 can be read, too: it differs in the inodes of large files,
-which only the kernel reads."""
+"""The version that is built. Version 1, which can be read, too, differs in the inodes of large
+files, which only the kernel reads."""
 
 _OLDEST_VERSION = 1
 _TRAILER_BYTES = 512
@@ -56,7 +56,7 @@ class Image:
         self.sequence = fields.sequence
         """The image's number in its chain, from 1."""
         self.end_block = fields.end_block
-        """The blocks that this chain has given to contents, this image included."""
+        """The blocks that this chain has given, this image included."""
         self.entry_count = fields.entries
         self.shown = fields.shown
         self.tree_bytes = parts[0][1]
@@ -69,8 +69,8 @@ class Image:
         self._hidden_block = fields.hidden_block
 
     def root_folder(self, *, hidden: bool) -> bytes:
-        """The content of the root folder's device: with `.diesel`, or if `hidden` without. Both
-        have the same length."""
+        """The content of the root folder's device, with `.diesel` or without (`hidden`). Both have
+        the same length."""
         if not hidden:
             return bytes(self._root)
         at = self._hidden_block * BLOCK_BYTES
@@ -152,7 +152,7 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 
 
 def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """Return the trailer, and each part's start, end, and checksum."""
+    """The trailer, and each part's start, end, and checksum."""
     magic_at = SUPERBLOCK_AT
     if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
         raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))
@@ -196,8 +196,6 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
 
 
 def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at: int) -> None:
-    """Raise CorruptError unless the parts follow one another up to the trailer, with the lengths
-    that its counts demand."""
     at = 0
     for start, length, _ in parts:
         if start != at:

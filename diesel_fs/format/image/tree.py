@@ -1,8 +1,7 @@
-"""The tree of an image: the bytes of an EROFS file system, without contents (FORMAT.md, section 8).
-Any thread.
+"""The tree of an image: an EROFS file system without contents (FORMAT.md, section 8). Any thread.
 
-The tree has an inode for each entry of a snapshot and the listings of its folders. Files' inodes
-name blocks of the content file (`addresses.py`). All work is done by columns, in batches.
+Files' inodes name blocks of the content file (`addresses.py`). All work is done by columns, in
+batches.
 """
 
 import struct
@@ -75,7 +74,7 @@ _ITEM_BYTES = _ITEM.itemsize
 _ITEM_TYPES = np.array([1, 7, 2], np.uint8)  # by Kind
 _MODES = np.array([0o100000, 0o120000, 0o040000], np.uint16)  # by Kind
 _LINK_MODE, _CONTROL_MODE = 0o120777, 0o040555
-_TARGET_BYTES_MAX = 4095  # PATH_MAX: the kernel would cut a longer target off
+_TARGET_BYTES_MAX = 4095  # PATH_MAX: the kernel would cut off a longer one
 
 _BATCH_BLOCKS = 2048
 _BATCH = 1 << 18  # entries, or items of folders
@@ -95,8 +94,8 @@ class Shown:
 
 def check(snapshot: Snapshot) -> None:
     """Raise CorruptError for columns that contradict each other, and FormatError for entries that a
-    tree cannot show. A private copy was not checked since it was written, the kernel trusts a file
-    system, and anybody may have written the snapshot."""
+    tree cannot show. Anybody may have written the snapshot, a private copy was not checked since,
+    and the kernel trusts a file system."""
     columns = snapshot.columns
     layout.check(snapshot.header, columns)
     is_link = layout.kinds(columns.flags) == Kind.LINK
@@ -108,8 +107,8 @@ def check(snapshot: Snapshot) -> None:
 
 
 def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
-    """The root folder's entries, and how many come before `.diesel`. Compares names: a snapshot's
-    lookup index may be wrong."""
+    """The root folder's entries, and how many come before `.diesel`. Compares names, since a
+    snapshot's lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
 
@@ -117,9 +116,9 @@ def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
 def _packed(
     costs: Callable[[int, int], Ints], count: int, starts: Ints, limit: int
 ) -> tuple[Ints, Ints]:
-    """Cut `count` items into as few runs as possible, each of at most `limit` in cost; a new run
-    begins at each of `starts`, the first of which is 0. `costs(first, end)` gives the costs of
-    items; none is above `limit`. Returns the first item and the cost of each run."""
+    """Cut items into as few runs as possible, each of at most `limit` in cost; a new run begins at
+    each of `starts`, the first of which is 0. `costs(first, end)` gives the costs of items; none is
+    above `limit`. Returns the first item and the cost of each run."""
     firsts, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     done = 0
     while done < count:
@@ -182,7 +181,6 @@ class _Items:
         self._special_name = np.repeat([0, 1, 2], [len(folders), len(folders), 1])[order]
 
     def of(self, items: Ints) -> "_Listed":
-        """The entries and names of items."""
         before = np.searchsorted(self._special, items)
         entry = items - before + 1
         special = np.flatnonzero(self._special[np.minimum(before, len(self._special) - 1)] == items)
@@ -195,8 +193,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """The bytes that each item takes in a listing. `.diesel` counts with the item before it, so
-        both are always in one block."""
+        """The bytes that items take in a listing. `.diesel` counts with the item before it, so both
+        are always in one block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -229,7 +227,6 @@ class _Listed(NamedTuple):
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """Count the entries before `.` and before `..` in each folder."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
@@ -252,7 +249,7 @@ class ImageTree:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """The kind of each entry; `.diesel` is the last, here and in the other columns."""
+        """The kinds of entries; `.diesel` is the last, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
@@ -277,8 +274,8 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """Number the inodes in the order of FORMAT.md, section 8. `tails`: the bytes behind each
-        folder's inode."""
+        """Number the inodes in the order of FORMAT.md. `tails`: the bytes behind each folder's
+        inode."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -307,7 +304,7 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """Place the blocks in the order of FORMAT.md, section 8."""
+        """The order is that of FORMAT.md, section 8."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -337,7 +334,6 @@ class ImageTree:
             yield self.snapshot.link(entry).ljust(BLOCK_BYTES, b"\0")
 
     def root(self) -> Iterator[Bytes]:
-        """The content of the root folder's device."""
         return self._blocks_of_runs(np.arange(self.root_blocks))
 
     def hidden_block(self) -> tuple[int, Bytes]:
@@ -371,8 +367,7 @@ class ImageTree:
     def _inodes(
         self, entries: Ints, layouts: Ints, size: Ints, block: Ints
     ) -> npt.NDArray[np.void]:
-        """The inodes of entries. `layouts` has the way in which each one's content lies (`_PLAIN`,
-        ...)."""
+        """`layouts` says where each one's content lies (`_PLAIN`, ...)."""
         columns, shown = self.snapshot.columns, self.shown
         is_control = entries == len(self.snapshot)
         source = np.where(is_control, ROOT_INDEX, entries)  # `.diesel` is as old as the root folder
@@ -433,13 +428,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """Copy inodes to their places in `out`, which begins at byte `base` of all inodes."""
+        """Copy inodes to `out`, which begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Batches of the files of more than one block (`large`), or of all other files."""
+        """Batches of the files of more than one block (`large`), or of all others."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -490,12 +485,12 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """List the items of runs. `at` has each run's first byte in `out`."""
+        """`at` has each run's first byte in `out`."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 
     def _list(self, items: Ints, count: Ints, at: Ints, out: layout.Bytes) -> None:
-        """List `count` items for each run, from byte `at` of `out` on: first each item's record,
+        """List `count` items for each run, from byte `at` of `out` on: first the items' records,
         then the names."""
         listed = self._items.of(items)
         run = np.repeat(np.arange(len(count)), count)

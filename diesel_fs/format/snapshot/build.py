@@ -1,15 +1,14 @@
 """Builds the next snapshot from the previous one (or none) and changed rows (FORMAT.md, section 7).
 Any thread.
 
-A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
-or replaced, or a tombstone. `_MergePlan` decides which entry is visible at each path, `_EntryOrder`
-gives each entry its position, and `_Assembly` makes the columns of the result. `layout.py` defines
-implicit folders and shadowed entries.
+A **row** is one changed entry (`Rows` in `format/entries.py`): new, replaced, or a tombstone.
+`_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
+position, and `_Assembly` makes the columns of the result. `layout.py` defines implicit folders and
+shadowed entries.
 
-A merge gives the same bytes as a full build. Surviving entries keep their relative order, since
-that is by depth, folder and name. So the next snapshot is the previous one without some entries,
-with new ones inserted. Python code runs once per changed row and per folder that holds one; all
-other entries stay in arrays.
+A merge gives the same bytes as a full build. Surviving entries keep their relative order (by depth,
+folder and name), so new ones are inserted among them. Python code runs once per changed row and per
+folder that holds one; all other entries stay in arrays.
 
 A **source** is an array that has, for each item of a result, the number of its origin among
 (previous items, then new ones); each column of the result is one `take` by a source.
@@ -39,8 +38,8 @@ from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
 _NO_CHUNK = 0xFFFFFFFF
-_BLOCK = 1 << 18  # entries for which several columns are made at one time
-_BLOCK_ROWS = 1 << 16  # rows at a time with names as Python objects
+_BLOCK = 1 << 18  # entries per step, if several columns are made
+_BLOCK_ROWS = 1 << 16  # rows whose names are Python objects at a time
 
 
 def build_snapshot(
@@ -54,12 +53,12 @@ def build_snapshot(
     digest: int,
     entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
-    """The next snapshot, as buffers to write. `rows` replace, insert or (TOMBSTONE) remove entries
-    of `previous`; `chunks` has all chunks of the new version, in any order. `version` and `digest`
-    (of the chunks' IDs) are the head's. A row of `b""` sets the root's mode and time. The files of
-    each chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible
-    row, and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller
-    with many rows should keep no reference to them: they are freed on the way."""
+    """Return the next snapshot, as buffers to write. `rows` replace, insert or (TOMBSTONE) remove
+    entries of `previous`; a row of `b""` sets the root's mode and time. `chunks` has all chunks of
+    the new version. `version` and `digest` (of the chunks' IDs) are the head's. The files of each
+    chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible row,
+    and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller with
+    many rows should keep no reference to them: they are freed on the way."""
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
         raise UsageError(f"the previous snapshot is of {previous.identity}, not of {identity}")
@@ -70,7 +69,7 @@ def build_snapshot(
     plan = _MergePlan(old, rows, _ChangedFolders(old, rows))
     del rows
     order = _order_of(plan)
-    del plan.hash, plan.ascends, plan.new_rows  # the order has all that is needed of them
+    del plan.hash, plan.ascends, plan.new_rows  # the order replaces them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
     check_entry_digests(columns, entry_digests)
@@ -94,10 +93,9 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
 
 class _ChangedFolders:
     """The folders that hold changed rows, and all folders above, in directory order. A folder's
-    **number** is its position in that order; the root is 0. Each is stored as (parent's number,
-    name): whole paths of deep folders would take memory by the square of the depth. `parent`,
-    `name`, `hash` and `old_index` (in the previous snapshot; -1: none) are by number; `of_row` has
-    each row's folder."""
+    **number** is its position in that order. Each is stored as (parent's number, name), since whole
+    paths of deep folders would take memory by the square of the depth. `parent`, `name`, `hash` and
+    `old_index` (in the previous snapshot, or -1) are by number; `of_row` has each row's folder."""
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
         ids: dict[tuple[int, bytes], int] = {}  # by (ID of the parent, name)
@@ -147,10 +145,9 @@ class _ChangedFolders:
 
 
 class _MergePlan:
-    """The changes to each path: which entry is visible there, which are removed, which are new. An
-    entry's attributes without its name are its **data**, numbered: first the previous snapshot's
-    visible entries, then its shadowed ones, then the rows, and last one number for all implicit
-    folders."""
+    """Which entry is visible at each path, which are removed, which are new. An entry's attributes
+    without its name are its **data**, numbered: first the previous snapshot's visible entries, then
+    its shadowed ones, then the rows, and last one number for all implicit folders."""
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
@@ -168,7 +165,7 @@ class _MergePlan:
         self.new_shadow: dict[int, int] = {}
         """Data that each new folder shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """By how much each folder's number of entries changes."""
+        """The change of each folder's number of entries."""
         self.new_data: dict[int, int] = {}
         """Data of each new folder."""
         self.new_rows: Indices
@@ -189,8 +186,8 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """Hash each row's path, and compare its name with the next's; in blocks, so that few names
-        are Python objects at a time."""
+        """Hash each row's path, and compare its name with the next's. Works in blocks, so that few
+        names are Python objects at a time."""
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
         self.ascends: layout.Mask = np.zeros(count, np.bool_)
@@ -270,8 +267,7 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """Plan the changed folders, the deepest first, since an implicit folder goes with its last
-        entry."""
+        """The deepest come first, since an implicit folder goes with its last entry."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -299,9 +295,9 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """The data and kind of the entry that is stored at a previous entry's path, visible or
-        shadowed; -1 if there is none, or the folder there is only implied."""
-        if at < 0:  # no previous entry
+        """The data and kind of the entry stored at a previous entry's path, visible or shadowed; -1
+        if there is none, or the folder is implicit."""
+        if at < 0:
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
         if not flags & layout.IMPLICIT:
@@ -331,7 +327,7 @@ class _EntryOrder:
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """Give all entries their positions. Raises UsageError for two rows of one path."""
+    """Raises UsageError for two rows of one path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -567,8 +563,7 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """Each entry's data, then each shadowed one's; and the folder that hides each shadowed
-        one."""
+        """Each entry's data, then each shadowed one's; and the folders that hide the latter."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
@@ -612,8 +607,7 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """The data of rows. `links` are all rows of links, `many` those of files of several
-        extents."""
+        """`links` are all rows of links, `many` those of files of several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -640,7 +634,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
-        """A row's tail. Raises UsageError if it is missing."""
+        """Raises UsageError if it is missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -668,7 +662,6 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """The extents in the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -722,7 +715,6 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        """Raise CorruptError for the file at position `at` of `_data_source`."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"
@@ -735,7 +727,7 @@ class _Assembly:
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """The items in one block: their starts (and the end), and the bytes."""
+    """The starts of the items (and the end), and their bytes in one block."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -747,7 +739,7 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of (old, then new): their starts, and their bytes, then `behind`. Runs of items that
+    """The starts of items of (old, then new), and their bytes, then `behind`. Runs of items that
     stay together are copied at once, so the cost is that of the changes."""
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)

@@ -1,11 +1,10 @@
 """Finds the unchanged entries of a later version of a dataset, so that a mount that switches to it
 keeps the kernel's cache of these files. Any thread.
 
-Two entries have the **same path** if path and kind are equal. An entry is **unchanged** if, in
-addition, nothing differs that a reader can see: a file's mode, time, size and checksums, or a
-link's mode, time and target. The chunks of a file's contents may differ, since a purge moves
-contents. A folder with the same path always counts as unchanged. 1.28 million entries take about a
-second.
+An entry has the **same path** in both versions if path and kind are equal. It is **unchanged** if,
+in addition, nothing differs that a reader can see: a file's mode, time, size and checksums, or a
+link's mode, time and target. The chunks of contents may differ, since a purge moves contents. A
+folder with the same path always counts as unchanged. 1.28 million entries take about a second.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ OldIndices = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=False, eq=False)
 class SnapshotDiff:
-    """Maps each entry of `new` to its entry of `old`."""
-
     old: Snapshot
     new: Snapshot
     same_path: OldIndices
@@ -35,7 +32,7 @@ class SnapshotDiff:
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """For each entry of `old`, whether it was removed or changed."""
+        """A value for each entry of `old`."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
@@ -72,8 +69,8 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
-    """The entry of `old` with each `new` entry's path and kind. Candidates have equal fingerprints.
-    Their names are compared, and then, level by level, their folders."""
+    """Candidates have equal fingerprints. Their names are compared, and then, level by level, their
+    folders."""
     candidates, is_ambiguous = _candidates(old, new)
     has_candidate = np.flatnonzero(candidates >= 0)
     same = _same_names(old, candidates[has_candidate], new, has_candidate)
@@ -84,7 +81,7 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
     result[ROOT_INDEX] = ROOT_INDEX
     start, end_above = 1, 1  # of this level; of the level above
     while start < len(new):
-        # Entries are sorted by folder, so one level's entries form one range
+        # One level's entries form one range, since entries are sorted by folder
         end = int(np.searchsorted(new.columns.parent, end_above))
         folder = result[new.columns.parent[start:end]]
         candidate = candidates[start:end]

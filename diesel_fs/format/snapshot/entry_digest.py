@@ -1,13 +1,11 @@
 """Checks a new snapshot's data about a chunk's files against the chunk's own header (FORMAT.md,
 section 5, "Order of writing"). Any thread.
 
-The **entry digest** of a chunk is the number of its file contents, and the sum of a hash of each
-one's attributes, without paths. A writer computes it from the header when it commits the chunk. If
-a snapshot has fewer of a chunk's contents, the others have been replaced since, and the chunk is
-not compared.
-
 Between header and snapshot, the data passes through the metadata store, the merge of snapshots and
-the memory of this process, none of which has checksums of single entries.
+the memory of this process, none of which has checksums of single entries. So a writer that commits
+a chunk computes its **entry digest** from the header: the number of its file contents, and the sum
+of a hash of each one's attributes, without paths. If a snapshot has fewer of a chunk's contents,
+the others have been replaced since, and the chunk is not compared.
 """
 
 from bisect import bisect_left
@@ -43,7 +41,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The digest of one chunk's rows (`ChunkHeader.rows`)."""
+    """For one chunk's rows (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -93,7 +91,7 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 class _Sums:
     """The entry digests of the chunks that are compared. `group` maps chunk numbers to positions in
-    the sums; -1: not compared."""
+    the sums, or -1."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -110,7 +108,7 @@ class _Sums:
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Add contents by their hashes. `chunk` names only chunks that are compared."""
+        """`chunk` names only chunks that are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

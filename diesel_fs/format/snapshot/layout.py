@@ -45,10 +45,10 @@ NAME_PADDING = bytes(8)
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""The folder has no entry of its own, and exists because something is in it."""
+"""The folder is implicit."""
 MANY_EXTENTS = 1 << 25
-"""The file has several extents: `chunk` is the index of the first one in `extents`, `offset` the
-number of extents."""
+"""The file has several extents: `chunk` is the index of the first in `extents`, `offset` their
+number."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
@@ -73,8 +73,8 @@ STORED_EXTENT = np.dtype(
 )
 SHADOWED = np.dtype(
     [
-        ("entry", "<u4"),  # the folder with the same path, which hides this file or link
-        ("flags", "<u4"),  # this and the others: as in `SnapshotColumns`
+        ("entry", "<u4"),  # the folder that hides this file or link
+        ("flags", "<u4"),  # this and the others as in `SnapshotColumns`
         ("size", "<u8"),
         ("mtime_ns", "<i8"),
         ("checksum", "<u8"),
@@ -117,7 +117,6 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of `SnapshotColumns`, in order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -125,7 +124,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """A snapshot's header. `entries` counts the root and implicit folders, too."""
+    """`entries` counts the root and implicit folders, too."""
 
     identity: UUID
     dataset: str
@@ -165,7 +164,7 @@ def codecs(flags: U4) -> U4:
 
 
 def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
-    """The snapshot as buffers to be written one after the other."""
+    """Return buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
@@ -185,9 +184,9 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
-    """The header and the columns of a snapshot; the columns are views of `buffer`. Raises a leaf of
-    FormatError. Compares all checksums. `verify` also checks columns against each other; a private
-    copy was verified when it was written."""
+    """Return the header, and columns that are views of `buffer`. Raises a leaf of FormatError.
+    Compares all checksums. `verify` also checks columns against each other; for a private copy that
+    was done when it was written."""
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
@@ -216,7 +215,7 @@ def check_magic(start: bytes) -> None:
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """The header, checked except for its table of sections. Raises a leaf of FormatError."""
+    """Return the header, checked except for its table of sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -253,7 +252,7 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""The bytes of a file that `parse_front` needs."""
+"""`parse_front` needs this much of a file."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
@@ -270,8 +269,8 @@ def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """The header's counts and the sections' checksums: a mark that is equal for snapshots that
-    differ only in their version."""
+    """A mark that is equal for snapshots that differ only in their version: the header's counts and
+    the sections' checksums."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
@@ -329,7 +328,7 @@ def words(names: Bytes) -> U8:
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
     """Compare pairs of names. Each side is (`words` of its names, starts, lengths). Compares 8
-    bytes of all pairs at a time, and goes on with the pairs that are equal until then."""
+    bytes of all pairs at a time, and continues with those that are equal so far."""
     (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
     same: Mask = lengths == other_lengths
     left = np.flatnonzero(same)
@@ -355,7 +354,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Flag names that cannot be in a path. `starts` has one item more, the end of the last name."""
+    """Flag names that cannot be in a path. `starts` ends with the end of the last name."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -407,7 +406,6 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
 
 
 def _check_names(columns: SnapshotColumns) -> None:
-    """Check that names tile the section `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
         _corrupt("the root has a name")
@@ -428,7 +426,6 @@ def _batches(count: int) -> Iterator["slice[int, int, None]"]:
 
 
 def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
-    """Check that folders, their children and parents agree, and that no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
         _corrupt("an entry of unknown kind or with unknown flags")
@@ -458,8 +455,7 @@ def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
 
 
 def _check_order(columns: SnapshotColumns) -> None:
-    """Check that the names in each folder ascend strictly. Compares 8 bytes of all neighbours at a
-    time, and continues with those that are equal so far."""
+    """Compares as `equal_names` does."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -481,7 +477,6 @@ def _check_order(columns: SnapshotColumns) -> None:
 
 
 def _check_index(columns: SnapshotColumns) -> None:
-    """Check that the lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -493,8 +488,6 @@ def _check_index(columns: SnapshotColumns) -> None:
 
 
 def _check_shadowed(columns: SnapshotColumns) -> None:
-    """Check that shadowed entries are sorted, and files and links at the paths of implicit
-    folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
@@ -506,8 +499,6 @@ def _check_shadowed(columns: SnapshotColumns) -> None:
 
 
 class _Data(NamedTuple):
-    """Items of the columns with these names."""
-
     flags: U4
     size: U8
     chunk: U4
@@ -529,7 +520,6 @@ def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
 
 
 def _check_data(columns: SnapshotColumns) -> None:
-    """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
         _corrupt("a chunk of an impossible length")
@@ -563,7 +553,6 @@ def _check_data(columns: SnapshotColumns) -> None:
 
 
 def _check_places(one: _Data, object_bytes: U8) -> None:
-    """Check that files of one extent lie within their chunks."""
     if (one.chunk >= len(object_bytes)).any():
         _corrupt("a file in a chunk that is not in its table")
     places = (codecs(one.flags), one.stored, one.size, one.offset)
@@ -572,7 +561,7 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
 
 
 def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
-    """Check links, which `before` others precede. Returns their number."""
+    """`before` others precede these. Returns their number."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (
@@ -603,8 +592,8 @@ def _check_files_of_many(many: _Data, columns: SnapshotColumns) -> None:
 
 
 def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
-    """Raise CorruptError unless each run of extents (which ends at `ends` and has `counts` extents)
-    makes up a file of `sizes` bytes, and lies in chunks of `object_bytes`."""
+    """Raise CorruptError unless each run of `counts` extents, which ends at `ends`, makes up a file
+    of `sizes` bytes, and lies in chunks of `object_bytes`."""
     if not len(extents):
         return
     start, size = extents["start"], extents["size"]

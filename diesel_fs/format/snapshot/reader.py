@@ -1,10 +1,9 @@
 """Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes
 (FORMAT.md, section 7). Any thread.
 
-An entry's **index** is its position in directory order, its **hash** depends on its path alone. A
-lookup searches the column `fingerprint` for the upper half of the hash; the column `slot` has the
-index. The buffer (a mapped file) stays in use until the snapshot, and every array that it returned,
-are gone.
+An entry's **index** is its position in directory order. A lookup searches the column `fingerprint`
+for the upper half of the path's hash; the column `slot` has the index. The buffer (a mapped file)
+stays in use until the snapshot, and every array that it returned, are gone.
 """
 
 import operator
@@ -32,22 +31,21 @@ Span: TypeAlias = "slice[int, int, None]"
 
 ROOT_INDEX = 0
 ROOT_HASH = 0
-"""For other entries, hash(entry) = xxh3_64(name, seed=hash(folder))."""
+"""hash(entry) = xxh3_64(name, seed=hash(folder)) for other entries."""
 
 _EQUAL_TRIED_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
 _MEMO_FOLDERS_MAX = 65_536  # a memo is emptied at this size, about 15 MB
 _MEMO_PATH_BYTES_MAX = 512  # folders with longer paths are not memoized
-_BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in the CPU's cache
-_PATHS_BATCH = 4_096  # paths in memory at a time while many are iterated over
+_BATCH = 8_192  # paths per step of `lookup_many`: its temporaries stay in the CPU's cache
+_PATHS_BATCH = 4_096  # paths in memory at a time in `iter_paths`
 _BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
-_BUCKET_STEPS_MAX = 16  # after 16 steps in a bucket, the whole column is bisected
+_BUCKET_STEPS_MAX = 16  # then the whole column is bisected
 _KINDS = tuple(Kind)
 
 
 class Extent(NamedTuple):
-    """The place of one part of a file: `chunk` is an index in `Snapshot.chunk_ids`; sizes and
-    offsets are in bytes."""
+    """`chunk` is an index in `Snapshot.chunk_ids`; sizes and offsets are in bytes."""
 
     chunk: int
     offset: int  # from the start of the chunk object
@@ -59,8 +57,7 @@ class Extent(NamedTuple):
 
 
 PlainExtent = tuple[int, int, int, int]
-"""The place of a file that is one uncompressed extent: chunk, offset, bytes, checksum, as in
-`Extent`."""
+"""A file's one uncompressed extent: chunk, offset, bytes, checksum, as in `Extent`."""
 
 _EXTENT_BITS, _PLAIN_FILE = layout.EXTENT_BITS, layout.PLAIN_FILE
 _HASHED_BYTES = 1 << 20
@@ -114,7 +111,7 @@ class Stats:
 
 
 class ChunkIds(Sequence[ChunkId]):
-    """A snapshot's chunk IDs by number; they ascend."""
+    """Chunk IDs by number; they ascend."""
 
     __slots__ = ("_ids",)
 
@@ -142,8 +139,7 @@ class Snapshot:
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
         """`buffer` has the whole file. Raises a leaf of FormatError. `verify=False` is for a
-        private copy, which was verified when it was written: then only checksums are compared, at
-        30 GB/s."""
+        private copy, verified when it was written: then only checksums are compared, at 30 GB/s."""
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
         self.columns = columns
@@ -158,7 +154,7 @@ class Snapshot:
         self.chunk_count = header.chunks
         self.chunk_ids = ChunkIds(columns.chunk_id)
         self.chunk_sizes = columns.chunk_bytes
-        # Memory views, since they return single items several times as fast as numpy arrays do.
+        # Memory views return single items several times as fast as numpy arrays
         self._parent = columns.parent.data
         self._name_start = columns.name_start.data
         self._names = columns.names.data
@@ -182,7 +178,7 @@ class Snapshot:
     # One entry
 
     def lookup(self, path: bytes) -> int:
-        """The index of the entry with this path, or -1."""
+        """The entry's index, or -1."""
         cut = path.rfind(b"/") + 1
         folder, name = path[:cut], path[cut:]
         if not name:
@@ -191,8 +187,8 @@ class Snapshot:
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
 
     def index_of(self, path: bytes) -> int:
-        """The index of the entry with this path. Raises NoSuchPath, NotAFolder for a path below a
-        file or link, and UsageError for a path that no dataset can have."""
+        """The entry's index. Raises NoSuchPath, NotAFolder for a path below a file or link, and
+        UsageError for a path that no dataset can have."""
         index = self.lookup(check_path(path))
         if index < 0:
             raise self._missing(path)
@@ -212,7 +208,7 @@ class Snapshot:
         return NoSuchPath(f"no {text!r} in dataset {self.dataset!r}")
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index of the entry `name` in a folder, or -1."""
+        """The entry's index, or -1."""
         self._check(folder)
         return self._find(folder, xxh3_64_intdigest(name, self.hash(folder)), name) if name else -1
 
@@ -226,12 +222,12 @@ class Snapshot:
         return range(start, end)
 
     def name(self, i: int) -> bytes:
-        """The entry's name, empty for the root."""
+        """Empty for the root."""
         self._check(i)
         return self._names[self._name_start[i] : self._name_start[i + 1]].tobytes()
 
     def parent(self, i: int) -> int:
-        """The index of the entry's folder. The root is its own folder."""
+        """The root is its own folder."""
         self._check(i)
         return self._parent[i]
 
@@ -253,7 +249,7 @@ class Snapshot:
         return self._size[i]
 
     def link(self, i: int) -> bytes:
-        """A link's target. Raises ValueError for entries that are no link."""
+        """A link's target. Raises ValueError for other entries."""
         if self._kind(i) != Kind.LINK:
             raise ValueError(f"entry {i} is no link")
         number = self._chunk[i]
@@ -264,7 +260,7 @@ class Snapshot:
 
     def extents(self, i: int, start: int = 0, end: int | None = None) -> tuple[Extent, ...]:
         """The places of a file's content, in order; empty for empty files and other kinds. With
-        `start` and `end` (None: the file's end), only the extents that have bytes in this range."""
+        `start` and `end` (None: the file's end), only extents with bytes in this range."""
         size = self._size[i] if self._kind(i) == Kind.FILE else 0
         if start >= size:
             return ()
@@ -305,7 +301,7 @@ class Snapshot:
     # Many entries
 
     def lookup_many(self, paths: Sequence[bytes]) -> Indices:
-        """The indices of the entries with these paths; -1 for a path without an entry."""
+        """Indices; -1 for a path without an entry."""
         if len(paths) > _BATCH:
             batches = range(0, len(paths), _BATCH)
             return np.concatenate([self.lookup_many(paths[at : at + _BATCH]) for at in batches])
@@ -329,11 +325,9 @@ class Snapshot:
         return indices
 
     def find_many(self, folders: Indices, hashes: layout.U8, names: Sequence[bytes]) -> Indices:
-        """The indices of `names` in `folders` (by index, or -1); -1 if there is none.
-
-        `hashes` are the hashes of the names, with the hash of their folder as seed. Folder and name
-        of each candidate are compared exactly.
-        """
+        """`folders` are indices, or -1. Returns -1 for a missing name. `hashes` are those of the
+        names, with the hash of their folder as seed. Folder and name of each candidate are compared
+        exactly."""
         if not len(self._slot) or not len(names):
             return np.full(len(hashes), -1, np.int64)
         column = self.columns
@@ -370,8 +364,8 @@ class Snapshot:
 
     @cached_property
     def _bucket_start(self) -> layout.U4:
-        """The position of the first fingerprint of each bucket: a bucket is the fingerprints with
-        the same upper bits, on average about one."""
+        """The position of the first fingerprint of each bucket. A bucket has the fingerprints with
+        the same upper bits, about one on average."""
         lowest = np.arange(0, 1 << 32, 1 << int(self._bucket_shift)).astype(np.uint32)
         start = np.searchsorted(self.columns.fingerprint, lowest)
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
@@ -392,11 +386,8 @@ class Snapshot:
         *,
         missing_ok: bool = False,
     ) -> Stats:
-        """The attributes of paths, or of indices (a `range` of step 1 costs no copy).
-
-        Raises NoSuchPath for the first missing path unless `missing_ok`, and IndexError for an
-        index that no entry has.
-        """
+        """Takes paths or indices (a `range` of step 1 costs no copy). Raises NoSuchPath for the
+        first missing path unless `missing_ok`, and IndexError for an index that no entry has."""
         if isinstance(entries, range | np.ndarray) or not isinstance(next(iter(entries), 0), bytes):
             return self._stats(self._checked(entries))  # type: ignore[arg-type]  # no paths
         paths: Sequence[bytes] = entries  # type: ignore[assignment]  # nor indices
@@ -422,7 +413,7 @@ class Snapshot:
         )
 
     def names(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The names of entries. Fastest for a range of step 1."""
+        """Fastest for a range of step 1."""
         checked = self._checked(entries)
         if isinstance(checked, slice):
             starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
@@ -434,7 +425,7 @@ class Snapshot:
         return [bytes(self._names[start:end]) for start, end in each]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The paths of entries. The path of each folder is made once."""
+        """Makes the path of each folder once."""
         wanted = np.arange(self.entry_count)[self._checked(entries)]
         folders: dict[int, bytes] = {ROOT_INDEX: b""}
         paths = []
@@ -462,8 +453,8 @@ class Snapshot:
         return chunk
 
     def used_bytes(self) -> npt.NDArray[np.float64]:
-        """Each chunk's stored bytes that are contents of files, shadowed ones too. Works in steps:
-        a fraction of a second for 10 million entries, with little memory."""
+        """How many stored bytes of each chunk are contents of files, shadowed ones too. Works in
+        steps: a fraction of a second for 10 million entries, with little memory."""
         columns, shadowed = self.columns, self.columns.shadowed
         used = np.zeros(self.chunk_count)
         plain = (columns.flags, columns.chunk, columns.stored)
@@ -478,7 +469,7 @@ class Snapshot:
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # other files are noticed as damaged when they are read
+        is_there = chunk < self.chunk_count  # damaged files are noticed when they are read
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
@@ -510,12 +501,11 @@ class Snapshot:
         return self._flags[i] >> layout.KIND_SHIFT & 3
 
     def _check(self, i: int) -> None:
-        if not 0 <= operator.index(i) < self.entry_count:  # raises TypeError for no integer
+        if not 0 <= operator.index(i) < self.entry_count:  # TypeError for no integer
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
-        """The checked indices as an array, or as a slice for a range of step 1. Raises
-        IndexError."""
+        """The indices as an array, or as a slice for a range of step 1. Raises IndexError."""
         if isinstance(entries, range) and entries.step == 1 and len(entries):
             self._check(entries.start)
             self._check(entries.stop - 1)
@@ -554,8 +544,7 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """The index of the entry `name` in a folder, where `hash_` is its hash; -1 if there is
-        none."""
+        """The index of the entry `name` in a folder, or -1; `hash_` is its hash."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)

@@ -1,8 +1,8 @@
-"""Lets other processes announce to a mount which files they will read, in which order.
+"""Lets other processes announce to a mount which files they will read, in which order (a *plan*).
 
-Such an announcement is a *plan*. It arrives over the control socket (`.diesel/control` in the
-mount, described in CONTROL.md) from `Control`, the client in Python; or the mount makes it itself
-when a program reads a list of files (`.diesel/filelist`, `.diesel/shuffle/...`).
+A plan arrives over the control socket (`.diesel/control` in the mount) from `Control`, the client
+in Python; or the mount makes it itself when a program reads a list of files (`.diesel/filelist`,
+`.diesel/shuffle/...`).
 
 Read first CONTROL.md and `control.py`, then `control_wire.py` (the fields of plans as bytes),
 `control_socket.py` (the socket in the mount's server), `list_plans.py` (plans from lists) and

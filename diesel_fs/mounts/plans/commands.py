@@ -3,10 +3,10 @@
 The messages come from the control socket (CONTROL.md lists them) and from the mount's own server,
 which reports the lists of files that programs read (`list_plans.py`) and switches versions. A
 **stream** is one reader with the epochs that it will read; it is **tentative** until the reader is
-seen to follow the order (`orders/plan.py` has the rules for plans). All readers of one list, in any
-epoch, are one stream here; its next epoch is announced when half of the last one has been read.
+seen to follow the order. All readers of one list, in any epoch, are one stream here; its next epoch
+is announced when half of the last one has been read.
 
-Concurrency: the prefetch worker's thread alone. Drawing an order of a million files takes it 0.3 s.
+Only the prefetch worker's thread calls this. Drawing an order of a million files takes it 0.3 s.
 """
 
 import math
@@ -33,32 +33,29 @@ from .control_wire import (
 )
 
 LIST_STREAMS_MAX = 16
-"""The most streams of lists. For a further list, the list that was read longest ago loses its
-stream. So most of the 64 streams are left for the control socket."""
+"""For a further list, the list that was read longest ago loses its stream. So most of the 64
+streams are left for the control socket."""
 
 JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
-"""The greatest length of a job's name, and its greatest benefit."""
 
 FINISHED_S = 60.0
 """A stream with all files read is withdrawn, and gives up its memory, unless its next epoch begins
 in this time."""
 
 PREDICT_INTERVAL_S = 1.0
-"""The least time between two looks at the streams of lists."""
+"""The streams of lists are looked at no more often than this."""
 
 PREDICT_ENTRIES_MIN = 4096
 """The next epoch is announced ahead only if an epoch has at least this many files. Shorter ones
 begin fast without that, and an opened file could belong to either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""The next epoch is announced once this part (a half) of the current one has been read."""
+"""The next epoch is announced once half of the current one has been read."""
 
 
 @dataclass(slots=True)
 class _ListStream:
-    """The stream of a list, for all epochs of the list."""
-
-    name: ListName  # the list of the last epoch that was announced
+    name: ListName  # of the last announced epoch
     is_predicted: bool  # no program has read the list of that epoch yet
     finished_s: float = math.inf  # when all epochs were first seen to be read
 
@@ -81,7 +78,7 @@ class PlanCommands:
         self._are_whole = are_whole
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
-        self._checked_s = 0.0  # when `predict_next_epochs` last looked at the streams
+        self._checked_s = 0.0  # by `predict_next_epochs`
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
             "announce": self._announce,
             "extend": self._extend,
@@ -100,15 +97,14 @@ class PlanCommands:
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
-        """Carries out a message. Returns the result, or the fields `error`, `message` and
-        `advice`."""
+        """Returns the result, or the fields `error`, `message` and `advice`."""
         try:
             fields = Fields(message, "a message")
             do = fields.text("do")
             handler = self._handlers.get(do)
             if handler is None:
                 raise UsageError(f"no request {do[:64]!r}")
-            if "id" in fields:  # the link to the worker adds it, to match answers
+            if "id" in fields:  # the link to the worker adds it
                 fields.integer("id")
             return handler(fields, now_s)
         except DieselError as error:
@@ -117,20 +113,18 @@ class PlanCommands:
     # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The names of the streams that are being read: a switch to another version waits for
-        them."""
+        """The streams that are being read: a switch to another version waits for them."""
         fields.end()
         return {"running": [*self._planner.views.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """If no stream is being read, plans are refused until `_unfreeze`. Returns the streams that
-        are being read."""
+        """If no stream is being read, plans are refused until `_unfreeze`. Answers as
+        `_running`."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
 
     def _unfreeze(self, fields: Fields, now_s: float) -> Message:
-        """Accepts plans again: the mount did not switch."""
         fields.end()
         self._is_frozen = False
         return {}
@@ -275,21 +269,21 @@ class PlanCommands:
         return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """The epoch that a list's reader is in; the next epoch if the reader has read all that were
+        """The epoch that a list's reader is in; the next one if the reader has read all that were
         announced; -1 if unknown."""
         stream = fields.text("stream")
         fields.end()
         known, stats = self._lists.get(stream), self._planner.views.stream_stats(stream)
         if known is None or (stats is None and known.finished_s == math.inf):
             return {"epoch": -1}
-        if stats is None or stats["epoch"] < 0:  # it has read all announced epochs
+        if stats is None or stats["epoch"] < 0:
             return {"epoch": known.name.epoch + 1}
         return {"epoch": stats["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announces the next epoch of lists if half of the last announced one has been read, and
-        withdraws streams that were read to their end `FINISHED_S` ago. Cheap: the worker calls this
-        in each turn of its loop."""
+        """Announces the next epoch of lists of which half of the last announced one has been read,
+        and withdraws streams that were read to their end `FINISHED_S` ago. Cheap: the worker calls
+        this in each turn of its loop."""
         if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
         self._checked_s = now_s
@@ -298,7 +292,7 @@ class PlanCommands:
             if stats is None:
                 if known.finished_s == math.inf:  # withdrawn, as no reader followed it
                     del self._lists[stream]
-            elif stats["epoch"] < 0:  # the reader has read all announced epochs
+            elif stats["epoch"] < 0:
                 known.finished_s = min(known.finished_s, now_s)
                 if now_s - known.finished_s >= FINISHED_S:
                     self._planner.streams.withdraw(stream)
@@ -316,7 +310,7 @@ class PlanCommands:
                 try:
                     self._planner.streams.extend(stream, [self._epoch(following, exact=False)])
                     self._lists[stream] = _ListStream(following, is_predicted=True)
-                except UsageError:  # the plan is full: the epoch begins without being announced
+                except UsageError:  # the plan is full: the epoch begins unannounced
                     known.is_predicted = True
 
     def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
@@ -324,7 +318,6 @@ class PlanCommands:
         return Epoch(name.epoch, entries, exact, computed=name.computed)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
-        """Withdraws streams of lists until one more list may have one."""
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)

@@ -39,13 +39,13 @@ from .control_wire import (
 )
 
 DEADLINE_S = 30.0
-"""How long an answer may take. The mount waits up to 15 s of this for its prefetch worker."""
+"""The mount waits up to 15 s of this for its prefetch worker."""
 
 ANSWER_ITEMS_MAX = 1 << 14
-"""The most items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
+"""Statistics of 64 streams and 64 readers have some 5,000 items."""
 
 Epochs: TypeAlias = Sequence[Message]
-"""Epochs for `Control`, each made by `explicit` or `drawn`."""
+"""The fields of epochs, each made by `explicit` or `drawn`."""
 
 
 def explicit(
@@ -71,9 +71,9 @@ def drawn(
     below: int = 0,
     exact: bool = True,
 ) -> Message:
-    """An epoch given by the parameters of its shuffle (`orders/computed.py`), which the mount draws
-    itself. `kind` is `chunk` (chunk-wise) or `full`; `below` is the index of the folder whose files
-    are shuffled; `exact` is False for a prediction."""
+    """An epoch that the mount draws itself from the parameters of its shuffle
+    (`orders/computed.py`). `kind` is `chunk` (chunk-wise) or `full`; `below` is the index of the
+    folder whose files are shuffled; `exact` is False for a prediction."""
     fields: Message = {
         "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
         "drop_last": drop_last, "below": below,
@@ -84,7 +84,7 @@ def drawn(
 
 
 class Control:
-    """A connection to the control socket of a mount (see the module). Made by `connect`.
+    """A connection to the control socket of a mount. Made by `connect`.
 
     Every method raises the DieselError in the mount's answer: UsageError for a request without
     meaning, ConflictError for another dataset or version; and DeadlineError if no answer arrives.
@@ -92,12 +92,12 @@ class Control:
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        # A lock for each process, since a fork may inherit a lock that is held.
+        # One for each process, since a fork may inherit a lock that is held
         self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
         self._owner = -1  # the process that has opened the socket
         self.hello: Message = {}
-        """The mount's first answer: facts about the mount (CONTROL.md)."""
+        """The mount's first answer (CONTROL.md)."""
         self._identity = identity
         self._version = version
 
@@ -109,11 +109,9 @@ class Control:
         identity: str | None = None,
         version: int | None = None,
     ) -> Self:
-        """Connects to the mount at a folder.
-
-        `identity` and `version` are those of the snapshot that plans are made from, by default
-        those of the mount. Raises UsageError, PermissionDenied.
-        """
+        """Connects to the mount at a folder. `identity` and `version` are those of the snapshot
+        that plans are made from, by default those of the mount. Raises UsageError,
+        PermissionDenied."""
         control = cls(os.fspath(mountpoint), identity, version)
         control._open()
         return control
@@ -136,13 +134,10 @@ class Control:
     def announce(
         self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
     ) -> None:
-        """Announces a stream and the epochs that it will read (`explicit`, `drawn`). It replaces a
-        stream of the same name.
-
-        With `tentative`, nothing is pushed until the reader has been seen to follow the order.
-        `lag_entries` is how many positions of the order the stream's workers may be apart; 0 if
-        unknown.
-        """
+        """Announces a stream and the epochs that it will read (`explicit`, `drawn`), in place of a
+        stream of the same name. With `tentative`, nothing is pushed until the reader has been seen
+        to follow the order. `lag_entries`: how many positions the stream's workers may be apart; 0
+        if unknown."""
         first, rest = _split(epochs)
         self._request(
             {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
@@ -173,7 +168,6 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """Removes a stream: it will not be read any more."""
         self._request({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
@@ -182,9 +176,9 @@ class Control:
         self._request({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Sets one value for all these entries: a finite number that is not negative. Of the
-        entries that no stream has claimed (pushed ahead of its reader), the mount drops the least
-        valuable first."""
+        """Sets one value for all these entries: a finite number that is not negative. The mount
+        drops the least valuable first among entries that no stream has claimed (pushed ahead of its
+        reader)."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._request(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -200,13 +194,11 @@ class Control:
         benefit: float = 1.0,
         substitutes: bool = False,
     ) -> int:
-        """Sets the values of entries, one for each: finite numbers that are not negative. Returns
-        how many jobs have set any.
-
-        If several jobs use the mount, each gives its name, and how many times as fast its batches
+        """Sets the values of entries, one for each: finite numbers that are not negative. If
+        several jobs use the mount, each gives its name, and how many times as fast its batches
         arrive with the cache (`benefit`); their values are merged. With `substitutes`, the job
-        accepts resident entries of low importance in place of others.
-        """
+        accepts resident entries of low importance in place of others. Returns how many jobs have
+        set values."""
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
             raise UsageError(f"{row.size} values for {len(np.asarray(entries))} entries")
@@ -243,14 +235,14 @@ class Control:
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """The statistics of the mount, as in `.diesel/stats`, but up to date."""
+        """The same as `.diesel/stats`, but up to date."""
         found = self._request({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
             raise DieselError("the mount's answer has no statistics")
         return found
 
     def close(self) -> None:
-        """Closes the connection. Plans stay in force unless they are withdrawn before."""
+        """Plans stay in force unless they are withdrawn before."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -273,7 +265,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _request(self, message: Message) -> Message:
-        """Sends a request and returns the answer. Raises the error in the answer."""
+        """Raises the error in the answer."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()

@@ -1,10 +1,9 @@
 """Serves the control socket of a mount, and limits its clients.
 
-Over this socket, other programs announce which files they will read. It lies in a private folder of
-the user (CONTROL.md). Only root and the daemon's user get answers; if the mount is for other users
-too, every user that can reach the socket does. Requests go on to the prefetch worker, and
-`commands.py` carries them out there. A client that exceeds a limit or sends malformed frames is
-disconnected, with one line in the log; other clients do not notice.
+Over this socket (CONTROL.md), other programs announce which files they will read. Only root and the
+daemon's user get answers; if the mount is for other users too, every user that can reach the socket
+does. `commands.py` carries the requests out in the prefetch worker. A client that exceeds a limit
+or sends malformed frames is disconnected, with one line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline except the wait for a client's next request.
@@ -37,15 +36,14 @@ from .socket_folder import PREFIX, open_private, remove_dead_sockets, short_path
 log = logging.getLogger("diesel.mount")
 
 CONNECTIONS_MAX = 64
-"""The most clients at once: enough for 16 ranks with a few processes each. Idle connections may
-stay."""
+"""Enough for 16 ranks with a few processes each. Idle connections may stay."""
 
 FRAME_DEADLINE_S = 10.0
-"""How long a client may take to send the rest of a frame after its first byte, or to receive an
+"""A client may take this long to send the rest of a frame after its first byte, or to receive an
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""How long the prefetch worker may take to answer; it may be busy with earlier messages."""
+"""The prefetch worker may be busy with earlier messages."""
 
 LARGE_BYTES = 1 << 20
 """Larger frames are received one at a time over all connections, so that they do not fill the
@@ -65,11 +63,9 @@ class ControlSocket:
         any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello` has the facts about the mount that each client gets in the mount's first answer.
-        `stats` returns the mount's statistics; `link` leads to the prefetch worker. With
-        `any_user`, clients may belong to any user, for example in a container to which the socket
-        is bound; the private folder keeps everybody else out.
-        """
+        """`hello` has the facts that each client gets in the mount's first answer. With `any_user`,
+        clients may belong to any user, for example in a container to which the socket is bound; the
+        private folder keeps everybody else out."""
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
@@ -78,7 +74,7 @@ class ControlSocket:
         self._socket: socket.socket | None = None
         self._users = None if any_user else {0, os.geteuid()}
         self._connections = 0
-        self._large_frames = trio.Lock()  # held while a large frame is received
+        self._large_frames = trio.Lock()  # held while one is received
         self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
         """Whether the prefetch worker has begun; nothing may be sent to it before. The mount's
@@ -89,12 +85,12 @@ class ControlSocket:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Changes the hello for clients that connect later."""
+        """For clients that connect later."""
         self._hello = hello
 
     @property
     def path(self) -> bytes:
-        """The path of the socket; empty while there is none."""
+        """Empty while there is no socket."""
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
@@ -104,7 +100,7 @@ class ControlSocket:
         try:
             remove_dead_sockets(self._folder)
             with open_private(self._folder) as folder:
-                # Another daemon would remove a socket that has its final name but no listener yet.
+                # Another daemon would remove a socket that has its final name but no listener yet
                 temporary = f".new-{self._name}"
                 listener.bind(short_path(folder, temporary))
                 os.chmod(short_path(folder, temporary), 0o600 if self._users else 0o666)
@@ -212,11 +208,11 @@ class ControlSocket:
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
-        """The answer to a client's request. Raises DieselError."""
+        """Raises DieselError."""
         do = message.get("do")
         if type(do) is not str or do not in REQUESTS:
             raise UsageError(f"no request {str(do)[:64]!r}")
-        if "id" in message:  # the link to the worker numbers its requests by this field
+        if "id" in message:  # the link to the worker numbers its requests by it
             raise UsageError("a message: unknown field 'id'")
         if not self._takes_plans:
             return self._answer_without_worker(do)
@@ -229,7 +225,7 @@ class ControlSocket:
             )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
-            # The worker's last report has more keys than its answer now, which is newer.
+            # The worker's last report has more keys than its answer now, which is newer
             reported, current = stats.get("residency"), answer.get("residency")
             if isinstance(reported, dict) and isinstance(current, dict):
                 stats["residency"] = {**reported, **current}
@@ -237,8 +233,7 @@ class ControlSocket:
         return answer
 
     def _answer_without_worker(self, do: str) -> Message:
-        """The answer of a mount without a worker: statistics. Raises DieselError for any other
-        request."""
+        """Answers only requests for statistics. Raises DieselError for all others."""
         if do == "stats":
             return {"stats": self._stats()}
         if self.has_worker:

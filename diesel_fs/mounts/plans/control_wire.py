@@ -1,6 +1,6 @@
-"""The fields of plans as bytes, and the limits of the control socket, for both of its ends.
+"""The fields of plans as bytes, and the limits of the control socket, for both of its ends. Pure.
 
-CONTROL.md describes the messages. `net/messages.py` frames and decodes them. Pure.
+CONTROL.md describes the messages. `net/messages.py` frames and decodes them.
 """
 
 import numpy as np
@@ -19,30 +19,27 @@ PROTOCOL = 1
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
 )
-"""The requests that a client may send after its hello."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""The longest frame: 2 million entries. Longer epochs are sent in parts (`extend`). While the
-mount's server receives such a frame, it cannot answer the kernel for 10 ms; for a frame of 32 MiB
-it would be 400 ms."""
+"""2 million entries. Longer epochs are sent in parts (`extend`). While the mount's server receives
+such a frame, it cannot answer the kernel for 10 ms; for a frame of 32 MiB it would be 400 ms."""
 
 HELLO_BYTES_MAX = 4096
-"""The longest first frame of a client."""
 
-ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
+ENTRIES_WIDTHS = (4, 8)  # bytes of an entry
 CHECK_ENTRIES_MAX = 4096
-"""The most entries of one `check`: the prefetch worker opens each of them, which takes about 50 ms,
-and pushes nothing meanwhile."""
+"""The prefetch worker opens each of these entries, which takes about 50 ms in all, and pushes
+nothing meanwhile."""
 
 ENTRIES_PER_FRAME = 1 << 20
-"""How many entries the client sends in one frame: half of those that fit."""
+"""The client sends half of the entries that fit."""
 
 VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
-"""The same if each entry is sent with a value of 4 bytes."""
+"""The same with a value of 4 bytes for each entry."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
-    """The entries in the fields `entries` and `width` of a message. Raises UsageError."""
+    """Parse the fields `entries` and `width`. Raises UsageError."""
     width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
@@ -68,8 +65,8 @@ def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
 
 
 def pack_entries(entries: EntryOrder) -> Message:
-    """The fields `entries` and `width` of a message, for `parse_entries`. Raises UsageError unless
-    the entries are one row of numbers from 0 to 2^31 - 1."""
+    """The fields for `parse_entries`. Raises UsageError unless the entries are one row of numbers
+    from 0 to 2^31 - 1."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
         raise UsageError("entries are one row of whole numbers")
@@ -79,8 +76,8 @@ def pack_entries(entries: EntryOrder) -> Message:
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch from a message's fields: either its entries, or the parameters of a shuffle, whose
-    order is computed here. Raises UsageError."""
+    """An epoch from its entries, or from the parameters of a shuffle, whose order is computed here.
+    Raises UsageError."""
     number = fields.integer("epoch")
     exact = fields.flag("exact", True)
     if "kind" not in fields:
@@ -106,10 +103,9 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
         group_size = max(snapshot.chunk_count, 1)
     computed = ComputedOrder(seed, number, group_size, rank, world, drop_last, below)
     order = computed.entries(snapshot)
-    # `Epoch` converts the array
     return Epoch(number, order, exact, computed=computed)  # type: ignore[arg-type]
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
-    """The epochs in the field `epochs` of a message. Raises UsageError."""
+    """Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]

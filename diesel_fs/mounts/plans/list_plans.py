@@ -1,14 +1,13 @@
 """Turns lists that programs read into plans: a program that reads a list will read its files.
 
 A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py`):
-`.diesel/filelist`, and `.diesel/shuffle/<name>` for named parameters. When a program reads one,
-this module reports that to the prefetch worker, which announces the order as a stream
-(`commands.py`).
+`.diesel/filelist`, and `.diesel/shuffle/<name>` for named parameters. When a program reads one, the
+prefetch worker announces its order as a stream (`commands.py`).
 
-This module also decides which epoch `.diesel/filelist` shows: the next epoch, once the files of
-the current one have been read to the end. The worker knows that, since it watches the opens of some
-files. Without a worker, the kernel's OPEN requests show it: an epoch is at its end when the very
-last file of the list has been opened, and at least half of the list's last files (its *tail*).
+`.diesel/filelist` shows the next epoch once the files of the current one have been read to the end.
+The worker knows that, since it watches the opens of some files. Without a worker, the kernel's OPEN
+requests show it: the very last file of the list has been opened, and at least half of the list's
+last files (its *tail*).
 
 Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
 the deadlines below.
@@ -29,14 +28,14 @@ LOOK_DEADLINE_S = 1.0
 chunk. Without its answer, a program that reads the list again could get the same order."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has dropped its pages of the list. If that takes
-longer, the next reading of the list may stay unnoticed, and nothing is pushed ahead for it."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. After that, the next
+reading of the list may stay unnoticed, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
 
 def stream_name(ref: ListRef) -> str:
-    """The name of a list's stream: the same for all epochs of the list."""
+    """The same for all epochs of the list."""
     if ref.by_filelist:
         return FILELIST_STREAM
     name = ref.name
@@ -49,28 +48,25 @@ class ListPlans(ListObserver):
         self._link: WorkerLink | None = None
         self._name = ListName(seed, 0, group_size)  # of the epoch that `.diesel/filelist` shows
         self._version = version
-        self._is_read = False  # a program has read the list of this epoch
+        self._is_read = False  # the list of this epoch, by some program
         self._tail: frozenset[int] = frozenset()  # the list's last files, by index
         self._last = -1  # the very last file of the tail
-        self._opened: set[int] = set()  # the files of the tail that have been opened
+        self._opened: set[int] = set()  # files of the tail
 
     def stats(self) -> dict[str, object]:
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
     def connect_worker(self, link: WorkerLink) -> None:
-        """From now on, lists are reported to the prefetch worker."""
         self._link = link
 
     def switch_version(self, version: int) -> None:
-        """Switches to another version: the list keeps its epoch, and has the files of that
-        version."""
+        """The list keeps its epoch, and has the files of that version."""
         self._version = version
         self._is_read = False
         self._tail = frozenset()
         self._opened.clear()
 
     async def current_list(self) -> ListName:
-        """The list that `.diesel/filelist` shows now."""
         if self._is_read and self._link is not None:
             name_before = self._name
             answer = await self._request(
@@ -96,7 +92,7 @@ class ListPlans(ListObserver):
             self._link.send(message)
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """Notes the last files of a list that has been made: from now on, their opens count."""
+        """From now on, opens of the list's last files count."""
         is_current = ref.version == self._version and ref.name == self._name
         if ref.by_filelist and is_current and not self._tail:
             self._tail = frozenset(tail)
@@ -104,14 +100,14 @@ class ListPlans(ListObserver):
             self._opened.clear()
 
     def on_open(self, entry: int) -> None:
-        """Notes that a file was opened. Only sessions that get OPEN requests call this."""
+        """Only sessions that get OPEN requests call this."""
         if entry in self._tail:
             self._opened.add(entry)
             if self._last in self._opened and 2 * len(self._opened) >= len(self._tail):
                 self._begin(self._name.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
-        """Shows the list of another epoch, if that is later than the current one."""
+        """Shows the list of a later epoch."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)

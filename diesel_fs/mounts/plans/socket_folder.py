@@ -1,8 +1,7 @@
 """The private folder that holds the control sockets of a user's mounts.
 
 A daemon that was killed leaves its socket there. The next mount removes it, and so does `umount` of
-the dead mount. This module imports little, because a user waits for `umount`. Any thread may call
-it.
+the dead mount. This module imports little, because a user waits for `umount`. Any thread.
 """
 
 import os
@@ -18,13 +17,13 @@ UNNAMED_SOCKET_S_MAX = 60.0
 
 
 PREFIX = "control-"
-"""The beginning of the name of each control socket."""
+"""Names of control sockets begin with this."""
 
 
 @contextmanager
 def open_private(folder: Path) -> Iterator[int]:
-    """Opens a folder for a block, and gives its descriptor. Raises OSError unless the folder
-    belongs to this user, and no other user may enter it."""
+    """Opens a folder for a block. Raises OSError unless the folder belongs to this user, and no
+    other user may enter it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -36,13 +35,12 @@ def open_private(folder: Path) -> Iterator[int]:
 
 
 def short_path(folder: int, name: str) -> str:
-    """A short path for a file in a folder: a socket's address has room for 107 bytes."""
+    """A socket's address has room for 107 bytes."""
     return f"/proc/self/fd/{folder}/{name}"
 
 
 def control_sockets(folder: Path) -> list[str]:
-    """The paths of the control sockets in a folder, those of killed daemons included. Raises
-    OSError."""
+    """The paths of the control sockets, those of killed daemons included. Raises OSError."""
     return [str(folder / name) for name in sorted(os.listdir(folder)) if name.startswith(PREFIX)]
 
 
@@ -62,7 +60,7 @@ def remove_dead_sockets(path: Path) -> None:
 
 
 def _listens(path: str) -> bool:
-    """Whether a daemon may be listening on a socket: a connection is not refused."""
+    """Whether a daemon may be listening: a connection is not refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:

@@ -1,25 +1,20 @@
 """Balances pushes and reads between streams by the cost of fetching their contents (Lobster).
 
-A *stream* is a reader with a known order of files; a *unit* is the group of its files that one push
-brings (`streams/units.py`). The ranks of a training job wait for each other in each iteration, so
-the slowest one sets the pace. After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted
-from the place of its contents (`UnitCosts`) and the lateness of its stream (`streams/lateness.py`).
-The cost is used twice:
+The ranks of a training job wait for each other in each iteration, so the slowest one sets the pace.
+After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted from the place of its contents
+(`UnitCosts`) and the lateness of its stream (`streams/lateness.py`). The cost is used twice:
 
 - `Balance.upcoming` names the units to be read ahead, those with the least *slack* first. The slack
   is the time until the reader needs the unit, less the latency of its read, less the transfers of
-  all units of the stream up to and with it. If a later unit of the stream has less slack, the unit
-  has that slack, too. So a stream with slow contents has more reads under way than the others.
-  Lobster gives each GPU a number of threads, which it finds by a binary search (algorithm 1; line
-  18 is inverted in print); here the reads under way follow from the order. If one resource (the
-  bandwidth) serves jobs with deadlines, the order of the deadlines makes the largest lateness least
-  (Jackson's rule). A time that a job takes after its service, such as the latency, is taken off its
-  deadline.
-- Pushes are made one after the other, and each waits for its contents. So two times count for each
-  stream: when its reader needs the next unit, and when the contents of that unit arrive. The stream
-  whose later time is the earliest gets the next push (`turns.py`). A stream with late contents thus
-  lets another go first only while the other's push is due before these contents arrive, and only
-  within the other's share of the memory.
+  all units of the stream up to and with it; but at most the slack of any later unit. So a stream
+  with slow contents has more reads under way than the others. (Lobster finds a number of threads
+  for each GPU by algorithm 1; line 18 is inverted in print.) Serving jobs in the order of their
+  deadlines makes the largest lateness least (Jackson's rule); time that a job takes after its
+  service, such as the latency, is taken off its deadline.
+- Pushes are made one after the other, and each waits for its contents. So the next push goes to the
+  stream for which the later of two times is the earliest: when its reader needs the next unit, and
+  when that unit's contents arrive (`turns.py`). So another stream goes first only while its push is
+  due before the late contents arrive, and only within its share of the memory.
 
 With one stream there is nothing to balance, and no cost is predicted.
 """
@@ -38,26 +33,22 @@ from .streams.stream_views import StreamViews
 from .streams.units import Columns
 
 READ_AHEAD_S = 5.0
-"""A unit that `upcoming` has named stays among the units to be read ahead for this time, or until
-it is pushed. Otherwise small changes of rates and costs would cancel reads under way."""
+"""A unit that `upcoming` has named stays to be read ahead for this time, or until it is pushed:
+small changes of rates and costs must not cancel reads under way."""
 COSTS_FRESH_S = 0.25
-"""The cost of a unit is predicted again after this time: by then measured rates may have changed,
-and contents may lie elsewhere."""
+"""A cost is predicted again after this time: measured rates may have changed, and contents
+moved."""
 RATE_GUESSED = 1_000.0
-"""The files per second that readers are assumed to read before any of them has given signs."""
+"""Files per second that a reader is assumed to read before any has given signs."""
 WAITED_S_MIN = 0.005
-"""A push that takes longer than this has probably waited for its contents: a push of 4 MiB that has
-its contents takes half of this time."""
+"""A longer push has probably waited for its contents: with them, 4 MiB take half of this time."""
 
 
 def slacks(
     need_s: npt.NDArray[np.float64], cost_s: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """The slack of each unit of one stream, in seconds, in the order of its reader.
-
-    `need_s`: in how many seconds the reader needs each unit; `cost_s`: its latency and the
-    transfers up to it. A unit has at most the slack of any later unit, which must wait for it.
-    """
+    """The slack of each unit in seconds, in the order of the stream's reader. `need_s`: in how many
+    seconds the reader needs each unit; `cost_s`: its latency and the transfers up to it."""
     return np.minimum.accumulate((need_s - cost_s)[::-1])[::-1]
 
 
@@ -67,10 +58,8 @@ def least_slack_first(
     is_begun: npt.NDArray[np.bool_],
     count: int,
 ) -> list[int]:
-    """The indices of `count` units to read ahead, those with the least slack first.
-
-    Among them are the next units of streams (`is_next`), up to half of `count`, and all units with
-    reads under way (`is_begun`).
+    """The indices of `count` units, those with the least slack first. Among them are the next units
+    of streams (`is_next`), up to half of `count`, and all units with reads under way (`is_begun`).
     """
     order = np.argsort(slack_s, kind="stable")
     certain = is_next[order]
@@ -91,19 +80,17 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPush:
-    """The push under way: its stream, and its predicted cost. `note_pushed` compares the cost with
-    the time that the push took."""
+    """The push under way, for `note_pushed`."""
 
     tracker: StreamTracker
-    read_s: float  # latency and transfer, as `UnitCosts` has predicted them
+    read_s: float  # latency and transfer, as predicted
     bytes: int
     begun_s: float  # when its contents were first requested
 
 
 @dataclass(slots=True)
 class Balance:
-    """The policy (see the module). `costs` is None if they are unknown: nothing is balanced
-    then."""
+    """Nothing is balanced if `costs` is None (unknown)."""
 
     costs: UnitCosts | None
     columns: Columns
@@ -112,17 +99,15 @@ class Balance:
     clock: Clock
     planned_push: PlannedPush | None = None
     _read_ahead: dict[tuple[str, int], ReadAhead] = field(default_factory=dict)
-    """The units that `upcoming` named last, by the stream's name and the unit's first position."""
+    """The units that `upcoming` named last, by stream and first position."""
 
     @property
     def is_active(self) -> bool:
-        """Whether there are several streams with known costs."""
         return self.costs is not None and len(self.views.trackers) > 1
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The next `count` units of all streams, as their entries, in the order of their slack (see
-        the module)."""
-        names: list[tuple[str, int]] = []  # of all units: the stream, and the first position
+        """The entries of the next `count` units of all streams, in the order of their slack."""
+        names: list[tuple[str, int]] = []  # the stream, and the first position
         units: list[Entries] = []
         slack_s, cost_s = [np.empty(0)], [np.empty(0)]
         is_next: list[bool] = []
@@ -165,12 +150,11 @@ class Balance:
 
     def push_s(self, tracker: StreamTracker, frontier: int) -> float:
         """In how many seconds the unit at a stream's frontier should be pushed: when its reader
-        needs it or its contents arrive, whichever is later."""
+        needs it and its contents have arrived."""
         need_s = (frontier - tracker.reader.high) / (self.views.rate(tracker) or RATE_GUESSED)
         return max(need_s, self.wait_s(tracker, frontier))
 
     def note_planned(self, tracker: StreamTracker, frontier: int) -> None:
-        """Note that the unit at a stream's frontier is about to be pushed."""
         costs = self._costs(tracker, 1)[0]
         latency_s, transfer_s, size = costs.tolist()
         ahead = self._read_ahead.get((tracker.name, frontier))
@@ -182,8 +166,7 @@ class Balance:
             )
 
     def note_pushed(self, decided_s: float, now_s: float, *, failed: bool) -> None:
-        """Learn from the planned push how late its contents came. The push was decided at
-        `decided_s`, and ended at `now_s`."""
+        """Learn how late the contents of the planned push came. It was decided at `decided_s`."""
         planned, self.planned_push = self.planned_push, None
         if planned is not None and not failed:
             waited_s, since_s = now_s - decided_s, now_s - planned.begun_s
@@ -199,9 +182,8 @@ class Balance:
         return ahead is not None and self.clock.now_s - ahead.begun_s < READ_AHEAD_S
 
     def _costs(self, tracker: StreamTracker, count: int) -> npt.NDArray[np.float64]:
-        """The costs of a stream's next `count` units, as far as the epoch's order has been cut into
-        units. There is a row for each unit: latency, transfer (both in seconds, see `UnitCosts`)
-        and bytes to read."""
+        """A row for each of a stream's next `count` units, as far as they are cut: latency,
+        transfer (both in seconds) and bytes to read."""
         state = tracker.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty((0, 3))
@@ -215,8 +197,7 @@ class Balance:
         return tracker.lateness.added_to(costs)
 
     def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
-        """The cost of reading those entries of each unit that are not resident: a row for each
-        unit, as `_costs` returns them."""
+        """The costs of the units' entries that are not resident, in rows as those of `_costs`."""
         assert self.costs is not None
         missing = [self.resident_set.missing(unit) for unit in units]
         rows = np.zeros((len(units), 3))

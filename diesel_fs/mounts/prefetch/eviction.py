@@ -1,8 +1,6 @@
-"""Chooses which resident entries without claims are dropped first.
+"""Chooses which resident entries without claims (`resident_set.py`) are dropped first.
 
-A *claim* keeps an entry for a reader; `resident_set.py` reports which entries get and lose claims.
-Entries of the importance 0 are dropped first (all have it until programs report others), in this
-order:
+Entries of the importance 0 (all, until programs report others) come first, in this order:
 
 1. entries that streams have given up, and entries that readers have passed and, by the known
    orders, do not come to again; in the order in which their claims ended;
@@ -29,7 +27,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Uses(Protocol):
-    """The orders of all readers, as far as they are known (`streams/stream_views.py`)."""
+    """The known orders of all readers (`streams/stream_views.py`)."""
 
     def next_use(self, entries: Entries, /) -> npt.NDArray[np.float64]:
         """How many positions ahead of its reader each entry will be read next; infinite if no
@@ -37,7 +35,7 @@ class Uses(Protocol):
         ...
 
     def unneeded(self, is_candidate: Mask, /) -> Entries:
-        """The entries among the candidates (a value for each entry) that no stream reads."""
+        """The entries among the candidates (by entry) that no stream reads."""
         ...
 
     @property
@@ -45,58 +43,53 @@ class Uses(Protocol):
 
 
 PIECE_ENTRIES = 256
-"""How many candidates for dropping are looked at together: about as many as one unit has."""
+"""Candidates are looked at together: about as many as one unit has."""
 
 BEHIND_DIVISOR = 256
 """The search for the farthest use goes from the ends of the orders towards the readers. Entries
-that readers pass meanwhile may have farther uses than the search still finds. If these are this
-part (a 256th) of all entries, it begins again. It takes some milliseconds for a million
-entries."""
+that readers pass meanwhile may have farther uses than it still finds. If they are a 256th of all,
+it begins again, in some milliseconds for a million entries."""
 
 LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
-"""How many pieces a search for the least important entries begins with, and its limit, which takes
-some 30 ms. The search is for entries that no reader comes to any more. Later in an epoch, readers
-may still come to all entries in the first pieces; then four times as many pieces are searched."""
+"""A search for the least important entries that no reader comes to any more begins with 8 pieces.
+If readers still come to all of these, it looks at four times as many, up to 512, which takes some
+30 ms."""
 
 LEAST_KEPT_FROM = 200_000
-"""If there are more entries than this, all that a search has found are dropped before the next
-search: a search takes a millisecond then."""
+"""If there are more entries, a search takes a millisecond. So all that it has found are dropped
+before the next one."""
 
 
 class Eviction:
-    """Decides for one `ResidentSet` in which order entries are dropped (see the module)."""
-
     def __init__(self, columns: Columns, resident: Mask, claims: npt.NDArray[np.int32]) -> None:
         """`resident` and `claims` are columns of the `ResidentSet`, which alone changes them."""
         self._columns = columns
         self._resident, self._claims = resident, claims
         self._count = count = len(resident)
-        self._leaving: Mask = np.zeros(count, np.bool_)  # chosen, but not dropped yet
+        self._leaving: Mask = np.zeros(count, np.bool_)  # chosen, not dropped yet
         self.heap: ImportanceHeap | None = None
         """Unclaimed resident entries that are not leaving; None: no importance is known."""
         self._jobs = JobImportances(count)
-        # Entries that were given up, or that readers have passed, and that were unclaimed then,
-        # oldest first; and whether those without a further use are dropped alone.
+        # Entries whose claims have ended, oldest first; and whether readers have passed them, so
+        # that those with a further use stay
         self._released: deque[tuple[Entries, bool]] = deque()
-        self._released_count = 0  # of entries in `_released`
+        self._released_count = 0  # entries
         self.low_bytes_max = 0
-        """If entries of low importance take no more bytes than this, entries of high importance are
-        dropped before them."""
-        # Entries with an importance that readers have passed, oldest first. If the queue is full,
-        # its oldest piece is removed; the heap still has those entries.
+        """If entries of low importance take no more, entries of high importance are dropped before
+        them."""
+        # Entries with an importance that readers have passed, oldest first. A full queue loses its
+        # oldest piece; the heap still has those entries
         self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
-        # The next entries to drop that a search has found: among all (False), and among those of
-        # high importance (True).
+        # What a search has found to drop next among all (False), and of high importance (True)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
-        self._found = NO_ENTRIES  # entries that the search for the farthest use has found
-        # How many entries readers have passed, since the search began, with a farther next use than
-        # it still finds.
+        self._found = NO_ENTRIES  # by the search for the farthest use
+        # Entries that readers have passed since the search began, with a farther next use than it
+        # still finds
         self._behind_edge = 0
         self._unneeded: Entries | None = None  # to drop next; None: still to be found
 
     def inherit(self, old: "Eviction", entries: Entries, before: Entries) -> None:
-        """Take over the importances of another version: `entries[i]` was entry `before[i]`
-        there."""
+        """Take over importances of another version; `entries[i]` was `before[i]` there."""
         if old.heap is not None:  # until jobs report importances for this version
             heap = self._make_heap()
             heap.set_importances(entries, old.heap.importance(before))
@@ -111,13 +104,10 @@ class Eviction:
         job: str = "",
         benefit: float = 1.0,
     ) -> int:
-        """Set the importance of entries: the more important an unclaimed entry is, the longer it is
-        kept. Entries without a value have 0. Returns how many jobs have set any.
-
-        `more`: the job sets further entries by the next calls. `benefit`: how many times as fast
-        the job's batches come with the cache. Raises UsageError for NaN, infinite and negative
-        numbers.
-        """
+        """The more important an unclaimed entry is, the longer it is kept. Entries without a value
+        have 0. `more`: the job sets further entries by the next calls. `benefit`: how many times as
+        fast the job's batches come with the cache. Returns how many jobs have set any. Raises
+        UsageError for NaN, infinite and negative numbers."""
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
@@ -140,21 +130,20 @@ class Eviction:
     # Changes
 
     def add(self, entries: Entries) -> None:
-        """Note that these resident entries have no claims (any more)."""
+        """Note resident entries that have no claims (any more)."""
         if self.heap is not None:
             self.heap.insert(entries[~self._leaving[entries]])
 
     def remove(self, entries: Entries) -> None:
-        """Note that these entries get claims, or are not resident any more."""
+        """Note entries that get claims, or are not resident any more."""
         if self.heap is not None:
             self.heap.remove(entries)
 
     def note_released(self, entries: Entries, *, passed: bool) -> None:
-        """Note that the claims of these entries have ended, and they have none now. `passed`:
-        readers have read them, so their next use decides when they are dropped; otherwise they are
-        dropped first, in this order."""
+        """Note that the claims of these entries have ended. `passed`: readers have read them, so
+        their next use decides; otherwise they are dropped first, in this order."""
         if self._released_count > 2 * self._count:
-            # Nothing was dropped for long. They are found among all others, too.
+            # Nothing was dropped for long. They are found among all others, too
             self._released.clear()
             self._released_count = 0
             self._unneeded = None
@@ -163,7 +152,6 @@ class Eviction:
         self._released_count += len(entries)
 
     def note_new_orders(self) -> None:
-        """Note that the orders of readers have changed, and with them the next uses."""
         self._unneeded, self._found = None, NO_ENTRIES
 
     def note_dropped(self, entries: Entries) -> None:
@@ -175,8 +163,8 @@ class Eviction:
     def take_next(
         self, need_bytes: int, uses: Uses, *, only_unneeded: bool = False
     ) -> Entries | None:
-        """Choose the next entries to drop, hardly more than take `need_bytes`; None if there are
-        none. `only_unneeded`: none that a reader still comes to."""
+        """Choose the next entries to drop, hardly more than take `need_bytes`. `only_unneeded`:
+        none that a reader still comes to."""
         piece = self._find_released(need_bytes, uses)
         if piece is None:
             piece = self._find_unneeded(need_bytes, uses)
@@ -214,8 +202,8 @@ class Eviction:
         return None
 
     def _find_unneeded(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """A piece of the entries that no reader comes to any more. They are looked for among all
-        entries only if the orders have changed, or nothing else is left to drop."""
+        """Entries that no reader comes to any more. All entries are searched for them only if the
+        orders have changed, or nothing else is left to drop."""
         if self._unneeded is None:
             self._unneeded = uses.unneeded(self._resident & (self._claims == 0) & ~self._leaving)
         while len(self._unneeded):
@@ -228,8 +216,8 @@ class Eviction:
         return None
 
     def _find_needed(self, need_bytes: int, uses: Uses) -> Entries | None:
-        """A piece of the entries with the farthest next use; if all entries without importance are
-        claimed, of the least important ones."""
+        """The entries with the farthest next use; if all entries without importance are claimed,
+        the least important ones."""
         heap = self.heap
         if self._behind_edge >= max(self._count // BEHIND_DIVISOR, PIECE_ENTRIES):
             self._search_again(uses)
@@ -239,7 +227,7 @@ class Eviction:
                 if len(piece):
                     piece, self._found = self._enough(piece, need_bytes)
                     return piece
-            # Some may have lost their claims behind the search.
+            # Some may have lost their claims behind the search
             self._search_again(uses)
             if (piece := self._find_unneeded(need_bytes, uses)) is not None:
                 return piece
@@ -258,8 +246,7 @@ class Eviction:
         uses.farthest.restart()
 
     def _next_found(self, uses: Uses) -> Entries | None:
-        """The next entries by the search for the farthest use, the farthest first; None at its
-        end."""
+        """What the search for the farthest use finds next, the farthest first; None at its end."""
         if len(self._found):
             found, self._found = self._found, NO_ENTRIES
             return found
@@ -267,11 +254,11 @@ class Eviction:
         if offered is None:
             return None
         found = offered[self._evictable(offered)]
-        # The others have a nearer use, too.
+        # The others have a nearer use, too
         return _distinct(found[uses.next_use(found) >= edge - len(offered)])
 
     def _enough(self, entries: Entries, need_bytes: int) -> tuple[Entries, Entries]:
-        """The first of these entries that take `need_bytes`, and the rest."""
+        """Split off the first entries that take `need_bytes`."""
         sizes = np.cumsum(self._columns.cost(entries))
         first, rest = np.split(entries, [int(np.searchsorted(sizes, need_bytes)) + 1])
         return first, rest
@@ -280,8 +267,8 @@ class Eviction:
         return entries if self.heap is None else entries[self.heap.importance(entries) == 0]
 
     def _first_low_passed(self, heap: ImportanceHeap, uses: Uses) -> Entries | None:
-        """Some entries of low importance that no reader comes to any more, those first that readers
-        passed first; None if there are none."""
+        """Entries of low importance that no reader comes to any more, in the order in which readers
+        passed them."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
@@ -293,8 +280,8 @@ class Eviction:
     def _least_important(
         self, heap: ImportanceHeap, uses: Uses, kinds: list[bool]
     ) -> Entries | None:
-        """A piece of the least important entries; None if there are none. `kinds`: in which order
-        to search among those of high importance (True) and among all (False)."""
+        """`kinds`: the order of searches among those of high importance (True) and among all
+        (False)."""
         needed = NO_ENTRIES
         for high in kinds:
             found = self._least[high]
@@ -315,9 +302,8 @@ class Eviction:
         return self._first_piece(needed, high=kinds[0], keeps_rest=len(heap) > LEAST_KEPT_FROM)
 
     def _first_piece(self, entries: Entries, *, high: bool, keeps_rest: bool) -> Entries:
-        """The first piece of these entries. With `keeps_rest`, later calls of `_least_important`
-        get the others. Entries that come meanwhile may be much less important, so a small cache is
-        searched anew instead."""
+        """With `keeps_rest`, later calls of `_least_important` get the others. A small cache is
+        searched anew instead, since entries that come meanwhile may be much less important."""
         piece, left = np.split(entries, [PIECE_ENTRIES])
         self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece
@@ -329,6 +315,6 @@ class Eviction:
 
 
 def _distinct(entries: Entries) -> Entries:
-    """These entries in the same order, each once: an order may have an entry twice."""
+    """Each entry once, in the same order: an order may have an entry twice."""
     _, first = np.unique(entries, return_index=True)
     return entries[np.sort(first)]

@@ -1,9 +1,9 @@
 """Finds pushed files that the kernel has freed, and has them pushed again.
 
-The kernel does not report that it frees pages of the page cache. There are two ways to notice: a
-READ of a pushed file reaches the mount, or a *sample* shows that a file is not resident any more. A
-sample looks at a few files that a reader will come to next. Files near a freed one are assumed to
-be gone as well, because the kernel frees pages in about the order of their use.
+The kernel does not report that. Either a READ of a pushed file reaches the mount, or a *sample* of
+a few files that a reader will come to next shows that one is not resident any more. Files near a
+freed one are assumed to be gone as well, because the kernel frees pages in about the order of their
+use.
 """
 
 from collections import deque
@@ -22,11 +22,10 @@ from .streams.units import Columns
 from .streams.watches import Watches
 
 LATE_READ_S = 1.0
-"""A miss that comes later than this after the push of its file means that the kernel has freed the
-pages. An earlier miss may come from a READ that began before the push."""
+"""A miss this long after the push of its file means that the kernel has freed the pages. An earlier
+one may come from a READ that began before the push."""
 SAMPLE_ENTRIES = 32
-"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES` of a
-reader."""
+"""One sample looks at this many, evenly chosen from a reader's next `SAMPLE_AHEAD_ENTRIES`."""
 SAMPLE_AHEAD_ENTRIES = 8_192
 
 
@@ -41,13 +40,12 @@ class FreedPages:
     _push_again: deque[Entries] = field(default_factory=deque)
 
     def push_again(self, entries: Entries) -> None:
-        """Have `next` return these entries, unless they are resident by then, or there are streams
-        and none claims them."""
+        """`next` returns these, unless they are resident by then, or there are streams and none
+        claims them."""
         self._push_again.append(entries)
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The next batch of entries to push again, in the order of their contents; entries without
-        room are left to READs. None if nothing is left to push."""
+        """The next batch, in the order of contents; entries without room are left to READs."""
         while self._push_again:
             wanted = self.resident_set.missing(self._push_again.popleft())
             if self.views.trackers:
@@ -59,7 +57,6 @@ class FreedPages:
         return None
 
     def was_read_late(self, entry: int, now_s: float) -> bool:
-        """Whether a READ of a resident entry shows that the kernel has freed its pages."""
         pushed_s = float(self.resident_set.pushed_s[entry])
         return self.clock.since_start_s(now_s) - pushed_s >= LATE_READ_S
 
@@ -70,11 +67,10 @@ class FreedPages:
         position: int,
         counters: PrefetchCounters,
     ) -> None:
-        """Note that the kernel has freed an entry's pages. Entries around it are assumed to be
-        freed as well, and all are pushed again, unless the chunk was pushed again a short time ago:
-        then only this entry is noted, and nothing is pushed. `tracker` and `position`: the stream
-        whose reader is nearest, and the entry's position there; None and -1 if no stream has the
-        entry."""
+        """Note that the kernel has freed an entry's pages, and probably those of entries around it:
+        all are pushed again. If the chunk was pushed again a short time ago, only this entry is
+        noted, and nothing is pushed. `tracker` and `position`: the stream whose reader is nearest,
+        and the entry's position there; None and -1 if no stream has the entry."""
         neighbours = np.array([entry], np.uint32)
         chunk = int(self.columns.chunk[entry])
         if self.chunk_entries.may_push(chunk, self.clock.now_s):
@@ -91,8 +87,8 @@ class FreedPages:
         self.resident_set.remove(neighbours)
 
     def sample(self, now_s: float) -> Sample | None:
-        """A few entries that the reader of a stream will read next; the streams take turns. None if
-        no stream is due."""
+        """A few entries that a reader will read next; the streams take turns. None if no stream is
+        due."""
         for tracker in self.views.trackers.values():
             is_still = now_s - tracker.reader.last_sign_s >= STILL_S
             if is_still or now_s < tracker.sampled_s + SAMPLE_S:

@@ -1,19 +1,16 @@
 """Connects the server of a mount with its prefetch worker: messages over a pair of sockets.
 
-The supervisor makes the pair. `WorkerLink` is the server's end (trio), `MountServerLink` the
-worker's (blocking calls). A message is a map in msgpack; file descriptors may come with it. A
-message with an `id` is a request: its answer has the same `id`.
-
-The first messages have a fixed order. The worker sends its process number. The server sends
-descriptors with one byte, then the message that begins the work; no descriptor means that the
+`WorkerLink` is the server's end (trio), `MountServerLink` the worker's (blocking calls). A message
+is a map in msgpack; file descriptors may come with it. A message with an `id` is a request: its
+answer has the same `id`. First the worker sends its process number. Then the server sends
+descriptors with one byte, and the message that begins the work; no descriptor means that the
 session does not push.
 
 Rules of concurrency:
 
 - The server never waits for the worker, which may itself wait for a READ that the server must
-  answer. Its calls put messages into lists, and the task `WorkerLink.run` sends them. The lists
-  have bounds: misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only affect which files
-  are pushed first, and other messages beyond `MESSAGES_PENDING_MAX` are lost.
+  answer. Its calls put messages into lists, which the task `WorkerLink.run` sends. The lists have
+  bounds; what exceeds these is lost.
 - Messages arrive in the order of the calls, except for misses and forgotten entries: these are
   collected, and sent together behind the messages that wait. A switch is sent after all that were
   reported before it, because entry numbers mean other files from then on.
@@ -42,24 +39,20 @@ from ...net.messages import Message
 log = logging.getLogger("diesel.mount")
 
 MESSAGE_BYTES_MAX = 1 << 30
-"""The longest message: enough for a plan of a hundred million entries. Both ends are one program,
-so the limit only guards against bugs."""
+"""Enough for a plan of a hundred million entries. Both ends are one program, so the limit only
+guards against bugs."""
 
 ENTRIES_PENDING_MAX = 65_536
-"""How many missed, or forgotten, entries may wait to be sent. Further entries are dropped: the
-worker notices later by itself that they are missing."""
+"""For missed and for forgotten entries. Further ones are dropped: misses only affect which files
+are pushed first, and the worker notices later by itself that entries are missing."""
 
 MESSAGES_PENDING_MAX = 256
-"""How many messages may wait for a worker that does not read. Further messages are lost, and a lost
-request gets no answer."""
+"""For messages to a worker that does not read. A lost request gets no answer."""
 
 DESCRIPTORS_MAX = 8
-"""How many descriptors may come along with one message."""
 
 
 class MessageDecoder:
-    """Cuts the bytes of a stream into messages, as the bytes come."""
-
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(max_buffer_size=MESSAGE_BYTES_MAX)
 
@@ -71,7 +64,7 @@ class MessageDecoder:
 
 
 class WorkerLink:
-    """The server's end. Methods that are not async return at once."""
+    """Methods that are not async return at once."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -83,51 +76,42 @@ class WorkerLink:
         self._answers: dict[int, Message] = {}  # by `id`, until the request takes them
         self._answered: dict[int, trio.Event] = {}  # by `id`, of the requests that wait
         self.worker_stats: Message = {}
-        """The statistics that the worker sent last; empty before the first, and after its end."""
+        """The worker's last statistics; empty before the first, and after its end."""
         self.alive = True
-        """Whether the worker can still answer: False once the connection is closed."""
+        """False once the connection is closed."""
 
     async def receive_hello(self, deadline_s: float) -> None:
-        """Receive the worker's first message, its process number, before `start_worker`.
-
-        Waits at most `deadline_s` seconds. If the worker is dead or late, `worker_stats` stays
-        empty until it sends some.
-        """
+        """Receive the worker's process number, before `start_worker`. If the worker is dead or
+        later than `deadline_s` seconds, `worker_stats` stays empty until it sends some."""
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
             for message in MessageDecoder().add(await end.recv(1 << 16)):
                 self.worker_stats = message
 
     def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
-        """Send the first message and its descriptors. Call it before `run`."""
+        """Send the first message and its descriptors, before `run`."""
         socket.send_fds(self._socket, [b"+"], descriptors)
         self.send(message)
 
     def report_miss(self, entry: int) -> None:
-        """Report, soon, a miss: a READ of an entry that has reached the server."""
         if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
 
     def report_forgotten(self, entries: Sequence[int]) -> None:
-        """Report, soon, that the kernel has forgotten entries and freed their pages."""
         if len(self._forgotten) < ENTRIES_PENDING_MAX:
             self._forgotten += entries
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """Send, soon, a message that has no answer. It is lost if the worker has ended or does not
-        read."""
+        """Send a message without an answer. It is lost if the worker has ended or does not read."""
         if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
             self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
-        """Send the switch to another version, from which on entry numbers mean other files.
-
-        It is sent after all misses and forgotten entries that were reported before. Waits for the
-        answer without a limit; returns None if the worker has ended.
-        """
+        """Send the switch to another version, after all misses and forgotten entries reported
+        before. Waits for the answer without a limit; returns None if the worker has ended."""
         if not self.alive:
             return None
         self._take_reports()
@@ -137,8 +121,7 @@ class WorkerLink:
         return await self._answer(number, math.inf)
 
     async def request(self, message: Message, deadline_s: float) -> Message | None:
-        """Send a request. Returns the worker's answer; None if it does not come within `deadline_s`
-        seconds, or the worker has ended."""
+        """Returns None if no answer comes within `deadline_s` seconds, or the worker has ended."""
         if not self.alive:
             return None
         number = next(self._ids)
@@ -155,7 +138,6 @@ class WorkerLink:
             del self._answered[number]
 
     async def run(self) -> None:
-        """Send the messages and receive the answers, until the worker has ended."""
         end = trio.socket.from_stdlib_socket(self._socket)
         stream = trio.SocketStream(end)
         try:
@@ -179,7 +161,6 @@ class WorkerLink:
             self.close()
 
     def _take_reports(self) -> None:
-        """Make messages of the reported misses and forgotten entries."""
         for do, entries in (("missed", self._missed), ("forgotten", self._forgotten)):
             if entries:
                 packed = struct.pack(f"<{len(entries)}q", *entries)
@@ -187,7 +168,7 @@ class WorkerLink:
                 entries.clear()
 
     def close(self) -> None:
-        """Close the connection; the worker ends then."""
+        """The worker ends then."""
         self.alive = False
         self.worker_stats = {}
         self._unsent.clear()
@@ -196,8 +177,7 @@ class WorkerLink:
             event.set()
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        """Receive answers and statistics until the worker ends, then cancel `scope`. If the worker
-        has failed, the supervisor logs that."""
+        """Receive until the worker ends, then cancel `scope`."""
         decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
             for message in decoder.add(received):
@@ -211,8 +191,6 @@ class WorkerLink:
 
 
 class MountServerLink:
-    """The worker's end: blocking calls in one thread."""
-
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._decoder = MessageDecoder()
@@ -221,18 +199,18 @@ class MountServerLink:
         self._messages_poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
         """The watched descriptors that had events when `messages` last returned."""
-        self._received: list[int] = []  # descriptors that came with messages
+        self._received: list[int] = []  # came with messages
 
     def receive_descriptors(self) -> list[int]:
-        """The descriptors that came with the first byte; none if the server has ended."""
+        """Return the descriptors that came with the first byte; none if the server has ended."""
         try:
             return self._set_cloexec(socket.recv_fds(self._socket, 1, DESCRIPTORS_MAX)[1])
         except ConnectionError:  # the server ended without reading all that was sent
             return []
 
     def take_descriptors(self, count: int) -> list[int]:
-        """The descriptors that have come with messages since the last call; the caller closes them.
-        Raises ValueError unless there are `count`."""
+        """Return the descriptors that have come with messages since the last call; the caller
+        closes them. Raises ValueError unless there are `count`."""
         found, self._received = self._received, []
         if len(found) != count:
             raise ValueError(f"{len(found)} descriptors came with a message instead of {count}")
@@ -249,12 +227,12 @@ class MountServerLink:
         self._poll.register(descriptor, events)
 
     def watch_no_more(self, descriptor: int) -> None:
-        """Stop watching a descriptor; call it before the descriptor is closed."""
+        """Call it before the descriptor is closed."""
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float, quiet_s: float = 0.0) -> list[Message]:
-        """The messages that have come; waits up to `timeout_s` for a message or another watched
-        event, but up to `quiet_s` for messages alone. Raises EOFError if the server has ended."""
+        """Wait up to `timeout_s` for messages or another watched event, but up to `quiet_s` for
+        messages alone. Raises EOFError if the server has ended."""
         if quiet_s:
             self._messages_poll.poll(math.ceil(quiet_s * 1000))
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
@@ -275,7 +253,7 @@ class MountServerLink:
         return self._decoder.add(received)
 
     def send(self, message: Message) -> None:
-        """Send a message; waits if the server is slow. Raises EOFError if it has ended."""
+        """Waits if the server is slow. Raises EOFError if it has ended."""
         try:
             self._socket.sendall(msgpack.packb(message))
         except OSError:

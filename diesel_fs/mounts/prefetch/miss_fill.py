@@ -1,8 +1,8 @@
 """Chooses what to push without a plan: chunks of files that were missed, or all chunks in turn.
 
-`MissFill` queues the chunks of missed files; with the policy `oneshot` it then offers all chunks of
-the dataset, in the order of their numbers. `ChunkEntries` knows the entries of each chunk, and
-limits how often the misses of one chunk lead to a push.
+A miss pushes the rest of its chunk if that fits the free part of the budget; the policy `oneshot`
+then offers all chunks of the dataset, in the order of their numbers. So a dataset that fits becomes
+resident as a whole; otherwise the files that came first stay, and READs bring the rest.
 """
 
 import math
@@ -16,14 +16,13 @@ from .resident_set import ResidentSet
 from .streams.units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
-"""If the kernel frees the pages of a chunk, the chunk is pushed again after 1 s at the soonest,
-then after 2 s, 4 s and so on, up to 64 s: a machine without memory for it would otherwise push in a
-loop."""
+"""A chunk whose pages the kernel frees is pushed again after 1 s at the soonest, then after 2 s, 4
+s and so on, up to 64 s: a machine without memory for it would otherwise push in a loop."""
 
 
 class ChunkEntries:
-    """The entries with content of each chunk, in the order of their offsets in it (of their indices
-    if the offsets are not known)."""
+    """The entries with content of each chunk, by their offsets (by their indices if these are not
+    known)."""
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.uint32] | None) -> None:
         self._chunk, self._offset = columns.chunk, offset
@@ -32,10 +31,10 @@ class ChunkEntries:
         chunks = np.arange(columns.chunk_count + 1)
         self._start: list[int] = np.searchsorted(columns.chunk[self._entries], chunks).tolist()
         self._again_s = np.full(columns.chunk_count, -math.inf)  # by chunk: when it may be pushed
-        self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: the delay after a push
+        self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: from a push to the next
 
     def _place(self, entries: Entries) -> npt.NDArray[np.int64]:
-        """A number for each entry, by which to sort them: the chunk, then the offset in it."""
+        """The entries' sort key: chunk, then offset."""
         offset = entries if self._offset is None else self._offset[entries]
         place = self._chunk[entries].astype(np.int64)
         place <<= 32
@@ -43,16 +42,15 @@ class ChunkEntries:
         return place
 
     def of(self, chunk: int) -> Entries:
-        """The entries with content of a chunk."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:
-        """These entries sorted by chunk and offset, so that few reads fetch them."""
+        """Sort by chunk and offset, so that few reads fetch the entries."""
         return entries[np.argsort(self._place(entries))]
 
     def may_push(self, chunk: int, now_s: float) -> bool:
         """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel.
-        After True, which counts as a push, this is False for the chunk's delay."""
+        True counts as a push, and then this is False for the chunk's delay."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False
@@ -63,8 +61,6 @@ class ChunkEntries:
 
 
 class MissFill:
-    """The chunks to push into free room: first those missed, then, for `oneshot`, all in turn."""
-
     def __init__(
         self,
         chunk_entries: ChunkEntries,
@@ -76,22 +72,21 @@ class MissFill:
         self._chunk_entries = chunk_entries
         self._resident_set = resident
         self._count = chunk_count
-        self._missed: dict[int, None] = {}  # chunks; an ordered set
-        self._next_in_turn = 0 if everything else chunk_count  # the next chunk in turn
+        self._missed: dict[int, None] = {}  # an ordered set of chunks
+        self._next_in_turn = 0 if everything else chunk_count
         self.in_turn_count = chunk_count if everything else 0
         """How many chunks `oneshot` pushes in turn; 0 for another policy."""
-        # The bytes of the last file or chunk, if there was no room for it.
+        # The need of the last file or chunk, if there was no room for it
         self._too_large_bytes: int | None = None
 
     def missed(self, chunk: int, need_bytes: int, room_bytes: int, now_s: float) -> None:
-        """Note a miss of a file of `chunk`; the file alone needs `need_bytes`."""
         if need_bytes > room_bytes:
             self._too_large_bytes = need_bytes
         elif self._chunk_entries.may_push(chunk, now_s):
             self._missed[chunk] = None
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The entries of one chunk to push next; None if none is left, or the next does not fit."""
+        """The entries of the next chunk; None if none is left, or it does not fit."""
         while self._missed:
             chunk = next(iter(self._missed))
             del self._missed[chunk]
@@ -109,7 +104,7 @@ class MissFill:
 
     @property
     def done_count(self) -> int:
-        """How many of the `in_turn_count` chunks have had their turn."""
+        """How many of `in_turn_count` have had their turn."""
         return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:
@@ -117,7 +112,6 @@ class MissFill:
         return self._too_large_bytes is None or room_bytes >= self._too_large_bytes
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The entries of the next `count` chunks that will probably be pushed."""
         found = list(map(self._chunk_entries.of, islice(self._missed, count)))
         turn = range(self._next_in_turn, min(self._next_in_turn + count - len(found), self._count))
         return [*found, *map(self._chunk_entries.of, turn)]

@@ -4,20 +4,17 @@ A *push* stores the contents of files in the page cache, so that a reader finds 
 files are then *resident*. A *sample* looks whether they still are. A *miss* is a READ that reached
 the mount because its file was not resident. The *budget* is the memory for resident files.
 
-The prefetch worker reports events: misses, opens of marker files, changes of the plan, files that
-the kernel has forgotten. It calls `next` for a decision, carries it out, and reports the result
+The prefetch worker reports events (misses, opens of marker files, changes of the plan, files that
+the kernel has forgotten). It calls `next` for a decision, carries it out, and reports the result
 (`pushed`, `dropped`, `sampled`) before the next call. Events may come in between.
 
-Without a plan, a miss pushes the rest of its chunk if that fits the free part of the budget; the
-policy `oneshot` does that for all chunks from the start (`miss_fill.py`). Nothing is dropped for
-such pushes. So a dataset that fits becomes resident as a whole. Of a larger dataset, the files that
-came first stay, and READs bring the rest file by file; random misses never make the planner push
-and drop by turns.
+Without a plan, missed files lead to pushes of whole chunks into free memory (`miss_fill.py`).
+Nothing is dropped for these, so random misses never make the planner push and drop by turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
 is cut into *units*, the files of one push each (`streams/units.py`). A stream *claims* the entries
 of a unit from the decision to push it until its reader has passed them, and claimed entries are not
-dropped. The package's `__init__.py` names the module of each policy.
+dropped.
 """
 
 import math
@@ -55,21 +52,20 @@ from .streams.watches import Watches
 from .turns import UrgentTurns, soonest_stream
 
 STILL_DIVISOR = 4
-"""A still stream (its reader gives no sign, see `streams/stream_views.py`) gets room only while
-this part of the budget (a quarter) stays free."""
+"""A still stream (its reader gives no sign, see `streams/stream_views.py`) gets room only while a
+quarter of the budget stays free."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
-"""After a failed push, the first and the longest pause before the next one."""
+"""After a failed push, the first and the longest pause."""
 
 UNWATCH_MIN = 256
-"""The fewest watches without a use (`streams/watches.py`) that are removed together, unless the
-worker is idle."""
+"""The fewest watches without a use that are removed together, unless the worker is idle."""
 
 PAGES_MAX = (1 << 32) - 1
-"""A file of 16 TiB counts as this many pages: it never fits."""
+"""So a file of 16 TiB never fits."""
 
 UNITS_SKIPPED_MAX = 64
-"""How many units with nothing to push one decision skips, so that it takes a few milliseconds."""
+"""Units with nothing to push that one decision skips, so that it takes a few milliseconds."""
 
 
 class PrefetchPlanner:
@@ -86,12 +82,10 @@ class PrefetchPlanner:
         costs: UnitCosts | None = None,
         keeps_important: bool = False,
     ) -> None:
-        """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
-        -1, its size in bytes, its offset in the chunk (if not given, entries lie in it by index),
-        and whether it is a file (if not given: whether it has a chunk). `costs` predicts how long
-        contents take to fetch; without it, that is taken as 0. `keeps_important`: see
-        `memory_split.py`.
-        """
+        """Columns by entry: its (first) chunk or -1, its size in bytes, its offset in the chunk (if
+        not given, entries lie in it by index), and whether it is a file (if not given: whether it
+        has a chunk). Without `costs`, fetching is taken to need no time. `keeps_important`: see
+        `memory_split.py`."""
         pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
         pages[chunk < 0] = 0
         columns = Columns(chunk.astype(np.int32), pages, chunk_count)
@@ -122,14 +116,14 @@ class PrefetchPlanner:
         self._room = Room(self.streams, self.views, self.memory, self.watches)
         self._balance = Balance(costs, columns, self.resident_set, self.views, self._clock)
         self._urgent = UrgentTurns()
-        self._outstanding: Push | Drop | Sample | None = None  # the decision not yet reported
-        self._decided_s = 0.0  # when the last decision was made
-        self._is_urgent = False  # whether the decision not yet reported is an urgent push
-        self._pause_s = 0.0  # the pause after the last push, if it failed
+        self._outstanding: Push | Drop | Sample | None = None  # not yet reported
+        self._decided_s = 0.0
+        self._is_urgent = False  # whether `_outstanding` is an urgent push
+        self._pause_s = 0.0  # after the last push, if it failed
         self._paused_until_s = -math.inf
         self._waits_for_room = False  # see `PrefetchStats`
         self.waits_for_reader = False
-        """Whether some stream's next unit is not pushed yet since its reader is far from it."""
+        """Whether a stream's next unit is not pushed yet because its reader is far from it."""
         self._counters = PrefetchCounters(
             pushes=0,
             pushed_entries=0,
@@ -143,21 +137,20 @@ class PrefetchPlanner:
 
     @property
     def wants_misses(self) -> bool:
-        """Whether the server should report every miss to the worker. If there is neither a plan nor
-        free room, a few are enough: they only show that the kernel has freed pages."""
+        """Whether the server should report every miss. Without a plan and free room a few are
+        enough: they only show that the kernel has freed pages."""
         return self.views.has_streams or self._miss_fill.has_room(self.memory.room_bytes())
 
     def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
-        """Take over from the planner of another version, without its plans. `was` gives the index
-        that each entry had there (-1: none)."""
+        """Take over from the planner of another version, without its plans. `was` has each entry's
+        index there, or -1."""
         self.resident_set.inherit(old.resident_set, was)
         self._counters = old._counters
         self._clock.inherit(old._clock)
 
     def take_over(self, entries: Entries, now_s: float) -> bool:
-        """Note that these entries are resident: their contents come from the page cache of another
-        version. Returns False if there is no room for them; then they are not noted. No entry
-        may occur twice."""
+        """Note that entries are resident, with contents from another version's page cache. Returns
+        False, and notes nothing, if there is no room. No entry may occur twice."""
         self._clock.tick(now_s)
         entries = self.resident_set.missing(entries)
         if self._columns.bytes_of(entries) > self.memory.room_bytes():
@@ -169,17 +162,16 @@ class PrefetchPlanner:
     # Reports
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
-        """Report whether the store is slow; urgent units are pushed only then."""
+        """Urgent units are pushed only if the store is slow."""
         self._urgent.store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
-        """Report that a watched file was opened."""
         self._clock.tick(now_s)
         signs.note_open(self.streams, self.watches, entry, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
-        """Report a miss. `is_sure`: whether a reader surely wanted the entry; otherwise the kernel
-        may have read ahead of another file."""
+        """`is_sure`: a reader surely wanted the entry; otherwise the kernel may have read ahead of
+        another file."""
         self._clock.tick(now_s)
         pages = self._columns.pages
         if not 0 <= entry < len(pages) or not pages[entry]:
@@ -196,7 +188,6 @@ class PrefetchPlanner:
             self._miss_fill.missed(chunk, need, self.memory.room_bytes(), now_s)
 
     def forgotten(self, entries: EntryOrder) -> None:
-        """Report that the kernel has forgotten entries, and freed their pages."""
         self.resident_set.remove(np.unique(self._columns.checked(entries)))
 
     def pushed(
@@ -208,12 +199,9 @@ class PrefetchPlanner:
         *,
         failed: bool = False,
     ) -> None:
-        """Report the result of a push: `done` are resident now, `absent` are unknown to the kernel.
-
-        Entries that are `absent` or in neither list are not pushed again before they are missed. If
-        the store has `failed`, those in neither list are pushed again, after a pause that doubles
-        with each failure.
-        """
+        """`done` are resident now, `absent` are unknown to the kernel. Entries that are `absent` or
+        in neither list are not pushed again before they are missed. But if the store has `failed`,
+        those in neither list are pushed again, after a pause that doubles with each failure."""
         self._clock.tick(now_s)
         assert push is self._outstanding, "another decision is outstanding"
         self._outstanding = None
@@ -233,7 +221,6 @@ class PrefetchPlanner:
             self._freed.push_again(push.entries[~np.isin(push.entries, reported)])
 
     def dropped(self, drop: Drop) -> None:
-        """Report that a drop has been carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self.resident_set.victims_dropped(drop.entries)
@@ -253,16 +240,16 @@ class PrefetchPlanner:
     # Questions
 
     def resident(self, entries: EntryOrder) -> Mask:
-        """Which of these entries a read would find in the page cache, as far as is known. Raises
-        UsageError for an index that no entry has."""
+        """Which of these entries are in the page cache, as far as is known. Raises UsageError for
+        an index that no entry has."""
         checked = self._columns.checked(entries)
         found: Mask = self.resident_set.resident[checked] | (self._columns.pages[checked] == 0)
         return found
 
     def unconfirmed(self, entries: EntryOrder) -> Entries:
-        """Those of these entries that were pushed, and that the worker may open to see whether the
-        kernel still has their pages. Watched entries are left out: the open would look like a
-        reader's. Raises UsageError for an index that no entry has."""
+        """Which of these entries were pushed and may be opened, to see whether the kernel still has
+        their pages. Watched entries are left out: the open would look like a reader's. Raises
+        UsageError for an index that no entry has."""
         checked = np.unique(self._columns.checked(entries))
         checked = checked[self.resident_set.resident[checked]]
         is_free = [not self.watches.is_watched(entry) for entry in checked.tolist()]
@@ -286,8 +273,7 @@ class PrefetchPlanner:
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """The next decision. The caller carries it out and reports the result (of all but Idle)
-        before it calls this again."""
+        """The caller reports the result (unless it is Idle) before the next call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._clock.tick(now_s)
         heap = self.resident_set.eviction.heap
@@ -305,15 +291,15 @@ class PrefetchPlanner:
         self._outstanding, self._decided_s = decision, now_s
         if decision is not None:
             return decision
-        # The times at which the next decision may differ although nothing is reported.
+        # When the next decision may differ although nothing is reported
         times = [self._paused_until_s, *self.views.next_change_s(now_s)]
         change_s = min((each for each in times if each > now_s), default=None)
         return Idle(now_s if is_building else change_s)
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The entries of the next `count` pushes, as far as they can be foreseen, in the order in
-        which to fetch their contents ahead. They include each stream's next unit if there are at
-        most `count / 2` streams."""
+        """The entries of the next pushes, as far as they can be foreseen, in the order in which to
+        fetch their contents. They include each stream's next unit if there are at most `count / 2`
+        streams."""
         trackers = self.views.trackers
         if len(trackers) == 1:
             planned = next(iter(trackers.values())).units.entries(count)
@@ -335,18 +321,17 @@ class PrefetchPlanner:
         return None if missed is None else self._push(missed, [])
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
-        """A push of the unit that a reader needs soonest, or a drop that makes room for it; None if
-        no stream has anything to push, or there is no room."""
+        """Push the unit that a reader needs soonest, or drop to make room for it."""
         if not self.views.has_streams:
             return None
-        without_room: set[str] = set()  # streams that get nothing in this decision
+        without_room: set[str] = set()  # these streams get nothing in this decision
         markers: list[int] = []  # of units that were skipped, as they had nothing to push
         last_sign_s = max(each.reader.last_sign_s for each in self.views.trackers.values())
         free_bytes = max(self.memory.room_bytes(), 0) // max(self.memory.active_count(), 1)
         for each in self.views.trackers.values():
             each.units.free_bytes = free_bytes
         is_balanced = self._balance.is_active
-        may_wait = is_balanced  # a stream whose contents are still being fetched is passed over
+        may_wait = is_balanced  # pass over a stream whose contents are still being fetched
         for _ in range(UNITS_SKIPPED_MAX):
             soonest = soonest_stream(
                 self.memory, self._room, self._balance, without_room, may_wait=may_wait
@@ -362,17 +347,17 @@ class PrefetchPlanner:
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
                 has_enough = self.memory.ahead_part < 1 and not unit.is_urgent
                 has_enough = has_enough and not tracker.units.has_share_left()
-                # A stream is passed over, and not given room by drops, if it is tentative, still,
-                # or has used up its share of the part for reading ahead.
+                # Nothing is dropped for a stream that is tentative, still, or has used up its share
+                # of the part for reading ahead
                 if tracker.reader.tentative or still or has_enough:
                     without_room.add(tracker.name)
                     continue
-                if markers:  # first report these; the next decision makes room
+                if markers:  # report these first; the next decision makes room
                     break
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False
                     continue
-                # If important entries are kept, the stream's share is small already.
+                # If important entries are kept, the stream's share is small already
                 is_soon = self.memory.ahead_part < 1 or tracker.comes_soon(unit)
                 drop = self._room.make(
                     tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s,
@@ -395,7 +380,7 @@ class PrefetchPlanner:
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
-        """Claim a unit. Returns the markers that the worker has to watch."""
+        """Returns the markers that the worker has to watch."""
         tracker.units.claim(unit)
         kept = self.resident_set.resident[unit.entries]
         self._counters["kept_entries"] += int(np.count_nonzero(kept))
@@ -404,7 +389,7 @@ class PrefetchPlanner:
         return [entry for at, entry in unit.markers if self.watches.add(entry, name, at)]
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
-        """A push of these entries, without those that READs have just brought."""
+        """Leaves out entries that READs have just brought."""
         since_start_s = self._clock.since_start_s(self._clock.now_s)
         entries, by_reads = self.resident_set.split_recent_reads(entries, since_start_s)
         self.resident_set.pushed_s[by_reads] = since_start_s
@@ -425,7 +410,7 @@ def _to_push(unit: NextUnit, memory: Memory, columns: Columns) -> tuple[Entries,
     if not unit.once:
         _, first = np.unique(entries, return_index=True)
         entries = entries[np.sort(first)]
-    # Larger entries are left to READs.
+    # Larger entries are left to READs
     entries = entries[columns.cost(entries) <= contents_bytes]
     need_bytes = columns.bytes_of(entries)
     return (NO_ENTRIES, 0) if need_bytes > contents_bytes else (entries, need_bytes)

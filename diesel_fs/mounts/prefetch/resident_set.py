@@ -1,10 +1,9 @@
 """Keeps account of which entries are resident (in the page cache), and which are claimed.
 
 The kernel does not report which pages it holds, so a `ResidentSet` is the planner's belief, and may
-be wrong. An entry is *claimed* by a stream (a reader with a known order) from the decision to push
-it until the reader has passed it; a claimed entry is not dropped. `streams/stream_tracker.py`
-decides which entries are claimed, `room.py` when something must be dropped, and `eviction.py` which
-entries.
+be wrong. A *claim* keeps an entry for a stream (a reader with a known order): it is not dropped.
+`streams/stream_tracker.py` decides on claims, `room.py` when something must be dropped, and
+`eviction.py` which entries.
 """
 
 import math
@@ -20,22 +19,20 @@ from .streams.units import PAGE_BYTES, Columns
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0
-"""A file of at most `READ_BYTES_MAX` that a READ brought into the page cache at most `LATELY_S` ago
-need not be pushed."""
+"""A file of at most this size that a READ brought at most this long ago need not be pushed."""
 
 _ONE = np.int32(1)
-"""One claim, in the type of the column `claims`: without a conversion `ufunc.at` is twenty times as
-fast."""
+"""It has the type of `claims`: without a conversion `ufunc.at` is twenty times as fast."""
 
 Ended: TypeAlias = Literal["passed", "given up", "changed"]
-"""Why claims end: the reader has passed the entries; the stream has given them up, so entries
-without another claim are dropped first; or its order has changed."""
+"""Why claims end: the reader has passed the entries; the stream has given them up, so they are
+dropped first; or its order has changed."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """The time of the first and of the last report to the planner, in seconds. Times in a
-    `ResidentSet` count from the first, so that four bytes are enough for each."""
+    """The times of the first and the last report. A `ResidentSet` counts from the first, so that
+    four bytes are enough for each time."""
 
     start_s: float = math.nan
     now_s: float = 0.0
@@ -46,7 +43,6 @@ class Clock:
         self.now_s = now_s
 
     def since_start_s(self, now_s: float) -> float:
-        """A time as `ResidentSet` counts it: in seconds since the first report."""
         return now_s - self.start_s
 
     def inherit(self, old: "Clock") -> None:
@@ -54,27 +50,22 @@ class Clock:
 
 
 class ResidentSet:
-    """The resident entries (see the module).
-
-    The columns (arrays with a value for each entry) begin with zeros, so a column that is never
-    written takes no memory.
-    """
+    """The columns begin with zeros, so a column that is never written takes no memory."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         count = len(columns.pages)
         self.resident: Mask = np.zeros(count, np.bool_)
-        self.claims = np.zeros(count, np.int32)  # by entry: how many claims it has
+        self.claims = np.zeros(count, np.int32)  # by entry, how many
         self.bytes = 0  # of resident entries, in whole pages
         self.unclaimed_bytes = 0  # of resident entries that no stream claims
-        self.pushed_s = np.zeros(count, np.float32)  # by entry: when it was pushed last
-        # By entry: until when the last READ that brought it counts as recent; 0: no READ did.
+        self.pushed_s = np.zeros(count, np.float32)  # by entry, the last time
+        # Until when an entry's last READ counts as recent; 0: no READ brought it
         self._read_s = np.zeros(count, np.float32)
         self.eviction = Eviction(columns, self.resident, self.claims)
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """Take over from the set of another version; `was` gives the index that each entry had
-        there (-1: none)."""
+        """Take over from another version's set; `was` gives each entry's index there, or -1."""
         entries = np.flatnonzero(was >= 0)
         before = was[entries]
         self.resident[entries] = old.resident[before]
@@ -86,30 +77,29 @@ class ResidentSet:
         self.eviction.inherit(old.eviction, entries.astype(np.uint32), before.astype(np.uint32))
 
     def bytes_of(self, entries: Entries) -> int:
-        """The bytes that these entries take. None may be named twice."""
+        """None may be named twice."""
         return self._columns.bytes_of(entries)
 
     def missing(self, entries: Entries) -> Entries:
-        """The entries among these that have content and are not resident."""
+        """The entries that have content and are not resident."""
         return entries[~self.resident[entries] & (self._columns.pages[entries] > 0)]
 
     # Residency
 
     def add(self, entries: Entries) -> None:
-        """Note that these entries are resident now. None may be named twice."""
+        """None may be named twice."""
         new = self.missing(entries)
         self.resident[new] = True
         self.bytes += self.bytes_of(new)
         self._free(new[self.claims[new] == 0])
 
     def note_read(self, entry: int, at_s: float) -> None:
-        """Note that a READ has brought an entry's content into the page cache."""
         if int(self._columns.pages[entry]) * PAGE_BYTES <= READ_BYTES_MAX:
             self._read_s[entry] = at_s + LATELY_S
 
     def split_recent_reads(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
-        """Split these entries: those to push, and those that READs have brought lately. The latter
-        are noted as resident."""
+        """Split into entries to push and entries that READs have brought lately. The latter are
+        noted as resident."""
         lately = now_s < self._read_s[entries]
         if not lately.any():
             return entries, NO_ENTRIES
@@ -117,7 +107,7 @@ class ResidentSet:
         return entries[~lately], entries[lately]
 
     def remove(self, entries: Entries) -> None:
-        """Note that these entries are not resident any more. None may be named twice."""
+        """None may be named twice."""
         self._read_s[entries] = 0
         removed = entries[self.resident[entries]]
         self.resident[removed] = False
@@ -143,7 +133,6 @@ class ResidentSet:
             self.eviction.note_released(free, passed=why == "passed")
 
     def _free(self, entries: Entries) -> None:
-        """Note that these resident entries have no claims (any more)."""
         self.unclaimed_bytes += self.bytes_of(entries)
         self.eviction.add(entries)
 
@@ -155,9 +144,9 @@ class ResidentSet:
     # Drops
 
     def victims(self, need_bytes: int, uses: Uses, *, only_unneeded: bool = False) -> Entries:
-        """Choose unclaimed entries to drop: at least `need_bytes`, or all if they take less. When
-        they are dropped, the caller calls `victims_dropped`. `only_unneeded`: none that a reader
-        still comes to."""
+        """Choose unclaimed entries to drop: at least `need_bytes`, or all if they take less. The
+        caller drops them and calls `victims_dropped`. `only_unneeded`: none that a reader still
+        comes to."""
         victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
             piece = self.eviction.take_next(need_bytes, uses, only_unneeded=only_unneeded)
@@ -168,6 +157,5 @@ class ResidentSet:
         return np.concatenate(victims)
 
     def victims_dropped(self, victims: Entries) -> None:
-        """Note that entries that `victims` has chosen are dropped."""
         self.eviction.note_dropped(victims)
         self.remove(victims)

@@ -30,7 +30,6 @@ class Room:
     watches: Watches
 
     def shrink(self) -> Drop | None:
-        """Drop what exceeds a budget that has become smaller; None if nothing does."""
         over = -self.memory.room_bytes()
         while over > 0:
             if (drop := self._drop(over)) is not None:
@@ -41,8 +40,7 @@ class Room:
         return None
 
     def unwatch(self, least: int) -> Drop | None:
-        """Stop watching the entries that no stream needs watched; None if there are fewer than
-        `least`."""
+        """Stop watching the entries that no stream needs watched, if there are `least`."""
         enough = len(self.watches.unneeded) >= least
         return Drop(NO_ENTRIES, self.watches.take_unneeded()) if enough else None
 
@@ -56,13 +54,10 @@ class Room:
         *,
         spares_needed: bool = False,
     ) -> Drop | None:
-        """Make room of `need_bytes` for a unit of the stream `needy`: drop unclaimed entries, or
-        take claims from other streams. None if no room can be made.
-
-        `spares_needed`: no unclaimed entry is dropped that a reader comes to again.
-        `needy_ahead_s`: in how many seconds its reader comes to the unit; `last_sign_s`: when any
-        reader last gave a sign.
-        """
+        """Make room for a unit of the stream `needy`: drop unclaimed entries, or take claims from
+        other streams. None if no room can be made. `spares_needed`: drop no unclaimed entry that a
+        reader comes to again. `needy_ahead_s`: in how many seconds `needy` comes to the unit;
+        `last_sign_s`: of any reader."""
         if (drop := self._drop(need_bytes, only_unneeded=spares_needed)) is not None:
             return drop
         others = [each for each in self.views.trackers.values() if each is not needy]
@@ -77,14 +72,14 @@ class Room:
         farthest = max(others, key=self.ahead_s, default=None)
         if farthest is None:
             return None
-        # A reader's position is known only to about a marker, so two markers are allowed for.
+        # A position is known only to about a marker, so two markers are allowed for
         allowed_s = 2 * max(needy_ahead_s, 0) + 2 * MARKER_STRIDE / (farthest.reader.rate or 1)
         if self.ahead_s(farthest) > allowed_s and self._retreat(farthest):
             return self._drop(need_bytes, only_unneeded=spares_needed)
         return None
 
     def ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
-        """In how many seconds the reader will reach the frontier, by its rate."""
+        """In how many seconds the reader will reach the frontier."""
         distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.reader.high
         return distance / (self.views.rate(tracker) or 1.0)
 
@@ -93,8 +88,8 @@ class Room:
         return tracker.order.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
-        """End the farther half of the claims ahead of a reader; if there are none, all its claims.
-        Returns whether any ended."""
+        """End the farther half of the claims ahead of a reader, or else all its claims. Returns
+        whether any ended."""
         high = tracker.reader.high
         middle = high + max(self._frontier(tracker) - high, 0) // 2
         take_back = self.streams.take_back

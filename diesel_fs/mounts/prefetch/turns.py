@@ -1,8 +1,8 @@
 """Chooses the stream that gets the next push, and whether an urgent unit goes first.
 
-The unit that a reader needs soonest, over all streams, is pushed first, unless its contents have
-not arrived yet (`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as
-the reader comes within a second to large files that are not pushed yet.
+The unit that a reader needs soonest is pushed first, unless its contents have not arrived yet
+(`balance.py`). If the store is slow, an *urgent* unit goes before it, as long as the reader comes
+within a second to large files that are not pushed yet.
 """
 
 from collections.abc import Collection
@@ -18,11 +18,11 @@ from .streams.units_ahead import NextUnit
 from .streams.watches import MARKERS_MAX
 
 URGENT_S = 1.0
-"""If the store is slow, the files that a reader comes to within this time are pushed first."""
+"""If the store is slow, files that a reader comes to within this time are pushed first."""
 URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
-"""Urgent pushes together take at most `URGENT_START_S` plus `URGENT_WEIGHT` times as long as
-others. So a store that gives single files far more slowly than chunks, such as a disk that has to
-seek, still gives chunks for a third of the time."""
+"""Urgent pushes take at most `URGENT_START_S` plus `URGENT_WEIGHT` times as long as others. So a
+store that gives single files far more slowly than chunks, such as a disk that has to seek, still
+gives chunks for a third of the time."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class UrgentTurns:
 
     store_is_slow: bool = False
     _urgent_s: float = 0.0  # how long urgent pushes took, since no unit was urgent
-    _others_s: float = 0.0  # how long the other pushes took, since then
+    _others_s: float = 0.0  # how long the others took, since then
 
     def note_pushed(self, took_s: float, *, was_urgent: bool) -> None:
         if was_urgent:
@@ -61,10 +61,8 @@ def soonest_stream(
 ) -> tuple[StreamTracker, float] | None:
     """The stream that gets the next push, and in how many seconds its reader needs the unit. None
     if all streams are claimed to their ends, or as far as the number of watches allows.
-
-    `without_room`: names of streams that get nothing. `may_wait`: whether the stream that needs its
-    unit soonest lets others go first until its contents have arrived.
-    """
+    `without_room`: these get nothing. `may_wait`: a stream may be passed over until its contents
+    have arrived."""
     share_bytes = memory.share_bytes()
     ahead_max = max(MARKERS_MAX // max(memory.active_count(), 1), 16) * MARKER_STRIDE
     found: list[tuple[float, StreamTracker, int]] = []
@@ -78,7 +76,7 @@ def soonest_stream(
         return None
     ahead_s, soonest, frontier = min(found, key=itemgetter(0))
     if may_wait and len(found) > 1 and balance.wait_s(soonest, frontier):
-        # A stream that has its share of the memory gets no more while others wait for theirs.
+        # A stream that has its share of the memory gets no more while others wait for theirs
         found = [each for each in found if each[1] is soonest or each[1].units.has_share_left()]
         ahead_s, soonest, _ = min(found, key=lambda each: balance.push_s(each[1], each[2]))
     return soonest, ahead_s

@@ -8,6 +8,4 @@ several versions, and `switching.py` the interface of a switch. There are two ki
 - A native mount (`native_switch.py`) gets another tree.
 
 `leases.py` keeps a purge from removing the chunks of versions that are still read.
-
-After a switch, names lead to the new version; files that are open keep the content of the old one.
 """

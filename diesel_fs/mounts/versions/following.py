@@ -1,16 +1,12 @@
 """The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
 A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, with its entries'
-indices + 1 as nodes; the mount's nodes are other numbers. At first the mount's nodes are those of
-the first version. An entry that is unchanged in a later version keeps its node, and every other
-entry gets a new number. So a node has one content for ever, and the kernel may keep that content.
+indices + 1 as nodes; the mount's nodes are other numbers. At first these are those of the first
+version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
+new number. So a node has one content for ever, and the kernel may keep that content.
 
-This module counts how often the kernel got each node: a *retired* version (one before the current
-version) is served until the kernel knows none of its nodes any more. A listing that began before a
-switch goes on at the right place.
-
-`fuse_switch.py` makes the switch, `format/snapshot/diff.py` decides which entries are unchanged,
-and `invalidation.py` notifies the kernel.
+This module counts how often the kernel got each node: a *retired* (earlier) version is served until
+the kernel knows none of its nodes any more.
 
 Concurrency: one trio task at a time, as in `tree/vfs.py`. Only `prepare` is for a thread.
 """
@@ -36,23 +32,23 @@ from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 Nodes = npt.NDArray[np.uint64]
 
 SWITCH_SHIFT = 40
-"""The number of the lowest bit, in an offset of a listing, that belongs to the number of the switch
-that had last changed the folder. The kernel keeps the offset while it lists a folder. The bits
-below are the *place* of the next entry (`.` is 0, `..` is 1, child k is k + 2)."""
+"""In an offset of a listing, the bits from this one on are the number of the last switch that had
+changed the folder. The bits below are the *place* of the next entry (`.` is 0, `..` is 1, child k
+is k + 2)."""
 
 _PLACE_MASK = (1 << SWITCH_SHIFT) - 1
 _DOTS = 2
 
 MOVES_KEPT = 16
 """For this many switches the mount remembers how the places in a folder moved, at 4 bytes an entry.
-A listing that began before those switches goes on at its old place, and may miss entries."""
+An older listing goes on at its old place, and may miss entries."""
 
 
 class NodeNumbers:
     """The nodes of one version's entries, and how often the kernel got each node."""
 
     def __init__(self, nodes: Nodes, *, as_indices: bool = False) -> None:
-        """`nodes` has the node of each entry. `as_indices`: each node is its entry's index + 1."""
+        """`nodes` is by entry. `as_indices`: each node is its entry's index + 1."""
         self.nodes = nodes
         self.lookup_counts = np.zeros(len(nodes), np.uint32)
         self.lookup_total = 0
@@ -64,24 +60,21 @@ class NodeNumbers:
             self._index = order.astype(np.int32).data
 
     def index(self, node: int) -> int:
-        """The index of the entry that has a node; -1 for an unknown node."""
+        """-1 for an unknown node."""
         if self._as_indices:
             return node - 1 if 0 < node <= len(self.nodes) else -1
         at = bisect_left(self._sorted, node)
         return self._index[at] if at < len(self._sorted) and self._sorted[at] == node else -1
 
     def count_lookup(self, index: int) -> None:
-        """Notes that the kernel got an entry's node once more."""
         self._count[index] += 1
         self.lookup_total += 1
 
     def count_lookups(self, start: int, stop: int) -> None:
-        """Notes that the kernel got the nodes of these consecutive entries once more."""
         self.lookup_counts[start:stop] += np.uint32(1)
         self.lookup_total += stop - start
 
     def forget(self, index: int, count: int) -> None:
-        """Notes that the kernel has dropped `count` of the lookups of an entry."""
         count = min(count, self._count[index])
         self._count[index] -= count
         self.lookup_total -= count
@@ -89,8 +82,7 @@ class NodeNumbers:
     def move(
         self, entries: OldIndices, other: "NodeNumbers", other_entries: npt.NDArray[np.int64]
     ) -> None:
-        """Moves the counts of these entries to the same entries of another version, where they have
-        the indices `other_entries`."""
+        """Moves the counts of these entries to another version, where they are `other_entries`."""
         moved = self.lookup_counts[entries]
         other.lookup_counts[other_entries] = moved
         total = int(moved.sum(dtype=np.int64))
@@ -100,8 +92,6 @@ class NodeNumbers:
 
 
 class NumberedVersion(VersionVfs):
-    """One version, and the mount's nodes for its entries."""
-
     def __init__(
         self, mount: Vfs, snapshot: Snapshot, reader: ContentReader, numbers: NodeNumbers
     ) -> None:
@@ -114,26 +104,23 @@ class NumberedVersion(VersionVfs):
         return self.numbers.lookup_total > 0 or self.waiting > 0
 
     def node(self, index: int) -> int:
-        """The mount's node of an entry."""
         return int(self.numbers.nodes[index])
 
 
 class Prepared(NamedTuple):
-    """A switch to another version, as `FollowingVfs.prepare` makes it for `switch_version`."""
+    """A switch to another version, as `prepare` makes it for `switch_version`."""
 
     diff: SnapshotDiff
     reader: ContentReader
-    before: NodeNumbers  # of the version that was current
-    numbers: NodeNumbers  # of the new version
-    next_node: int  # the first node that is not used yet
+    before: NodeNumbers
+    numbers: NodeNumbers
+    next_node: int  # the first that is not used yet
     folders: dict[int, tuple[int, int, int]]
     """The folders with a changed listing, by node: the index of the first child before and now, and
     the number of children now."""
 
 
 class FollowingVfs(VersionedVfs):
-    """The file system of several versions with one set of nodes (see the module)."""
-
     first_counted_node = ROOT
 
     current: NumberedVersion
@@ -160,7 +147,7 @@ class FollowingVfs(VersionedVfs):
             clock=clock,
         )
         self._next_node = snapshot.entry_count + 1
-        # The last switch that changed a folder's listing, by the folder's node; absent if none did.
+        # The last switch that changed a folder's listing, by the folder's node
         self._changed_at_switch: dict[int, int] = {}
         self._stale_names: dict[int, set[bytes]] = {}  # see `take_stale_names`
         self._moves: dict[int, tuple[OldIndices, dict[int, tuple[int, int, int]]]] = {}  # by switch
@@ -173,7 +160,6 @@ class FollowingVfs(VersionedVfs):
 
     @property
     def numbers(self) -> NodeNumbers:
-        """The nodes of the current version."""
         return self.current.numbers
 
     def prepare(self, diff: SnapshotDiff, reader: ContentReader) -> Prepared:
@@ -190,7 +176,7 @@ class FollowingVfs(VersionedVfs):
                 "this mount has no inode numbers left for another version", advice="mount again"
             )
         changed = diff.changed_folders
-        # For a folder these columns have its first child and the number of its children.
+        # For a folder these columns have its first child and the number of its children
         first, count_of = diff.new.columns.chunk[changed], diff.new.columns.offset[changed]
         first_before = diff.old.columns.chunk[was[changed]]
         children = zip(first_before.tolist(), first.tolist(), count_of.tolist(), strict=True)
@@ -198,8 +184,8 @@ class FollowingVfs(VersionedVfs):
         return Prepared(diff, reader, self.current.numbers, NodeNumbers(nodes), after, folders)
 
     def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> ContentReader:
-        """Makes names lead to the prepared version from now on. Returns the reader of the version
-        before, as `begin_version` does, which also explains `reopen`."""
+        """Makes names lead to the prepared version. Returns as `begin_version`, which also explains
+        `reopen`."""
         diff = prepared.diff
         assert diff.old is self.snapshot, "the switch was prepared from another version"
         unchanged = np.flatnonzero(diff.unchanged >= 0)
@@ -217,8 +203,8 @@ class FollowingVfs(VersionedVfs):
 
     def take_stale_names(self) -> dict[int, set[bytes]]:
         """The names that the kernel got in folders of retired versions since the last call, by the
-        folder's node. The kernel would keep these names, and with them the folders and their
-        version: the caller must make the kernel drop the names."""
+        folder's node. The caller must make the kernel drop them, or it keeps the folders and their
+        version."""
         taken, self._stale_names = self._stale_names, {}
         return taken
 
@@ -227,8 +213,7 @@ class FollowingVfs(VersionedVfs):
         return self.current.numbers.index(node)
 
     def _find(self, node: int) -> tuple[NumberedVersion, int] | None:
-        """The version that answers for a node, and the entry's index in it; None for an unknown
-        node."""
+        """The version that answers for a node, and the entry's index in it."""
         index = self.current.numbers.index(node)
         if index >= 0:
             return self.current, index
@@ -238,7 +223,7 @@ class FollowingVfs(VersionedVfs):
         return None
 
     def _locate(self, node: int) -> tuple[NumberedVersion, int]:
-        """As `_find`, but raises FuseErrno(ESTALE) for an unknown node."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         found = self._find(node)
         if found is None:
             raise FuseErrno(errno.ESTALE)
@@ -254,7 +239,7 @@ class FollowingVfs(VersionedVfs):
             version.numbers.count_lookup(index)
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """See `Vfs`; names in a folder of a retired version become stale."""
+        """Names in a folder of a retired version become stale."""
         if count:
             version, index = self._locate(folder)
             start = version.snapshot.children(index).start + place
@@ -264,7 +249,7 @@ class FollowingVfs(VersionedVfs):
                 self._stale_names.setdefault(folder, set()).update(names)
 
     def forget(self, node: int, count: int) -> None:
-        """See `Vfs`. A retired version of which the kernel knows no node any more ends."""
+        """A retired version of which the kernel knows no node any more ends."""
         if node >= HIDDEN_ROOT:
             super().forget(node, count)
             return
@@ -277,7 +262,7 @@ class FollowingVfs(VersionedVfs):
             self.drop_unused_versions()
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """See `Vfs`. Returns the entries of the current version among the nodes."""
+        """Returns the entries of the current version among the nodes."""
         for node, count in forgets:
             self.forget(node, count)
         entries: Iterable[int] = (self.entry_of(node) for node, _ in forgets)
@@ -286,7 +271,7 @@ class FollowingVfs(VersionedVfs):
     # names, attributes, listings ------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """See `Vfs`. A folder of a retired version leads to that version's entries."""
+        """A folder of a retired version leads to that version's entries."""
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
         version, index = self._locate(folder)
@@ -314,7 +299,7 @@ class FollowingVfs(VersionedVfs):
         return version.node(version.folder_parent(index + 1) - 1)
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """See `Vfs`. The listing may have begun before a switch that has changed the folder."""
+        """The listing may have begun before a switch that has changed the folder."""
         changed = self._changed_at_switch.get(folder, 0)
         begun, place = offset >> SWITCH_SHIFT, offset & _PLACE_MASK
         if begun != changed and place > _DOTS:
@@ -322,9 +307,8 @@ class FollowingVfs(VersionedVfs):
         return changed << SWITCH_SHIFT, place
 
     def _moved(self, folder: int, begun: int, place: int) -> int:
-        """The child at which a listing goes on that had come to child `place`: the one after the
-        last child before that which is still in the folder. `begun` is the number of the switch
-        after which the kernel got the place."""
+        """A listing had come to child `place` after the switch `begun`. Returns the child at which
+        it goes on: the one after the last child before that which is still in the folder."""
         for switch in sorted(self._moves):
             same_path, folders = self._moves[switch]
             if switch <= begun or folder not in folders:
@@ -353,7 +337,7 @@ class FollowingVfs(VersionedVfs):
         return version.read_nowait(index + 1, offset, size)
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """See `Vfs`. A switch meanwhile changes nothing for a read that waits."""
+        """A switch meanwhile changes nothing for a read that waits."""
         if node >= HIDDEN_ROOT:
             return await super().read(node, offset, size)
         version, index = self._locate(node)

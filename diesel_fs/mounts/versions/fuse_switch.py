@@ -2,9 +2,8 @@
 
 Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
 gives the new nodes (FUSE's word for inodes) those contents that the page cache has for the old
-ones, and notifies the kernel of changed names and folders; without a worker, a thread here notifies
-the kernel. Until the kernel is notified of a name, it uses the node that it remembers: the old one,
-with the old bytes.
+ones, and notifies the kernel of changed names and folders (a thread here does, if there is no
+worker). Until then, the kernel uses the node that it remembers for a name, with the old bytes.
 """
 
 import logging
@@ -29,8 +28,6 @@ log = logging.getLogger("diesel.mount")
 
 
 class FuseSwitching:
-    """Switches of a FUSE mount (`Switching`)."""
-
     def __init__(self, vfs: FollowingVfs, session: Session, link: WorkerLink) -> None:
         self.vfs = vfs
         self._session = session
@@ -42,8 +39,6 @@ class FuseSwitching:
         return _FuseSwitch(self, self.vfs.prepare(diff, reader))
 
     def attach_worker(self, push_status: int) -> None:
-        """See `Switching`. `push_status` is the descriptor of the shared memory in which the worker
-        marks the entries that it pushes."""
         index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
 
         def on_miss(entry: int) -> None:
@@ -73,9 +68,8 @@ class FuseSwitching:
         self._ending = True
 
     async def invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
-        """Notifies the kernel from a thread, for mounts without a worker. `invalidate` gets a
-        descriptor of the connection, and yields after each piece of work, where `stop` may end
-        it."""
+        """Notifies the kernel, for mounts without a worker. `invalidate` gets a descriptor of the
+        connection, and yields after each piece of work, where `stop` may end it."""
         try:
             device = self._session.clone()
         except OSError as error:
@@ -96,8 +90,6 @@ class FuseSwitching:
 
 
 class _FuseSwitch:
-    """A prepared switch of a FUSE mount (`PreparedSwitch`)."""
-
     def __init__(self, switching: FuseSwitching, prepared: Prepared) -> None:
         self._switching = switching
         self._prepared = prepared

@@ -8,12 +8,11 @@ The kernel keeps names, listings and attributes. After a switch it must drop:
   with it the old version;
 - the listings and attributes of all these folders.
 
-Everything else stays: unchanged files and folders keep their inode and pages, and an open file
-keeps its inode, the old node. `format/snapshot/diff.py` decides which entries are unchanged.
+Everything else stays; an open file keeps its inode, the old node.
 
-Concurrency: to send a notification, the sender waits for locks that readers hold while they wait
-for the mount's server. So the prefetch worker or a thread sends them, never the server's loop.
-Sending can stop between two names.
+Concurrency: the sender of a notification waits for locks that readers hold while they wait for the
+mount's server. So the prefetch worker or a thread sends them, never the server's loop. Sending can
+stop between two names.
 """
 
 import errno
@@ -30,20 +29,20 @@ from ...format.snapshot.reader import Indices, Snapshot
 from ..sessions import protocol
 
 NAMES_PER_STEP = 1024
-"""Names that are sent before the sender may do something else. They take 5 ms."""
+"""The sender may do something else after this many, which take 5 ms."""
 
 Nodes = npt.NDArray[np.uint64]
 
 UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
-"""The errnos of writes to the connection when the mount has ended."""
+"""Writes to the connection fail with these when the mount has ended."""
 
 
 def invalidate_after_switch(
     device: int, diff: SnapshotDiff, old_nodes: Nodes, new_nodes: Nodes
 ) -> Iterator[None]:
     """Sends all notifications of one switch, and yields after each piece. `device` is a descriptor
-    of the connection. `old_nodes` has the node of each entry of `diff.old`, `new_nodes` that of
-    each entry of `diff.new`. Raises OSError if the mount has ended."""
+    of the connection. `old_nodes` is by entry of `diff.old`, `new_nodes` of `diff.new`. Raises
+    OSError if the mount has ended."""
     removed, new = _changed_names(diff)
     for folder in np.union1d(diff.changed_folders, diff.folders_with_new_attributes).tolist():
         names = {*removed.names(folder), *new.names(folder)}
@@ -55,8 +54,8 @@ def invalidate_after_switch(
 
 
 def _changed_names(diff: SnapshotDiff) -> "tuple[_NamesByFolder, _NamesByFolder]":
-    """The names, in folders that still exist, of entries that are gone or changed, and of entries
-    that are new."""
+    """The names, in folders that still exist, of entries that are gone or changed, and of new
+    ones."""
     new_index = np.full(len(diff.old), -1, np.int64)
     unchanged = np.flatnonzero(diff.unchanged >= 0)
     new_index[diff.unchanged[unchanged]] = unchanged
@@ -92,25 +91,24 @@ def invalidate_folder(device: int, node: int, names: Collection[bytes]) -> Itera
     yield
     known = _notify(device, protocol.invalidate_node(node))
     if not known or not names:
-        return  # the kernel knows no names in a folder that it does not know
+        return  # it knows no names there
     for count, name in enumerate(names):
         _notify(device, protocol.invalidate_name(node, name))
         if count % NAMES_PER_STEP == NAMES_PER_STEP - 1:
             yield
     # For each name the kernel took the folder's lock, so earlier listings have ended. Drop what
-    # they have left.
+    # they have left
     _notify(device, protocol.invalidate_node(node))
 
 
 def invalidate_folders(device: int, folders: Mapping[int, Collection[bytes]]) -> Iterator[None]:
-    """`invalidate_folder` for the names in several folders, given by their nodes."""
+    """`invalidate_folder` for several folders, given by their nodes."""
     for node, names in folders.items():
         yield from invalidate_folder(device, node, names)
 
 
 def _notify(device: int, message: bytes) -> bool:
-    """Sends a notification. Returns whether the kernel knew the node or name. Raises OSError if the
-    mount has ended."""
+    """Returns whether the kernel knew the node or name. Raises OSError if the mount has ended."""
     try:
         os.write(device, message)
     except OSError as error:

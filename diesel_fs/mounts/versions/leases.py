@@ -1,7 +1,7 @@
 """Takes and gives back the leases of one mount.
 
 A lease is an object in the store (`repository/leases.py`), which keeps a purge from removing the
-chunks of a version. The mount has a lease on each version that it answers from; if it cannot write
+chunks of a version. The mount has one for each version that it answers from; if it cannot write
 leases, it works without them. All methods access the store and may wait; one thread at a time.
 """
 
@@ -18,13 +18,11 @@ log = logging.getLogger("diesel.mount")
 
 
 class VersionLeases:
-    """The leases of one mount, by version."""
-
     def __init__(self, request: MountRequest, source: MountSource) -> None:
         self._request = request
         self._source = source
         self._leases: dict[int, ReadLease | None] = {}  # None: this store needs none
-        self._logged: set[int] = set()  # versions for which a failure has been logged
+        self._logged: set[int] = set()  # versions whose failure was logged
 
     def set_versions(self, snapshots: Iterable[Snapshot]) -> None:
         """Takes leases on these versions, then gives back all others. A failed lease is tried again
@@ -45,5 +43,4 @@ class VersionLeases:
                 lease.close()
 
     def close(self) -> None:
-        """Gives back all leases."""
         self.set_versions(())

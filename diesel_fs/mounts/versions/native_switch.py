@@ -26,8 +26,8 @@ from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
 
 def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int) -> TreeVersion:
-    """A version of `vfs` as a native session shows it. `file` is a descriptor of the image's file.
-    When no file of the version's tree is in use any more, the version ends and `file` is closed."""
+    """`file` is a descriptor of the image's file. When no file of the version's tree is in use any
+    more, the version ends and `file` is closed."""
 
     def end() -> None:
         os.close(file)
@@ -38,8 +38,6 @@ def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int
 
 
 class NativeSwitching:
-    """Switches of a native mount (`Switching`)."""
-
     def __init__(
         self, vfs: VersionedVfs, session: NativeSession, link: WorkerLink, shown: Shown
     ) -> None:
@@ -62,7 +60,7 @@ class NativeSwitching:
         )
 
     async def tidy(self) -> None:
-        """Does nothing: a tree ends by itself."""
+        """A tree ends by itself."""
 
     def stats(self) -> Mapping[str, object]:
         """The earlier trees that are still in use: open files in them keep the mount busy."""
@@ -70,12 +68,10 @@ class NativeSwitching:
         return {"retired_trees": [{"mount": each, "device": trees[each]} for each in trees]}
 
     def stop(self) -> None:
-        """Does nothing: this class sends no notifications."""
+        """This class sends no notifications."""
 
 
 class _NativeSwitch:
-    """A prepared switch of a native mount (`PreparedSwitch`)."""
-
     def __init__(
         self, switching: NativeSwitching, diff: SnapshotDiff, new: VersionVfs, tree: TreeVersion
     ) -> None:

@@ -1,7 +1,5 @@
-"""The interface of switching a mount to another version of its dataset.
-
-There are two kinds. In a FUSE mount, names stay and lead to other nodes (`fuse_switch.py`). A
-native mount gets another tree (`native_switch.py`). `watcher.py` decides when to switch.
+"""The interface of switching a mount to another version of its dataset, for the two kinds
+`fuse_switch.py` and `native_switch.py`. `watcher.py` decides when to switch.
 """
 
 from collections.abc import Mapping
@@ -24,10 +22,8 @@ class PreparedSwitch(Protocol):
 
     async def make(self, reopen: ReaderFactory) -> ContentReader:
         """Makes names lead to the new version. `reopen` makes another reader of the version before;
-        the result is that version's reader until now (see `VersionedVfs.begin_version`).
-
-        Raises DieselError, and SwitchUnsupported; then nothing has changed.
-        """
+        the result is that version's reader until now (see `VersionedVfs.begin_version`). Raises
+        DieselError, and SwitchUnsupported; then nothing has changed."""
         ...
 
     def message(self) -> Message:
@@ -58,7 +54,7 @@ class Switching(Protocol):
     def attach_worker(self, push_status: int) -> None:
         """Connects the session with the worker, for the current version. `push_status` is the
         descriptor of the shared memory (`sessions/push_status.py`) in which the worker marks the
-        entries that it is about to push."""
+        entries that it pushes."""
         ...
 
     async def tidy(self) -> None:

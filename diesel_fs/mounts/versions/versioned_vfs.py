@@ -1,8 +1,7 @@
 """The file system of a mount that follows its dataset: the current version, and retired ones.
 
-A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
-lead to the new version, the *current* one. The version before is *retired*: its open files are
-still served, until the kernel needs nothing of it any more.
+After a switch, names lead to the new version, the *current* one. The version before is *retired*:
+its open files are still served, until the kernel needs nothing of it any more.
 
 `VersionedVfs` alone serves a native mount: each version has a tree of its own in the kernel, which
 requests contents by version. If names are looked up here, all versions share one set of nodes
@@ -25,20 +24,19 @@ ReaderFactory = Callable[[], ContentReader]
 
 
 RETIRED_READERS_MAX = 4
-"""The most readers of retired versions that are open at once, unless more are reading. They share
-one sum of memory."""
+"""Readers of retired versions that are open at once, unless more are reading. They share one sum of
+memory."""
 
 
 class RetiredReaders:
     """The open readers of retired versions: the last used ones, and those that are reading."""
 
     def __init__(self) -> None:
-        self._open: dict[LazyReader, None] = {}  # the one that was used last is last
+        self._open: dict[LazyReader, None] = {}  # the last used one is last
         self._lock = threading.Lock()
 
     def used(self, reader: "LazyReader") -> None:
-        """Notes that a reader is used now, and closes the readers that have been unused for
-        longest, if too many are open."""
+        """Closes the readers that have been unused for longest, if too many are open."""
         with self._lock:
             self._open.pop(reader, None)
             self._open[reader] = None
@@ -105,7 +103,7 @@ class LazyReader:
 
 
 class VersionVfs(Vfs):
-    """The file system of one version, with the counters and the thread limit of the whole mount."""
+    """Shares the counters and the thread limit of the whole mount."""
 
     def __init__(self, mount: Vfs, snapshot: Snapshot, reader: ContentReader) -> None:
         super().__init__(
@@ -117,7 +115,6 @@ class VersionVfs(Vfs):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the kernel may still request something of this version."""
         return self._is_needed or self.waiting > 0
 
     def end(self) -> None:
@@ -125,15 +122,13 @@ class VersionVfs(Vfs):
         self._is_needed = False
 
     def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> ContentReader:
-        """Makes later reads open another reader by `reopen`, when they need it. Returns the reader
-        until now, which the caller closes."""
+        """Makes later reads open another reader by `reopen`. Returns the reader until now, which
+        the caller closes."""
         reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
 
 class VersionedVfs(Vfs):
-    """The file system of the current version and the retired ones (see the module)."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -160,15 +155,13 @@ class VersionedVfs(Vfs):
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """The snapshots of the current version, which comes first, and of the retired ones."""
+        """The current version's comes first."""
         return [self.snapshot, *(each.snapshot for each in self._retired)]
 
     def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> ContentReader:
-        """Makes `new` the current version, and retires the version before.
-
-        Later reads of the retired version open a reader by `reopen`. Returns the reader that it had
-        until now: close it after `drain_retired`.
-        """
+        """Makes `new` the current version, and retires the version before. Later reads of that open
+        a reader by `reopen`. Returns the reader that it had until now: close it after
+        `drain_retired`."""
         old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired
         self.current = new
@@ -185,12 +178,11 @@ class VersionedVfs(Vfs):
             await each.drain()
 
     def drop_unused_versions(self) -> None:
-        """Closes and forgets the retired versions that the kernel does not need any more."""
         unused = [each for each in self._retired if not each.is_needed]
         self._retired = tuple(each for each in self._retired if each not in unused)
         for each in unused:
             closing = threading.Thread(target=each.close, daemon=True)
-            closing.start()  # in a thread, since closing may wait for a read of a dead store
+            closing.start()  # closing may wait for a read of a dead store
 
     def stats(self) -> dict[str, object]:
         follow = {

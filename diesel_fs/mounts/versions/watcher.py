@@ -4,9 +4,9 @@ A switch has these steps:
 
 1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
 2. The prefetch worker accepts no plans from now on. If a plan (an order that a program has
-  announced) is running, the switch is postponed.
+   announced) is running, the switch is postponed.
 3. Names begin to lead to the new version. The lists of `.diesel`, statistics and the control socket
-  change to it, too.
+   change to it, too.
 4. The worker takes over the contents of the page cache for the new version.
 
 Step 3 differs between kinds of mounts (`switching.py`). A failure before it changes nothing: the
@@ -45,20 +45,17 @@ log = logging.getLogger("diesel.mount")
 _T = TypeVar("_T")
 
 POLL_INTERVAL_S = 5.0
-"""The default interval between two checks. A check takes a few requests to the metadata store and a
-listing of snapshots."""
+"""A check takes a few requests to the metadata store and a listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
 """Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
 mount switches when no further version has appeared between two checks, or after this long."""
 
 WORKER_DEADLINE_S = 15.0
-"""How long to wait for an answer of the worker, which may be fetching a chunk."""
+"""The worker may be fetching a chunk before it answers."""
 
 
 class VersionWatcher:
-    """Looks for newer versions, and runs the switches (see the module)."""
-
     def __init__(
         self,
         request: MountRequest,
@@ -69,9 +66,9 @@ class VersionWatcher:
         retired_bytes: int,
         on_switch: Callable[[Snapshot], None],
     ) -> None:
-        """`memory_bytes` is the server's memory for chunks of the current version, `retired_bytes`
-        that for chunks of all retired versions together, of which only open files are read.
-        `on_switch` is called in step 3 with the new version's snapshot."""
+        """`memory_bytes` is for chunks of the current version, `retired_bytes` for those of all
+        retired versions together, of which only open files are read. `on_switch` is called in step
+        3."""
         self._request = request
         self._source = source
         self._link = link
@@ -85,11 +82,11 @@ class VersionWatcher:
         self._ending = False
         self._can_switch = True
         self._last_error = ""
-        self._switch_failed = False  # whether the last switch failed, with `_last_error`
+        self._switch_failed = False  # with `_last_error`
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
-        self._versions = 1  # how many versions the mount answered from at the last `_free_memory`
-        self._applied_version: int | None = None  # the last version that the kernel knows fully
+        self._versions = 1  # that the mount answered from at the last `_free_memory`
+        self._applied_version: int | None = None  # the last that the kernel knows fully
 
     def stats(self) -> Mapping[str, object]:
         return {
@@ -104,16 +101,15 @@ class VersionWatcher:
 
     @property
     def _snapshots(self) -> list[Snapshot]:
-        """The snapshots of the current version, which comes first, and of the retired ones."""
+        """The current version's comes first."""
         return self._switching.vfs.snapshots
 
     def attach(self, switching: Switching) -> None:
-        """Sets the kind of switches. Called before all other methods."""
+        """Sets the kind of switches, before all other calls."""
         self._switching = switching
 
     def attach_worker(self, push_status: int) -> None:
-        """Called when the worker has begun with the current version. `push_status` is the
-        descriptor of the memory that it shares with the server (`Switching.attach_worker`)."""
+        """Called when the worker has begun with the current version (`Switching.attach_worker`)."""
         self._switching.attach_worker(push_status)
         self._has_worker = True
 
@@ -124,7 +120,6 @@ class VersionWatcher:
         self._switching.stop()
 
     async def run(self) -> None:
-        """Checks for newer versions and switches to them, until `stop`."""
         interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(interval_s)
@@ -152,7 +147,6 @@ class VersionWatcher:
         return error.message if isinstance(error, ForeignError) else f"cannot follow: {error}"
 
     def _log_once(self, trouble: str) -> None:
-        """Logs why the mount does not follow, unless the last message was the same."""
         if trouble != self._last_error:
             version = self._snapshots[0].version
             log.warning("%s; the mount stays at version %d", trouble, version)
@@ -188,8 +182,8 @@ class VersionWatcher:
 
     async def _no_plan_runs(self, question: str) -> bool:
         """Whether no plan is running, as the worker reports; False also if it does not answer in
-        time. `question` is the message to send: "running", or "hold plans", after which the worker
-        accepts no plans."""
+        time. After the `question` "hold plans" (the other is "running") the worker accepts no
+        plans."""
         if not self._has_worker or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
@@ -225,8 +219,8 @@ class VersionWatcher:
         self._versions += 1  # with the new version; the retired one may be gone already
 
     async def _free_memory(self) -> None:
-        """Has Python collect garbage if a version has ended. The objects of a version refer to each
-        other in cycles, and its snapshot would stay mapped until then."""
+        """Collects garbage if a version has ended. The objects of a version refer to each other in
+        cycles, and its snapshot would stay mapped until then."""
         versions = len(self._snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)

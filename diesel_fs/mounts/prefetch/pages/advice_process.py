@@ -1,9 +1,9 @@
 """Gives the kernel advice about pages (to drop or to read them) from a process of its own.
 
 So the prefetch worker pushes on meanwhile: dropping a small file from the page cache (open,
-fadvise, close) costs two thirds of the time of pushing one, and in one process a reader would wait
-for both. The worker forks this process at the first advice, or earlier (`start`). The process ends
-when its pipe is closed, or with the worker. One thread uses an `AdviceProcess`.
+fadvise, close) costs two thirds of the time of pushing one. The worker forks this process at the
+first advice, or earlier (`start`). The process ends when its pipe is closed, or with the worker.
+One thread uses an `AdviceProcess`.
 """
 
 import logging
@@ -21,21 +21,20 @@ from ....system import syscalls
 log = logging.getLogger("diesel.mount")
 
 PIECE_PARTS = 256
-"""The most parts in one message; a pipe's buffer holds several such messages."""
+"""A pipe's buffer holds several messages of this size."""
 
 PIECES_MAX = 8
 """The most messages without an answer: their files may still be in memory, while the planner counts
 them as dropped."""
 
 END_S = 0.2
-"""How long `close` waits for the process to end."""
 
 PART = np.dtype([("entry", "<u4"), ("start", "<u8"), ("size", "<u8")])
 """A part of a file: its entry, the first byte, and how many bytes (0: up to the file's end)."""
 
 Parts = npt.NDArray[np.void]
 Advise = Callable[[int, Parts], None]
-"""Gives the kernel one advice of posix_fadvise(2) on these parts."""
+"""Gives one advice of posix_fadvise(2) on these parts."""
 
 
 def whole_files(entries: npt.NDArray[np.uint32] | list[int]) -> Parts:
@@ -48,21 +47,20 @@ class AdviceProcess:
     """The worker's end: it sends *pieces* (some parts) over a pipe, and gets a byte for each."""
 
     def __init__(self, make: Callable[[], Advise], kept_file: int = -1) -> None:
-        """`make` is called in the new process, and returns the function that gives the advice.
-        Beside the pipes and standard streams, `kept_file` is the only descriptor of the worker that
-        stays open there; -1: none."""
+        """`make` is called in the new process, and returns the function that gives the advice. Of
+        the worker's other files, only the descriptor `kept_file` stays open there."""
         self._make = make
         self._kept_file = kept_file
         self.pid = 0
-        """The ID of the process; 0 while there is none."""
-        self._pieces = self._answers = -1  # descriptors of the pipes
+        """0 while there is no process."""
+        self._pieces = self._answers = -1  # the pipes
         self.sent = 0
         """How many pieces were sent."""
         self.done = 0
         """How many pieces are done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
-        """Have the kernel advised soon, in the order of these calls. While too many messages are
+        """Have the kernel advised soon, in the order of calls. While too many messages are
         unanswered, this waits, and calls `on_progress` at each answer."""
         for start in range(0, len(parts), PIECE_PARTS):
             piece = parts[start : start + PIECE_PARTS]
@@ -79,7 +77,6 @@ class AdviceProcess:
             self.sent += 1
 
     def wait_for(self, count: int) -> None:
-        """Wait until the first `count` pieces are done."""
         while self.done < count:
             self._take_answers()
 
@@ -90,11 +87,8 @@ class AdviceProcess:
             self._reap()
 
     def _reap(self) -> None:
-        """Tidy up after the process was killed or failed: the next advice starts another one.
-
-        The advice that the process has not given is lost. The kernel frees those pages when it
-        needs room.
-        """
+        """The next advice starts another process. What the killed one has not given is lost; the
+        kernel frees those pages when it needs room."""
         os.close(self._pieces)
         os.close(self._answers)
         _, status = os.waitpid(self.pid, 0)
@@ -116,8 +110,8 @@ class AdviceProcess:
         self.pid = 0
 
     def start(self) -> None:
-        """Start the process now, unless it runs. The process keeps a copy of all memory that the
-        worker changes later, so the earlier it starts, the less it takes."""
+        """The process keeps a copy of all memory that the worker changes later, so the earlier it
+        starts, the less it takes."""
         if self.pid:
             return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)
@@ -149,8 +143,8 @@ def _serve(advise: Advise, pieces: int, answers: int) -> None:
 
 
 def _close_all_but(*open_files: int) -> None:
-    """Close all other descriptors: the connection to the kernel must end with the worker, although
-    this process may still run."""
+    """The connection to the kernel must end with the worker, although this process may still
+    run."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in open_files:
             with suppress(OSError):

@@ -1,19 +1,16 @@
 """The page cache of a native mount: contents are pushed into ranges of one file, and then settled.
 
 A *native* mount has its tree in the kernel (EROFS). The contents of all files lie in one file, the
-*content file*, which the mount's server serves over FUSE. The image of the tree has the address at
-which each content begins there. So contents that are neighbours in it are pushed by one write, and
-no name need be looked up first.
+*content file*, which the mount's server serves over FUSE; the image of the tree has the address of
+each content there. So neighbours are pushed by one write, and no name need be looked up first.
 
-EROFS copies each page of the content file that it reads for a file into a page of that file, and
+EROFS copies each page of the content file that it reads into a page of the file that was read, and
 then memory is held twice. So pages of the content file are only a staging area (`staging_area.py`).
 To *settle* some of them means: the kernel is made to copy the files that it has not copied yet, and
-then the pages of the content file are dropped. The oldest pages are settled as soon as the area has
-no room for more, the others when the worker has nothing else to do. While readers follow a plan,
-the area may be as large as all memory for pages, so in general only the idle worker settles: the
-pushed files are read soon, and then dropped from both the content file and EROFS. Opening settled
-files is faster, too: their first reader finds the pages that it needs (290,000 files of 4 KiB a
-second instead of 100,000).
+then the pages of the content file are dropped. The oldest are settled when the area is full, the
+others when the worker has nothing else to do. Opening settled files is faster, too: 290,000 files
+of 4 KiB a second instead of 100,000. While readers follow a plan, the area may be as large as all
+memory for pages: the pushed files are read soon, and then dropped on both sides.
 """
 
 import os
@@ -38,18 +35,18 @@ from .page_cache import PageCache, some_contents, store_heads
 from .staging_area import CONTENT, Staged, StagingArea, content_ranges, joined
 
 STAGING_DIVISOR = 16
-"""The staging area is this part (a sixteenth) of the memory for pages; the planner has the rest."""
+"""The staging area is a sixteenth of the memory for pages; the planner has the rest."""
 
 CONTENTS_MAX = 256
-"""The most contents in one write. Each takes two pieces of the write (itself and its padding) of
-1,024 that a write may have. More contents make a write no more efficient."""
+"""A write has at most this many: each takes two of its 1,024 pieces (itself and its padding). More
+make a write no more efficient."""
 
 TAKEN_BYTES = 1 << 20
-"""About how many bytes one batch has that is taken over from the files of another version."""
+"""About how much one batch takes over from the files of another version."""
 
 LOOK_S, LOOK_DIVISOR = 0.05, 50
 """The least time between two looks at how much READs have brought. The kernel walks over all pages
-at each look, so looks take at most one part in `LOOK_DIVISOR` of the time."""
+at each look, so looks take at most a fiftieth of the time."""
 
 GAPS_MAX = 4096
 """The most ranges outside the staging area that one sweep drops, which takes a millisecond."""
@@ -66,16 +63,15 @@ _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 @dataclass(frozen=True, slots=True)
 class ContentTarget:
-    """The content file of a mount, into which contents are pushed: a descriptor of it, and its node
-    in the FUSE connection."""
+    """A descriptor of a mount's content file, and the file's node in the FUSE connection."""
 
     descriptor: int
     node: int
 
     @classmethod
     def open(cls, folder: int, node: int) -> "ContentTarget":
-        """Open the content file in the folder that the server of a native mount serves. `folder` is
-        a descriptor, which this call closes. Raises OSError."""
+        """Open the content file in the folder that the server of a native mount serves. Closes
+        `folder`, a descriptor. Raises OSError."""
         try:
             return cls(os.open(private_name(node), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), node)
         finally:
@@ -87,11 +83,11 @@ class ContentTarget:
 
 @dataclass(slots=True)
 class ReadPages:
-    """The pages of the content file that READs have brought. The files that were read have copies
-    of them."""
+    """The pages of the content file that READs have brought. The files that were read have
+    copies."""
 
-    content: int  # a descriptor of the content file
-    has_reads: bool = False  # whether there may be such pages
+    content: int  # a descriptor
+    has_reads: bool = False  # there may be such pages
     _read_s: float = 0.0  # of the last READ
     _look_s: float = 0.0  # of the next look
 
@@ -126,9 +122,9 @@ class ContentPageCache(PageCache):
         staging_bytes: int,
         planned_bytes: int = 0,
     ) -> None:
-        """`device` is a descriptor of the connection that serves the content file, used for
-        notifications only. `staging_bytes` is the size of the staging area, `planned_bytes` its
-        size while readers follow a plan."""
+        """`device` is a descriptor of the connection that serves the content file, only for
+        notifications. `planned_bytes` is the size of the staging area while readers follow a plan.
+        """
         super().__init__(mountpoint, snapshot, content.descriptor)
         self._device = device
         self._image = image
@@ -136,7 +132,7 @@ class ContentPageCache(PageCache):
         self._staging_bytes = self._limit_bytes = staging_bytes
         self._planned_bytes = max(staging_bytes, planned_bytes)
         self._staging = StagingArea(image.first_block, snapshot.columns.size)
-        self._is_known = np.zeros(len(snapshot), np.bool_)  # by entry: pushed at some time
+        self._is_known = np.zeros(len(snapshot), np.bool_)  # pushed at some time
         self._is_wanted = np.zeros(len(snapshot), np.bool_)  # pushed and not dropped since
         self._read_pages = ReadPages(content.descriptor)
         self._process.start()  # all that is pushed is settled, or dropped
@@ -234,7 +230,7 @@ class ContentPageCache(PageCache):
         self._make_room(int(staged.pages.sum(dtype=np.int64)) * BLOCK_BYTES)
         if self._staging.is_settling[batch.entries].any():
             # Some of these files are being settled: the drop of their pages must not come after
-            # this push.
+            # this push
             self._process.wait_for(self._process.sent)
             self._staging.note_settled(self._process.done)
         cuts = np.union1d(firsts, np.arange(0, len(sizes), CONTENTS_MAX))
@@ -257,8 +253,8 @@ class ContentPageCache(PageCache):
         cuts: npt.NDArray[np.int64],
         pieces: Sequence[memoryview],
     ) -> None:
-        """Store pieces in the content file by one write for each of the `cuts`. A write has the
-        pieces from its cut to the next one, and fills the file from its `begins` to its `ends`."""
+        """Store pieces by one write for each of the `cuts`. A write has the pieces from its cut to
+        the next one, and fills the file from its `begins` to its `ends`."""
         heads = store_heads(self._content.node, begins, ends - begins)
         firsts = cuts.tolist()
         for head, first, behind in zip(heads, firsts, [*firsts[1:], len(pieces)], strict=True):
@@ -271,7 +267,6 @@ class ContentPageCache(PageCache):
         self._staging.add(staged)
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Drops the pages of files in EROFS, and their pages in the staging area."""
         self._is_wanted[entries] = False
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
         staged = self._staging.staged(entries)
@@ -289,8 +284,8 @@ class ContentPageCache(PageCache):
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        """Have the oldest batch of the staging area settled soon: the kernel copies those of its
-        files that are still wanted, and then the batch's pages of the content file are dropped."""
+        """The kernel copies those of the batch's files that are still wanted, and then the batch's
+        pages of the content file are dropped."""
         staged = self._staging.queue.popleft()
         parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
         self._staging.remove(parts)
@@ -305,13 +300,11 @@ class ContentPageCache(PageCache):
 
     def set_planned(self, *, is_planned: bool) -> None:
         """Makes the staging area larger while readers follow a plan, so that pushed files stay in
-        it until they are read. They are dropped soon after that, and to settle them would cost as
-        much as to read them."""
+        it until they are read. To settle them would cost as much as to read them."""
         self._limit_bytes = self._planned_bytes if is_planned else self._staging_bytes
 
     def tidy(self) -> bool:
-        """Settles the oldest batch of the staging area; if there is none, drops pages that READs
-        have brought."""
+        """Settles the oldest batch; if there is none, drops pages that READs have brought."""
         if self._staging.queue:
             self._settle_oldest()
             return True
@@ -324,9 +317,9 @@ class ContentPageCache(PageCache):
     # Residency
 
     def is_lost(self, entry: int) -> bool:
-        """Looks at the entry's neighbours in the content file: if all are resident, the kernel has
-        probably just read ahead. The entry itself does not count, because the READ may have filled
-        its pages again already."""
+        """If the entry's neighbours in the content file are resident, the kernel has probably just
+        read ahead. The entry itself does not count, because the READ may have filled its pages
+        again already."""
         blocks, order = self._image.start_blocks, self._image.order
         at = int(np.searchsorted(blocks, self._image.first_block[entry]))
         near = order[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]
@@ -341,8 +334,7 @@ class ContentPageCache(PageCache):
         return in_file or cached_bytes(self._content.descriptor, *self._range(entry))
 
     def is_whole(self, entry: int) -> bool:
-        """Looks at the file's own pages, and at those of its range in the content file, which has
-        them as long as the file is not settled."""
+        """The content file has the pages as long as the file is not settled."""
         start, size = self._range(entry)
         in_file = self._files.resident_bytes(entry)
         return in_file >= size or cached_bytes(self._content.descriptor, start, size) >= size
@@ -352,14 +344,14 @@ class ContentPageCache(PageCache):
         return super().drop_failed(entry) or in_content
 
     def _range(self, entry: int) -> tuple[int, int]:
-        """Where a file's content begins in the content file, and its size, in bytes."""
+        """The start and size of a file's content in the content file."""
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
         return start, self._snapshot.stat(entry).size
 
 
 def _gaps(ranges: Sequence[Parts]) -> Iterator[tuple[int, int]]:
-    """The begins and ends of the parts of the content file that are in none of these ranges; the
-    `GAPS_MAX` largest if there are more."""
+    """The begins and ends of the parts of the content file in none of these ranges; the `GAPS_MAX`
+    largest if there are more."""
     starts = np.concatenate([each["start"] for each in ranges]).astype(np.int64)
     sizes = np.concatenate([each["size"] for each in ranges]).astype(np.int64)
     order = np.argsort(starts)
@@ -378,4 +370,4 @@ def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> ExtentBatch:
 
 
 def _no_progress() -> None:
-    """Does nothing: nothing has to be reported while batches are settled."""
+    """Settling reports no progress."""

@@ -14,24 +14,21 @@ from ....system import syscalls
 from .advice_process import Parts
 
 FOLDERS_OPEN = 256
-"""How many folders of the mount stay open, so that their files can be opened; of more, the least
-recently used is closed."""
+"""Folders that stay open, so that their files can be opened; the least recently used one is
+closed."""
 
 ADVISED_BYTES = 128 << 10
-"""The most bytes for one advice: at one WILLNEED the kernel reads no more than it reads ahead in a
-sequential read, 128 KiB unless somebody has changed the mount's `read_ahead_kb`."""
+"""At one WILLNEED the kernel reads no more than it reads ahead in a sequential read: 128 KiB unless
+somebody has changed the mount's `read_ahead_kb`."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class MountFiles:
-    """The files of one version of a mount, and its open folders.
-
-    Open folders would keep the mount busy, so that it could not be unmounted. A worker that runs as
-    root opens them in a clone of the mount that is attached nowhere; any other worker closes them
-    after each piece of work (`release`).
-    """
+    """Open folders would keep the mount busy, so that it could not be unmounted. A worker that runs
+    as root opens them in a clone of the mount that is attached nowhere; any other worker closes
+    them after each piece of work (`release`)."""
 
     def __init__(self, mountpoint: str, snapshot: Snapshot) -> None:
         self._mountpoint = mountpoint
@@ -44,7 +41,7 @@ class MountFiles:
     def folder(self, folder: int) -> int:
         """A descriptor of a folder, valid until the next call of any method; this object closes it.
         Raises OSError."""
-        missing = []  # folders to open, from this one upwards; no recursion, as trees may be deep
+        missing = []  # from this one upwards; no recursion, as trees may be deep
         while folder not in self._open and folder != ROOT_INDEX:
             missing.append(folder)
             folder = self._snapshot.parent(folder)
@@ -65,17 +62,17 @@ class MountFiles:
         return os.open(".", _FOLDER, dir_fd=self._clone)
 
     def open(self, entry: int) -> int:
-        """Open a file. The caller closes the descriptor. Raises OSError."""
+        """The caller closes the descriptor. Raises OSError."""
         inside = self.folder(self._snapshot.parent(entry))
         return os.open(self._snapshot.name(entry), _FILE, dir_fd=inside)
 
     def path(self, entry: int) -> bytes:
-        """A short path of a file, valid until the next call. Raises OSError."""
+        """A short path, valid until the next call. Raises OSError."""
         inside = self.folder(self._snapshot.parent(entry))
         return b"/proc/self/fd/%d/%s" % (inside, self._snapshot.name(entry))
 
     def resident_bytes(self, entry: int) -> int:
-        """How many bytes of a file are in the page cache, in whole pages. Raises OSError."""
+        """Counts whole pages. Raises OSError."""
         file = self.open(entry)
         try:
             return syscalls.cached_bytes(file, 0, self._snapshot.stat(entry).size)
@@ -83,8 +80,7 @@ class MountFiles:
             os.close(file)
 
     def drop_failed(self, entry: int) -> bool:
-        """Drop the pages of a file if the READs of some have failed; returns whether they have.
-        Raises OSError."""
+        """See the function `drop_failed`. Raises OSError."""
         file = self.open(entry)
         try:
             return drop_failed(file, 0, self._snapshot.stat(entry).size)
@@ -92,7 +88,6 @@ class MountFiles:
             os.close(file)
 
     def advise(self, advice: int, parts: Parts) -> None:
-        """Give the kernel an advice of posix_fadvise(2) on parts of files."""
         entries = parts["entry"]
         parents = self._snapshot.columns.parent[entries].tolist()
         rows = zip(
@@ -121,7 +116,7 @@ class MountFiles:
         self.release()
 
     def release(self) -> None:
-        """Close the folders if they keep the mount busy. Call it after each piece of work."""
+        """Close the folders if they keep the mount busy."""
         if self._clone < 0:
             self._close_all()
 
@@ -138,15 +133,14 @@ class MountFiles:
 
 
 def advise_in_steps(file: int, start: int, size: int, advice: int) -> None:
-    """Give the kernel an advice of posix_fadvise(2) on a large part of a file."""
     for at in range(start, start + size, ADVISED_BYTES):
         os.posix_fadvise(file, at, min(ADVISED_BYTES, start + size - at), advice)
 
 
 def drop_failed(file: int, start: int, size: int) -> bool:
-    """Drop the pages of a part of an open file if the READs of some have failed: such pages are in
-    the page cache without contents, and the kernel's read-ahead passes over them. Returns whether
-    there were any. `start` is a multiple of the page size. Raises OSError."""
+    """Drop the pages of a part of a file if READs of some have failed: such pages are in the page
+    cache without contents, and the kernel's read-ahead passes over them. Returns whether there were
+    any. `start` is a multiple of the page size. Raises OSError."""
     has_failed = syscalls.readable_cached_bytes(file, start, size) < syscalls.cached_bytes(
         file, start, size
     )

@@ -1,7 +1,5 @@
-"""Reports when readers open watched files of a mount (inotify).
-
-The prefetch worker watches the marker files of orders (`../streams/watches.py`). One thread uses an
-`OpenEvents`.
+"""Reports when readers open watched files (inotify), for the marker files of orders
+(`../streams/watches.py`). One thread uses an `OpenEvents`.
 """
 
 import os
@@ -14,30 +12,27 @@ from .mount_files import MountFiles
 
 _IN_OPEN = 0x20
 _EVENT = struct.Struct("iIII")
-"""The head of an event of inotify: the watch, the kinds of event (a mask), a cookie, and the length
-of a name that follows."""
+"""The head of an event: the watch, the kinds of event (a mask), a cookie, and the length of a name
+that follows."""
 
 
 class OpenEvents:
-    """The watched files of one version of a mount.
-
-    With `keeps_files_open` a file is opened before it is watched, so that the worker can work on it
-    without an open that would look like a reader's.
-    """
+    """The watched files of one version of a mount. With `keeps_files_open` a file is opened before
+    it is watched, so that the worker can work on it without an open that would look like a
+    reader's."""
 
     def __init__(self, files: MountFiles, *, keeps_files_open: bool) -> None:
         self._mount_files = files
         self._keeps_files_open = keeps_files_open
         self.descriptor = syscalls.inotify_init()
-        """A descriptor that is readable when a watched file has been opened."""
+        """Readable when a watched file has been opened."""
         self.files: dict[int, int] = {}
-        """By entry: the descriptor of a watched file that is kept open."""
+        """The descriptors of watched files that are kept open, by entry."""
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
 
     def watch(self, entries: Iterable[int]) -> None:
-        """Watch these files. A file that cannot be watched, or kept open, is left out of `read`, or
-        of `files`."""
+        """A file that cannot be watched, or kept open, is left out of `read`, or of `files`."""
         entries = list(entries)
         if self._keeps_files_open:
             for entry in entries:
@@ -64,8 +59,8 @@ class OpenEvents:
                 os.close(file)
 
     def read(self) -> list[int]:
-        """The entries of watched files that were opened since the last call, in the order of the
-        opens. Never waits."""
+        """The watched entries that were opened since the last call, in the order of the opens.
+        Never waits."""
         found: list[int] = []
         while True:
             try:

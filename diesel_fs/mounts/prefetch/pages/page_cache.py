@@ -1,21 +1,12 @@
 """Carries out the planner's decisions: pushes contents into the page cache, drops and samples them.
 
-`PageCache` has one implementation for each kind of mount. They differ in where contents are pushed,
-and so in all that follows from it:
+Contents are pushed by FUSE's NOTIFY_STORE, and `PageCache` has one implementation for each kind of
+mount:
 
-- In a *FUSE tree* (`FusePageCache`, here) each file has a node of its own, into which its content
-  is pushed. The kernel must know the file's name first. Another version of the dataset keeps the
-  pages of unchanged files.
+- In a *FUSE tree* (`FusePageCache`, here) each file has a node of its own. The kernel must know the
+  file's name first. Another version of the dataset keeps the pages of unchanged files.
 - In a *native* mount (`ContentPageCache` in `content_page_cache.py`) all contents lie in one file,
   from which the kernel copies them. The copies belong to one version.
-
-Both push by FUSE's NOTIFY_STORE, drop by posix_fadvise(2) in a process of its own
-(`advice_process.py`), ask cachestat(2) or mincore(2) for resident pages (`mount_files.py`), and
-watch marker files by inotify (`open_events.py`).
-
-Each of these calls can wait: for the server of the same mount, or for the lock on a page that a
-READ in progress holds. So all of this runs in one thread of the prefetch worker, and never in the
-server.
 """
 
 import os
@@ -56,8 +47,7 @@ def store_heads(
     offsets: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64] | npt.NDArray[np.uint32],
 ) -> list[bytes]:
-    """The heads of NOTIFY_STORE messages, one for each of the `sizes`: that many bytes are stored
-    at an offset in a node."""
+    """The heads of NOTIFY_STORE messages, which store `sizes` bytes at offsets in nodes."""
     heads = np.zeros(len(sizes), _STORES)
     heads["length"], heads["code"] = sizes + STORE.size, NOTIFY_STORE
     heads["node"], heads["offset"], heads["size"] = nodes, offsets, sizes
@@ -72,46 +62,42 @@ class PageCache(ABC):
         self._files = MountFiles(mountpoint, snapshot)
         self.opens = OpenEvents(self._files, keeps_files_open=content_file >= 0)
         self.known_entries = 0
-        """How many files the kernel has got to know through this page cache, in all."""
+        """Files that the kernel has got to know through this page cache, in all."""
         self._process = AdviceProcess(
             lambda: self._adviser(MountFiles(mountpoint, snapshot)), content_file
         )
 
     def _adviser(self, files: MountFiles) -> Advise:
-        """The function that gives advice to the kernel. Called in the process of
-        `advice_process.py`."""
+        """Return the function that gives advice. Called in the process of `advice_process.py`."""
         return files.advise
 
     @abstractmethod
     def inherit(self, old: "PageCache", diff: SnapshotDiff) -> OldIndices:
-        """Take over from the page cache of another version, which is retired already.
-
-        Returns, for each entry, the index of the unchanged file in the other version if its pages
-        have been taken over; otherwise -1.
-        """
+        """Take over from the page cache of another version, which is retired already. Returns each
+        entry's index there if its pages have been taken over; otherwise -1."""
 
     def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
-        """Take the contents of these files out of the page cache, in batches, for the page cache of
-        another version. They are dropped here, as memory would be held twice. A batch may have a
-        part of a large file."""
+        """Take contents out of the page cache, in batches, for the page cache of another version.
+        They are dropped here, as memory would be held twice. A batch may have a part of a large
+        file."""
         del entries
         return iter(())  # `inherit` has taken everything over
 
     def prepare(self, batch: ExtentBatch) -> None:  # noqa: B027  # not all need it
-        """Make the kernel ready to take these contents. Call it before `store`."""
+        """Make the kernel ready to take these contents."""
 
     @abstractmethod
     def store(self, batch: ExtentBatch) -> list[int]:
-        """Push a batch of contents. Returns the places in the batch of the contents that cannot be
-        pushed. Waits while a READ of the same pages is in progress."""
+        """Push a batch. Returns the places in it of the contents that cannot be pushed. Waits while
+        a READ of the same pages is in progress."""
 
     @abstractmethod
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Have the pages of files dropped soon: a later read of the files leads to READs again. If
-        this has to wait, it calls `on_progress` now and then."""
+        """Have the pages of files dropped soon. If this has to wait, it calls `on_progress` now and
+        then."""
 
     def resident_bytes(self, entry: int) -> int:
-        """How many bytes of a file are in the page cache, in whole pages. Raises OSError."""
+        """Counts whole pages. Raises OSError."""
         return self._files.resident_bytes(entry)
 
     def is_whole(self, entry: int) -> bool:
@@ -119,8 +105,8 @@ class PageCache(ABC):
         return self.resident_bytes(entry) >= self._snapshot.stat(entry).size
 
     def drop_failed(self, entry: int) -> bool:
-        """Drop the pages of a file if the READs of some pages have failed. Returns whether they
-        have. Raises OSError."""
+        """Drop the pages of a file if READs of some have failed. Returns whether they have. Raises
+        OSError."""
         return self._files.drop_failed(entry)
 
     def note_reads(self) -> None:  # noqa: B027  # not all need it
@@ -140,12 +126,12 @@ class PageCache(ABC):
         return False
 
     def release_folders(self) -> None:
-        """Close open folders that keep the mount busy. Call it after each piece of work."""
+        """Close open folders that keep the mount busy."""
         self._files.release()
 
     def retire(self) -> None:
-        """End the process that drops pages, and all watches: the page cache of another version is
-        used from now on. `take_contents` and `close` may still be called."""
+        """End the process that drops pages, and all watches. Only `take_contents` and `close` may
+        be called afterwards."""
         self.opens.close()
         self._process.close()
 
@@ -155,10 +141,8 @@ class PageCache(ABC):
 
 
 class FusePageCache(PageCache):
-    """The page cache of a FUSE tree.
-
-    The kernel takes the contents of a file only if it knows the name, so names are looked up first.
-    """
+    """The kernel takes the contents of a file only if it knows the name, so names are looked up
+    first."""
 
     def __init__(
         self,
@@ -184,9 +168,8 @@ class FusePageCache(PageCache):
         return diff.unchanged
 
     def prepare(self, batch: ExtentBatch) -> None:
-        """Makes the names of a batch's files known to the kernel: for each new folder, tries to
-        push its first file, and if the kernel does not know that, has it look up all names
-        there."""
+        """Makes the names of a batch's files known to the kernel. For each new folder, tries to
+        push its first file; if that fails, has the kernel look up all names there."""
         parents = self._snapshot.columns.parent[batch.entries].tolist()
         new = set(parents) - self._known_folders
         if not new:
@@ -198,11 +181,8 @@ class FusePageCache(PageCache):
                 self._make_folder_known(parents[first[at]])
 
     def store(self, batch: ExtentBatch) -> list[int]:
-        """Returns the places in the batch of files that the kernel does not know.
-
-        The kernel may have forgotten files since their names were made known: these are looked up
-        and stored once more.
-        """
+        """Returns the places of files that the kernel does not know. It may have forgotten files
+        since their names were made known: these are looked up and stored once more."""
         absent = []
         for at in self._store(batch):
             with suppress(OSError):
@@ -212,7 +192,6 @@ class FusePageCache(PageCache):
         return absent
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """The advice process drops the pages, so pushes do not wait for this."""
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
 
     def _store(self, batch: ExtentBatch) -> list[int]:

@@ -1,10 +1,8 @@
 """Keeps account of the pages of the content file that a native mount has pushed.
 
-`content_page_cache.py` explains the content file, and uses the account. These pages are a *staging
-area*: a queue of batches, oldest first. A batch is *settled* when the kernel has copied its files
-into pages of their own, and its pages of the content file have been dropped. Until the advice
-process (`advice_process.py`) has done that, the batch is being settled, and its files must not be
-pushed again.
+`content_page_cache.py` explains the staging area, a queue of batches, and how a batch is *settled*.
+Until the advice process (`advice_process.py`) has done that, the batch's files must not be pushed
+again.
 """
 
 from collections import deque
@@ -18,7 +16,7 @@ from ....format.image import BLOCK_BYTES
 from .advice_process import PART, Parts, whole_files
 
 CONTENT = 0xFFFFFFFF
-"""In place of an entry's number: the content file."""
+"""Stands for the content file in place of an entry's number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,16 +33,16 @@ class Staged:
 
 class StagingArea:
     def __init__(self, first_block: npt.NDArray[np.uint32], sizes: npt.NDArray[np.uint64]) -> None:
-        """Both arrays have a value for each entry: the first block of its content in the content
-        file, and its size in bytes."""
+        """Both arrays are by entry: the first block of its content in the content file, and its
+        size in bytes."""
         self._first_block = first_block
         self._sizes = sizes
         self.bytes = 0  # of all staged pages
-        self.pages = np.zeros(len(sizes), np.uint32)  # by entry: how many are staged
-        self.is_settling = np.zeros(len(sizes), np.bool_)  # by entry: whether some part of it is
-        self.queue: deque[Staged] = deque()  # the staged batches, oldest first
+        self.pages = np.zeros(len(sizes), np.uint32)  # staged pages, by entry
+        self.is_settling = np.zeros(len(sizes), np.bool_)  # whether some part is, by entry
+        self.queue: deque[Staged] = deque()  # oldest first
         # The batches that are being settled, each with the number of the process's last piece of
-        # work for it.
+        # work for it
         self._settling: deque[tuple[int, Staged]] = deque()
 
     def add(self, staged: Staged) -> None:
@@ -54,24 +52,22 @@ class StagingArea:
         self.bytes += int(pages.sum(dtype=np.int64)) * BLOCK_BYTES
 
     def skip_dropped(self) -> None:
-        """Forget the oldest batches if all their files have been dropped."""
         while self.queue and not self.pages[self.queue[0].parts["entry"]].any():
             self.queue.popleft()
 
     def remove(self, parts: Parts) -> None:
-        """Note that these parts are not in the staging area any more. A file may have several."""
+        """A file may have several of these parts."""
         self._remove(parts["entry"], pages_of(parts))
 
     def _remove(self, entries: npt.NDArray[np.uint32], pages: npt.NDArray[np.uint32]) -> None:
         some, at = np.unique(entries, return_inverse=True)
         removed = np.bincount(at, pages).astype(np.uint32)
-        # Some files may have been dropped before, and pushed again with fewer parts.
+        # Some files may have been dropped before, and pushed again with fewer parts
         removed = np.minimum(removed, self.pages[some])
         self.pages[some] -= removed
         self.bytes -= BLOCK_BYTES * int(removed.sum(dtype=np.int64))
 
     def staged(self, entries: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Those of these files that have pages in the staging area."""
         return entries[self.pages[entries] > 0]
 
     def drop(self, entries: npt.NDArray[np.uint32]) -> Staged:
@@ -87,7 +83,6 @@ class StagingArea:
         self._settling.append((piece, staged))
 
     def note_settled(self, done: int) -> None:
-        """Note that the process has done its first `done` pieces of work."""
         while self._settling and self._settling[0][0] <= done:
             _, staged = self._settling.popleft()
             self.is_settling[staged.parts["entry"]] = False
@@ -97,7 +92,7 @@ class StagingArea:
     # Ranges
 
     def ranges_of(self, entries: npt.NDArray[np.uint32]) -> Parts:
-        """The ranges of the content file with the contents of these entries, as few as possible."""
+        """Return as few ranges of the content file as possible."""
         if not len(entries):
             return np.empty(0, PART)
         entries = entries[np.argsort(self._first_block[entries])]
@@ -107,7 +102,7 @@ class StagingArea:
         return content_ranges(begins, ends)
 
     def ranges(self) -> Iterator[Parts]:
-        """All ranges of the content file with pages that are staged or being settled."""
+        """The ranges with pages that are staged or being settled."""
         yield self.ranges_of(np.flatnonzero(self.pages).astype(np.uint32))
         for _, staged in self._settling:
             yield staged.ranges
@@ -116,8 +111,8 @@ class StagingArea:
 def joined(
     begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Join adjacent ranges. Returns the begins and ends of the joined ranges, and for each the
-    index of its first range. There must be at least one range."""
+    """Join adjacent ranges (at least one). Returns the begins and ends of the joined ranges, and
+    for each the index of its first range."""
     firsts = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
     return begins[firsts], ends[np.append(firsts[1:], len(ends)) - 1], firsts
 

@@ -1,9 +1,7 @@
 """Holds the announced streams, and carries out changes of the plan.
 
 Programs announce, extend, replace and withdraw streams (readers with known orders), and may report
-their progress; the planner ends claims on entries that readers have passed. Each stream has a
-`StreamTracker`, whose module explains claims and positions. When claims end, so do the watches of
-their markers (`watches.py`).
+their progress. `stream_tracker.py` explains claims and positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +37,7 @@ class Streams:
         self._importances = importances
         self._watches = watches
         self._clock = clock
-        self._finished: dict[str, None] = {}  # streams read to their end; an ordered set
+        self._finished: dict[str, None] = {}  # read to their end; an ordered set
         self._is_logged: Callable[[Entries], bool] = never_logged
         self._keeps_skipped = False  # for `take_skipped`
 
@@ -47,12 +45,10 @@ class Streams:
 
     def announce(self, stream: Stream, now_s: float) -> None:
         """Announce a stream. It replaces a stream of the same name, or goes on with it if the only
-        announced epoch is the last one of that stream: then its claims and reads ahead stay. Raises
-        UsageError, as the next three methods do, and then no stream has changed.
-
-        If there are as many streams as allowed, the stream that was read to its end first is
-        removed, so programs that use a new name for each epoch need not withdraw any stream.
-        """
+        announced epoch is the last one of that stream: then its claims and reads ahead stay. If
+        there are as many streams as allowed, the one that was read to its end first is removed, so
+        programs that use a new name for each epoch need not withdraw any. Raises UsageError, as the
+        next three methods do, and then no stream has changed."""
         self._clock.tick(now_s)
         known = self.trackers.get(stream.name)
         if known is not None and known.order.foresaw(stream):
@@ -77,22 +73,19 @@ class Streams:
         self._memory.orders_changed()
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
-        """Replace the entries of an epoch from a position on."""
         tracker = self._tracker(name)
         stream = self._check(tracker.order.stream.replaced(epoch, position), [epoch])
         self.release(tracker, tracker.replace(stream, epoch.number, position), "changed")
         self._memory.orders_changed()
 
     def withdraw(self, name: str) -> None:
-        """Remove a stream: it will not be read any more."""
         self._tracker(name)
         self._remove(name)
         self._finished.pop(name, None)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
-        """Take over the position that a stream's reader has reported as its next, counted in the
-        epoch `epoch` (None: the current one). The report overrides what opens and READs have shown.
-        Raises UsageError."""
+        """Take over a reported position: the next one that the reader reads, in `epoch` (None: the
+        current one). It overrides what opens and READs have shown. Raises UsageError."""
         self._clock.tick(now_s)
         tracker = self._tracker(name)
         order = tracker.order
@@ -102,23 +95,22 @@ class Streams:
         position += state.base
         has_workers_ahead = tracker.has_workers_ahead(position)
         if not has_workers_ahead and tracker.claims.has_gaps(position, tracker.reader.high):
-            # Some claims there were given up: claim all again.
+            # Some claims there were given up: claim all again
             self.release(tracker, tracker.claims.retreat(0), "changed")
         tracker.progress(position, now_s)
 
     # Order logs
 
     def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
-        """Report that order logs are in use: files on a disk with the contents of an epoch in its
-        order (`cache/order_logs/`). `is_logged` returns whether a log has an order; such an order
-        is not cut by chunks."""
+        """Report that order logs (`cache/order_logs/`) are in use: an order that `is_logged` finds
+        in a log is not cut by chunks."""
         self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self.trackers.values():
             tracker.units.is_logged, tracker.claims.skipped = is_logged, []
 
     def take_skipped(self) -> list[Entries]:
         """Take the entries that readers have passed unclaimed since the last call; some may occur
-        twice. READs have brought their contents, perhaps the READs of other files. Empty before
+        twice. READs, perhaps of other files, have brought their contents. Empty before
         `set_logged`."""
         skipped: list[Entries] = []
         for tracker in self.trackers.values():
@@ -128,8 +120,8 @@ class Streams:
     # Ending claims
 
     def release_passed(self, now_s: float) -> None:
-        """End the claims that readers have passed, and withdraw tentative streams that no reader
-        has followed for `TENTATIVE_S`."""
+        """End passed claims, and withdraw tentative streams that no reader has followed for
+        `TENTATIVE_S`."""
         for name, tracker in tuple(self.trackers.items()):
             if tracker.reader.tentative and now_s - tracker.reader.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
@@ -145,14 +137,12 @@ class Streams:
 
     def take_back(self, tracker: StreamTracker, position: int) -> bool:
         """End a stream's claims from a position on; the farthest entries are dropped first. Returns
-        whether there were any."""
+        whether any ended."""
         released = tracker.claims.retreat(position)
         self.release(tracker, released[::-1], "given up")
         return len(released) > 0
 
     def release(self, tracker: StreamTracker, entries: Entries, why: Ended) -> None:
-        """Note that a stream's claims of these entries have ended, and that it no longer needs some
-        watches."""
         self._memory.resident_set.unclaim(entries, why)
         self._watches.remove(tracker.name, tracker.take_unwatched())
 
@@ -164,8 +154,8 @@ class Streams:
     def _check(
         self, stream: Stream, new_epochs: Sequence[Epoch], *, instead_of: str | None = None
     ) -> Stream:
-        """Check that the plan with a new or changed stream, and without the stream `instead_of`,
-        keeps the limits; returns the stream. Raises UsageError."""
+        """Check the limits of the plan with a new or changed stream, and without `instead_of`.
+        Raises UsageError."""
         plan = {name: tracker.order.stream for name, tracker in self.trackers.items()}
         if instead_of is not None:
             del plan[instead_of]

@@ -1,10 +1,9 @@
 """Holds the claims of one stream: the files that are kept in memory for its reader.
 
-A *position* is a place in the stream's order. A *claim* of a position begins when its unit (the
-files of one push) is chosen, and ends when the *floor* passes the position. A claimed file is not
-dropped. The floor stays `slack` positions behind the reader's `low` (all positions before `low`
-have probably been read), in case `low` is wrong. Claims also end when the stream gives them up
-(`retreat`): these positions are then cut into units again.
+A *claim* of a position begins when its unit (the files of one push) is chosen, and ends when the
+*floor* passes the position, or when the stream gives it up (`retreat`): then the position is cut
+into a unit again. A claimed file is not dropped. The floor stays `slack` positions behind the
+reader's `low` (all positions before `low` have probably been read), in case `low` is wrong.
 """
 
 from collections.abc import Sequence
@@ -19,47 +18,45 @@ from .stream_order import StreamEpoch, StreamOrder
 from .units import Positions
 
 SLACK_DIVISOR = 3
-"""Claimed entries before `low` take at most this part (a third) of a stream's memory."""
+"""Claimed entries before `low` take at most a third of a stream's memory."""
 
 
 @dataclass(slots=True)
 class Claims:
-    """The claims of one stream. Positions are counted in the stream."""
+    """Positions are counted in the stream."""
 
     order: StreamOrder
     watched: WatchedMarkers = field(default_factory=WatchedMarkers)  # of claimed positions
-    floor: int = 0  # there are no claims before it
-    slack: int = -1  # how many positions the floor stays behind `low`; -1: not known yet
+    floor: int = 0  # no claims before it
+    slack: int = -1  # positions from the floor to `low`; -1: not known yet
     skipped: list[Entries] | None = None
     """The entries that the reader has passed unclaimed since the last `take_skipped`; some may
     occur twice. None: they are not recorded."""
 
     def fit_slack(self, lag: int) -> None:
-        """Fit the slack to the stream's share of the memory. The workers of its reader may be up to
-        `lag` positions apart."""
+        """Fit the slack to the stream's share of the memory. Workers may be `lag` positions
+        apart."""
         capacity = self.order.capacity
         if self.slack < 0:
             # An eighth of the share: a quarter of a group of chunks that takes half of the share,
-            # so that the next group still fits the rest.
+            # so that the next group still fits the rest
             self.slack = min(self.order.stream.lag_entries or lag, capacity // 8)
         self.slack = min(self.slack, capacity // SLACK_DIVISOR)
 
     def widen_slack(self, behind: int) -> None:
         """Keep claims longer: a worker reads `behind` positions behind `low`."""
-        # Most of the stream's memory stays for files ahead: a few late READs cost less.
+        # Most of the stream's memory stays for files ahead: a few late READs cost less
         most = min(LAG_ENTRIES_MAX, self.order.capacity // SLACK_DIVISOR)
         self.slack = min(max(2 * self.slack, behind), max(most, self.slack))
 
     def claim(
         self, state: StreamEpoch, positions: Positions, markers: Sequence[tuple[int, int]]
     ) -> None:
-        """Claim positions of an epoch. `markers` are the markers among them, as position in the
-        stream and entry; they need watches."""
+        """`markers` among the positions, as position in the stream and entry, need watches."""
         state.claimed[positions] = True
         self.watched.add(markers)
 
     def entries(self, position: int, count: int) -> Entries:
-        """The claimed entries among `count` positions from this one on."""
         claimed = [NO_ENTRIES]
         for state in self.order.epochs:
             start, end = max(position - state.base, 0), position + count - state.base
@@ -68,12 +65,10 @@ class Claims:
         return np.concatenate(claimed)
 
     def at_frontier(self) -> Entries:
-        """The claimed entries of the epoch with the frontier (the next position to claim)."""
         state = self.order.frontier_epoch()
         return NO_ENTRIES if state is None else state.epoch.entries[state.claimed]
 
     def has_gaps(self, position: int, high: int) -> bool:
-        """Whether some position from this one up to `high` is not claimed."""
         spans = [(max(position - state.base, 0), high - state.base) for state in self.order.epochs]
         return position < self.floor or any(
             end > start and not state.claimed[start:end].all()
@@ -83,8 +78,8 @@ class Claims:
     # Ending claims
 
     def pass_floor(self, low: int) -> Entries:
-        """Move the floor up towards `low`, and remove epochs before it. Returns the entries of the
-        claims that end, once for each claim."""
+        """Move the floor up towards `low`, and remove epochs before it. Returns the entries of
+        ended claims, once for each claim."""
         order = self.order
         is_finished = low >= order.end
         target = low if is_finished else max(self.floor, low - max(self.slack, 0))
@@ -121,8 +116,8 @@ class Claims:
         return np.concatenate(released)
 
     def lower_floor(self, position: int) -> None:
-        """Lower the floor to a position to which the reader has gone back. Units are cut again from
-        there on; claims ahead stay."""
+        """Note that the reader has gone back. Units are cut again from there on; claims ahead
+        stay."""
         epochs = self.order.epochs
         self.floor = max(position, epochs[0].base if epochs else position)
         for number, state in enumerate(epochs):
@@ -132,7 +127,6 @@ class Claims:
     # Entries without claims
 
     def note_skipped(self, entries: Entries) -> None:
-        """Note that the reader has passed these entries unclaimed."""
         if self.skipped is not None:
             self.skipped.append(entries)
 

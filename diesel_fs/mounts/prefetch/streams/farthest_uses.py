@@ -1,12 +1,9 @@
 """Finds the entries that readers come to last, by going through their orders backwards.
 
-If memory is full, the entry whose next use is the farthest is dropped first (Belady's MIN). An
-order has its entries sorted by use already, so nothing is sorted here: for each stream, a place
-moves from the end of its order towards its reader, and the caller looks at the entries that the
-place passes. All entries behind the places have been offered; the *edge* is how far ahead of the
-readers the places are now.
-
-A stream's place goes back to the end when the stream's epochs change.
+If memory is full, the entry whose next use is the farthest is dropped first (Belady's MIN). For
+each stream, a place moves from the end of its order towards its reader, and the entries that it
+passes are offered to the caller. The *edge* is how far ahead of the readers the places are now. A
+stream's place goes back to the end when its epochs change.
 """
 
 from collections.abc import Sequence
@@ -17,12 +14,12 @@ from .stream_order import StreamEpoch
 from .stream_tracker import StreamTracker
 
 PIECE_POSITIONS = 4_096
-"""How many positions are looked at together. Most of their files are not resident."""
+"""Positions that are looked at together. Most of their files are not resident."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """How far the search in one stream has come: everything from `position` on has been offered."""
+    """Everything from `position` on has been offered."""
 
     epochs: Sequence[StreamEpoch]
     position: int
@@ -30,23 +27,21 @@ class _Place:
 
 @dataclass(slots=True)
 class FarthestUses:
-    trackers: dict[str, StreamTracker]  # of all streams, by name
-    _places: dict[str, _Place] = field(default_factory=dict)  # by stream
+    trackers: dict[str, StreamTracker]  # by stream
+    _places: dict[str, _Place] = field(default_factory=dict)
 
     def restart(self) -> None:
-        """Go back to the ends of all orders."""
         self._places.clear()
 
     def edge(self) -> int:
-        """How far ahead of the readers the search is, in positions: it has offered all entries with
-        a farther next use. 0 if everything has been offered."""
+        """How many positions ahead of the readers the search is: it has offered all entries with a
+        farther next use. 0 if everything has been offered."""
         found = self._farthest()
         return 0 if found is None else found[1].position - found[0].reader.high
 
     def next(self) -> Entries | None:
         """The entries at the next positions, the farthest first; None if all have been offered.
-        Another stream, or an earlier epoch, may come to some of them sooner. An entry may occur
-        twice."""
+        Readers may come to some of them sooner elsewhere. An entry may occur twice."""
         found = self._farthest()
         if found is None:
             return None

@@ -1,7 +1,7 @@
 """Learns how much longer than predicted the pushes of one stream take.
 
-`../balance.py` predicts the cost of a unit (the files of one push) from the place of its contents,
-and adds the lateness of its stream.
+`../balance.py` predicts the cost of a unit from the place of its contents, and adds the lateness of
+its stream.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,19 @@ LATE_WEIGHT = 0.3
 """The weight of a push that took another time than predicted: the last three such pushes make most
 of the lateness."""
 LATE_DECAY = 0.95
-"""If a push took a time that agrees with the prediction, the lateness is multiplied by this: the
-contents may have come earlier than predicted, which cannot be seen."""
+"""Applied if a push took the predicted time: the contents may have come earlier, which cannot be
+seen."""
 
 
 @dataclass(slots=True)
 class Lateness:
-    """The lateness of one stream: seconds that each byte takes longer than predicted; below 0 if
-    contents come earlier."""
+    """Seconds that each byte takes longer than predicted; negative if contents come earlier."""
 
     s_per_byte: float = 0.0
 
     def note(self, predicted_s: float, least_s: float, most_s: float, size: int) -> None:
-        """Note a push of `size` bytes. The read of its contents was predicted to take `predicted_s`
-        seconds, and has taken between `least_s` and `most_s`."""
+        """Note a push of `size` bytes: the predicted time of its read, and limits of the true
+        time."""
         believed_s = predicted_s + self.s_per_byte * size
         taken_s = min(max(believed_s, least_s), most_s)
         if taken_s == believed_s:
@@ -36,8 +35,8 @@ class Lateness:
             self.s_per_byte += LATE_WEIGHT * (late_s_per_byte - self.s_per_byte)
 
     def added_to(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The same costs, with the lateness added to their transfers. `costs` has a row for each
-        unit: latency, transfer (both in seconds) and bytes."""
+        """Add the lateness to the transfers. `costs` has a row for each unit: latency, transfer
+        (both in seconds) and bytes."""
         if not self.s_per_byte:
             return costs
         costs = costs.copy()

@@ -3,10 +3,9 @@
 A reader may have several workers (processes of a DataLoader), which read at different positions.
 All positions before `low` have been read, and `high` is behind the farthest one that was read.
 
-Readers do not report their positions unless their program does (`move_to`, `note_loop`). Each open
-of a marker file (`markers.py`) and each READ of one of the stream's files is a *sign* of the
-reader. But another program may have made it, so a sign far from the reader is believed only
-together with others.
+Unless the reader's program reports positions (`move_to`, `note_loop`), each open of a marker file
+(`markers.py`) and each READ of one of the stream's files is a *sign* of the reader. But another
+program may have made it, so a sign far from the reader is believed only together with others.
 """
 
 import math
@@ -19,20 +18,18 @@ from .stream_order import StreamOrder
 
 LAG_ENTRIES = 4_096
 """How many positions apart a stream's workers are assumed to read, unless its announcement gives
-that number or the size of a batch: 16 workers with 4 batches of 64."""
+that or the size of a batch: 16 workers with 4 batches of 64."""
 
 LAG_ENTRIES_MAX = 65_536
-"""A reader with workers that seem further apart than this does not follow the order."""
+"""If its workers seem further apart, a reader does not follow the order."""
 
 BATCHES_IN_FLIGHT = 32
-"""How many batches the workers of a DataLoader are assumed to read at once: 16 workers, 2 batches
-prefetched by each."""
+"""What a DataLoader is assumed to read at once: 16 workers, 2 batches prefetched by each."""
 
 SIGNS_MIN = 3
-"""How many signs near each other make a jump of the reader believable. A single sign may come from
-another program. Three mean that the reader is there (it resumed, or events were lost), if they are
-also at least half of the signs that are not believed yet: many workers leave stray signs all over
-an epoch."""
+"""A single sign may come from another program. Three near each other mean that the reader is there
+(it resumed, or events were lost), if they are also half of the signs that are not believed yet:
+many workers leave stray signs all over an epoch."""
 
 CHANCE_MAX = 0.001
 """The kernel also reads ahead of files, by their places in chunks. Signs that may come from that
@@ -40,23 +37,20 @@ make a jump believable only if they would be so near each other by chance with a
 probability."""
 
 SPREADS = 4
-"""If a marker is more than about this many times `spread` behind `high`, its open is no longer
-waited for: its file was read before the watch was made, or is never read. Waiting would keep
-claims."""
+"""If a marker is more than about this many times `spread` behind `high`, its open is not waited
+for: its file was read before the watch was made, or is never read. Waiting would keep claims."""
 
 SPREAD_SIGNS = 16
 """`spread` follows a shrinking distance between the workers over about this many signs."""
 
 UNCONFIRMED_MAX = 64
-"""How many signs that are not believed yet are remembered."""
 
 SILENT_S = 600.0
-"""A reader without a sign for this time may have been killed, and no version switch waits for
-it."""
+"""A reader without a sign for this time may have been killed; no version switch waits for it."""
 
 LAST_READS_S = 10.0
-"""The same limit for a reader that has opened the last file of its order; files shortly before that
-may still follow."""
+"""The same for a reader that has opened the last file of its order; files before that may
+follow."""
 
 STALE_S = 0.25
 """Opens reach the planner at once, reports of the reader's program within this time."""
@@ -67,21 +61,21 @@ RATE_PERIOD_S = 0.1
 
 @dataclass(slots=True)
 class ReaderPosition:
-    """The reader of one stream. Positions are counted in the stream."""
+    """Positions are counted in the stream."""
 
     order: StreamOrder
-    last_sign_s: float  # when the reader last gave a sign, or the stream was announced
+    last_sign_s: float  # or when the stream was announced
     tentative: bool = field(init=False)  # no sign has been believed yet (see `Stream`)
     low: int = 0
     high: int = 0
-    lag: int = field(init=False)  # how many positions apart the workers may read
-    spread: int = field(init=False)  # how many positions behind `high` signs have come lately
+    lag: int = field(init=False)  # positions by which the workers may be apart
+    spread: int = field(init=False)  # positions by which signs have lately been behind `high`
     rate: float = 0.0  # positions per second; 0 until measured
     is_reported: bool = False  # the reader's program reports positions
     moved_s: float = -math.inf  # when a sign last raised `high`
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
-    """The positions of the last READs that came from before all claims of the stream."""
-    _lag_is_known: bool = field(init=False)  # the stream's announcement determines `lag`
+    """The positions of the last READs before all claims."""
+    _lag_is_known: bool = field(init=False)  # from the stream's announcement
     _rate_at: tuple[float, int] = field(init=False)
     """When the rate was measured last, and `high` then."""
     _unconfirmed: dict[int, bool] = field(default_factory=dict)
@@ -106,9 +100,9 @@ class ReaderPosition:
             self.note_read(position, now_s)
 
     def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
-        """Note a READ of the file at a position. `is_sure`: a reader surely wanted it; otherwise
-        the kernel may have read ahead. Returns whether the stream's reader is believed to be there.
-        If so, a marker there counts as opened: its watch was not made yet, or its event is late."""
+        """Note a READ. `is_sure`: a reader surely wanted it; otherwise the kernel may have read
+        ahead. Returns whether the reader is believed to be there. Then a marker there counts as
+        opened: its watch was not made yet, or its event is late."""
         if not self._note_sign(position, now_s, is_sure=is_sure):
             return False
         if (marker := self.order.marker_at(position)) is not None:
@@ -117,9 +111,9 @@ class ReaderPosition:
         return True
 
     def _note_sign(self, position: int, now_s: float, *, is_sure: bool) -> bool:
-        """Note a sign. Returns whether it is believed: at once if it is behind `high`, or at most
-        `reach` ahead of it and not beyond the claims, which a reader does not outrun by much. Other
-        signs are believed if there are enough near each other."""
+        """Returns whether a sign is believed: at once if it is behind `high`, or at most `reach`
+        ahead of it and not beyond the claims, which a reader does not outrun by much. Others are
+        believed if there are enough near each other."""
         near = max(min(self.reach(), self.order.claimed_end() - self.high), 2 * MARKER_STRIDE)
         if self.tentative or position + 1 - self.high > near:
             nearby = self._confirmed_by(position, is_sure=is_sure)
@@ -140,14 +134,14 @@ class ReaderPosition:
         return True
 
     def _confirmed_by(self, position: int, *, is_sure: bool) -> list[int]:
-        """Remember a sign. Returns its position and those of the signs near it if together they are
-        believable; otherwise none."""
+        """Remember a sign. Returns the positions of it and of the signs near it if together they
+        are believable; otherwise none."""
         if len(self._unconfirmed) >= UNCONFIRMED_MAX:
             del self._unconfirmed[next(iter(self._unconfirmed))]
         self._unconfirmed[position] = is_sure
         reach = self.reach()
         nearby = [other for other in self._unconfirmed if abs(other - position) <= reach]
-        epoch = self.order.epoch_at(self.high)  # a short epoch has fewer markers than SIGNS_MIN
+        epoch = self.order.epoch_at(self.high)  # a short one has fewer markers than SIGNS_MIN
         needed = min(SIGNS_MIN, len(epoch.markers.opened)) if epoch else SIGNS_MIN
         if len(nearby) < needed or 2 * len(nearby) < len(self._unconfirmed):
             return []
@@ -156,17 +150,15 @@ class ReaderPosition:
         return nearby
 
     def _may_be_chance(self, nearby: Sequence[int]) -> bool:
-        """Whether signs that come from anywhere in the epoch could be this near each other by
-        chance."""
+        """Whether signs from anywhere in the epoch could be this near each other."""
         epoch = self.order.epoch_at(self.high)
         chance = min(2 * self.reach() / len(epoch.epoch), 1.0) if epoch else 1.0
         part = len(nearby) / len(self._unconfirmed)
         return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
 
     def late_reads_near(self, position: int) -> list[int]:
-        """Note a READ for a position before all claims. Returns the positions of the late READs
-        near it, its own among them, if they show that the reader or a worker of it is there;
-        otherwise none."""
+        """Note a READ for a position before all claims. Returns the late READs near it, its own
+        among them, if they show that the reader or a worker of it is there; otherwise none."""
         self.late_reads.append(position)
         nearby = [other for other in self.late_reads if abs(other - position) <= MARKER_STRIDE]
         is_enough = len(nearby) >= SIGNS_MIN and 2 * len(nearby) >= len(self.late_reads)
@@ -175,8 +167,8 @@ class ReaderPosition:
     # Position
 
     def reach(self) -> int:
-        """How far from `high`, in positions, a sign ahead may be believed at once, and a marker
-        behind is still waited for."""
+        """How far from `high` a sign ahead may be believed at once, and a marker behind is waited
+        for."""
         return max(min(self.lag, self.order.capacity), 2 * MARKER_STRIDE)
 
     def is_far(self, position: int) -> bool:
@@ -190,9 +182,9 @@ class ReaderPosition:
         return not self.tentative and self.low < self.order.end and not is_silent
 
     def has_workers_ahead(self, position: int, floor: int) -> bool:
-        """Whether a reader at a position may have workers that have read up to `high`. `floor`:
-        the stream has no claims before it. A report may be `STALE_S` old, so a position a little
-        before the floor is believed, too."""
+        """Whether a reader at a position may have workers that have read up to `high`. There are no
+        claims before `floor`. A report may be `STALE_S` old, so a position a little before it is
+        believed."""
         lag = self.order.stream.lag_entries
         if not lag:
             return max(floor, self.high) <= position <= self.high
@@ -200,8 +192,8 @@ class ReaderPosition:
         return self.high - lag - stale <= position <= self.high
 
     def note_loop(self, position: int, now_s: float) -> None:
-        """Note that the loop of the reader's program has come to a position. The workers of the
-        reader are ahead of it, up to `high`."""
+        """Note that the program's loop has come to a position; its workers are ahead, up to
+        `high`."""
         self._note_report(now_s)
         for state in self.order.epochs:
             state.markers.open_before(position - state.base)
@@ -209,7 +201,7 @@ class ReaderPosition:
         self.low = max(self.low, position)
 
     def move_to(self, position: int, now_s: float) -> None:
-        """Move the reader to a position that its program has reported, forwards or backwards."""
+        """Move to a position that the reader's program has reported, forwards or backwards."""
         self._note_report(now_s)
         for state in self.order.epochs:
             state.markers.move_to(position - state.base)
@@ -225,8 +217,7 @@ class ReaderPosition:
         self.last_sign_s, self.tentative, self.is_reported = now_s, False, True
 
     def note_replaced(self, start: int, floor: int) -> None:
-        """Note that the order has changed from `start` on: nothing from there on has been read.
-        `floor`: the stream had no claims before it."""
+        """Nothing from `start` on has been read. There were no claims before `floor`."""
         if self.high > start:
             self.high = max(start, floor)
         self.low = min(self.low, self.high)
@@ -246,7 +237,7 @@ class ReaderPosition:
 
     def _advance(self) -> None:
         """Move `low` up behind the markers that are opened or no longer waited for."""
-        waited_for = self.reach()  # how many positions behind `high`
+        waited_for = self.reach()  # behind `high`
         if not self._lag_is_known:
             waited_for = min(waited_for, SPREADS * self.spread + 2 * MARKER_STRIDE)
         for state in self.order.epochs:

@@ -1,7 +1,7 @@
-"""Finds the stream to which an open or a READ of a file belongs.
+"""Finds the stream to which an open or a READ of a file belongs. The functions keep no state.
 
 An open or a READ does not name the reader, and a file may be in several orders. The reader that is
-nearest to the file, in its own order, has probably asked for it. These functions keep no state.
+nearest to the file, in its own order, has probably asked for it.
 """
 
 import math
@@ -24,8 +24,8 @@ def note_open(streams: Streams, watches: Watches, entry: int, now_s: float) -> N
         positions = [position for user, position in users if user == name]
         nearest = min(positions, key=lambda position: abs(position - high))
         if abs(nearest - high) <= least + MARKER_STRIDE:
-            # The order may have the file before the marker, too: for example, the end of an epoch
-            # may have one of the first files of the next. The reader comes to that place first.
+            # The order may have the file before the marker, too: the end of an epoch may have one
+            # of the first files of the next. The reader comes to that place first
             first, _ = _nearest(tracker, entry)
             tracker.reader.note_open(first if high <= first < nearest else nearest, now_s)
 
@@ -36,7 +36,7 @@ def _nearest(tracker: StreamTracker, entry: int) -> tuple[int, int]:
 
 def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, int]:
     """The stream whose reader is nearest to an entry, and the entry's position in it; None and -1
-    if no stream has the entry."""
+    if none has the entry."""
     nearest: tuple[StreamTracker | None, int] = None, -1
     least = math.inf
     for tracker in streams.trackers.values():
@@ -49,13 +49,13 @@ def nearest_stream(streams: Streams, entry: int) -> tuple[StreamTracker | None, 
 def stream_of_read(
     streams: Streams, entry: int, now_s: float, *, is_sure: bool
 ) -> tuple[StreamTracker | None, int]:
-    """The stream to which a READ probably belongs, and the entry's position in it; None and -1 if
-    there is none. The READ counts as a sign of the stream's reader. `is_sure`: a reader surely
-    wanted the entry; otherwise the kernel may have read ahead."""
+    """As `nearest_stream`, if the READ probably belongs to that stream: then it is a sign of the
+    reader. `is_sure`: a reader surely wanted the entry; otherwise the kernel may have read ahead.
+    """
     tracker, position = nearest_stream(streams, entry)
     if tracker is None:
         return None, -1
-    if position < tracker.claims.floor:  # claims ended too early, or it is another program's READ
+    if position < tracker.claims.floor:  # claims ended too early, or it is another program's
         streams.release(tracker, tracker.note_late_read(position, now_s), "given up")
     if position < tracker.reader.low and tracker.reader.is_far(position):
         return None, -1

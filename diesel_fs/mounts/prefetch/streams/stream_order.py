@@ -20,15 +20,14 @@ from .units import Columns, UnitQueue
 
 @dataclass(slots=True, eq=False)
 class StreamEpoch:
-    """One epoch of a stream. Positions are counted in the epoch, except `base` and `end`."""
+    """Positions are counted in the epoch, except `base` and `end`."""
 
     epoch: Epoch
-    base: int  # the stream's position of the epoch's first file
+    base: int  # the stream's position of the first file
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
-    markers: Markers = field(init=False)  # and which of them were opened
+    markers: Markers = field(init=False)
     queue: UnitQueue | None = None
-    """The units (`units_ahead.py`) of the positions that were unclaimed when the units were cut;
-    None: still to be cut."""
+    """The units of the positions that were unclaimed when they were cut; None: still to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     _total_bytes: int = -1  # made by `total_bytes`
 
@@ -61,14 +60,14 @@ class StreamEpoch:
 
 @dataclass(slots=True)
 class StreamOrder:
-    """The epochs of one stream. Positions are counted in the stream."""
+    """Positions are counted in the stream."""
 
     columns: Columns
     stream: Stream  # without the epochs that were read
     epochs: list[StreamEpoch] = field(default_factory=list)  # of `stream.epochs`
     end: int = 0  # behind the last epoch
-    frontier_index: int = 0  # the index in `epochs` of the epoch with the frontier
-    capacity: int = 0  # how many entries the stream's share of the memory holds
+    frontier_index: int = 0  # of the epoch with the frontier
+    capacity: int = 0  # entries that the stream's share of the memory holds
 
     def __post_init__(self) -> None:
         self._append(self.stream.epochs)
@@ -79,7 +78,7 @@ class StreamOrder:
             self.end = self.epochs[-1].end
 
     def give_share(self, share_bytes: int) -> None:
-        """Set the stream's share of the memory. If it has changed much, units are cut anew."""
+        """If the stream's share of the memory has changed much, units are cut anew."""
         for state in self.epochs[self.frontier_index :]:
             if state.queue is not None and not state.queue.fits(share_bytes):
                 state.queue = None
@@ -91,28 +90,25 @@ class StreamOrder:
     # Positions
 
     def epoch_at(self, position: int) -> StreamEpoch | None:
-        """The first epoch that ends after a position; None if none does."""
+        """The first epoch that ends after a position."""
         return next((state for state in self.epochs if position < state.end), None)
 
     def numbered(self, number: int) -> StreamEpoch | None:
-        """The epoch with a number; None if it is not announced, or has been read."""
+        """None if it is not announced, or has been read."""
         return next((each for each in self.epochs if each.epoch.number == number), None)
 
     def marker_at(self, position: int) -> tuple[Markers, int] | None:
-        """The markers of the epoch at a position, and the number of the marker there; None if the
-        position has no marker."""
+        """The markers of the epoch, and the number of the marker at a position; None if there is
+        none."""
         state = self.epoch_at(position)
         if state is None or position < state.base or not state.markers.has(position - state.base):
             return None
         return state.markers, state.markers.number(position - state.base)
 
     def nearest_position(self, entry: int, high: int) -> tuple[int, int]:
-        """The position of an entry that is nearest to a reader at `high`, and its distance.
-
-        Looks in epochs up to the frontier; the position is -1 if they do not have the entry. A
-        position that the reader has already passed counts as farther than one ahead, because most
-        of those have been read.
-        """
+        """The position of an entry that is nearest to a reader at `high`, and its distance; -1 if
+        the epochs up to the frontier do not have the entry. A position that the reader has passed
+        counts as farther than one ahead, because most of those have been read."""
         nearest = -1, 1 << 62
         for state in self.epochs[: self.frontier_index + 1]:
             positions = state.positions_of(entry) + state.base
@@ -125,8 +121,7 @@ class StreamOrder:
         return nearest
 
     def next_use(self, entries: Entries, high: int) -> npt.NDArray[np.float64]:
-        """How many positions ahead of a reader at `high` each of these entries comes, in the epoch
-        of the frontier or the next one; infinite for entries that do not come there."""
+        """Positions ahead of a reader at `high`, in `next_epochs`; infinite for other entries."""
         use = np.full(len(entries), np.inf)
         for state in self.next_epochs():
             known, positions = state.sorted()
@@ -145,7 +140,7 @@ class StreamOrder:
     # The frontier
 
     def frontier_epoch(self) -> StreamEpoch | None:
-        """The epoch of the next position to claim; None if all are claimed."""
+        """None if all are claimed."""
         more = self.frontier_index < len(self.epochs)
         return self.epochs[self.frontier_index] if more else None
 
@@ -161,8 +156,8 @@ class StreamOrder:
         return state.end if first is None else state.base + first
 
     def fetched_up_to(self, high: int) -> tuple[int, int]:
-        """Up to where files are claimed, or have been read by a reader at `high`: the number of an
-        epoch, and the position in it. Claims of urgent units beyond the frontier do not count."""
+        """Up to where files are claimed (without urgent units), or have been read by a reader at
+        `high`: the number of an epoch, and the position in it."""
         position = max(high, self.claimed_end())
         if (state := self.epoch_at(position)) is not None:
             return state.epoch.number, max(position - state.base, 0)
@@ -172,15 +167,13 @@ class StreamOrder:
         return last.number, len(last)
 
     def cut_again(self, number: int) -> None:
-        """Have the units of `epochs[number]` cut anew, and move the frontier back to that epoch.
-        `number` is an index here, not the number of the epoch."""
+        """Have the units of `epochs[number]` cut anew, and move the frontier back to that epoch."""
         self.epochs[number].queue = None
         self.frontier_index = min(self.frontier_index, number)
 
     # Changes of the plan
 
     def extend(self, stream: Stream) -> None:
-        """Take over a stream that has more epochs, or a longer last epoch."""
         self.stream = stream
         new_epochs = stream.epochs[len(self.epochs) :]
         if self.epochs:
@@ -191,8 +184,7 @@ class StreamOrder:
         self._append(new_epochs)
 
     def foresaw(self, stream: Stream) -> bool:
-        """Whether the only epoch of a stream is the last one of this order, with the same entries,
-        and all else about the streams is equal."""
+        """Whether a stream's only epoch is this order's last one, and all else is equal."""
         own = self.stream
         if len(stream.epochs) != 1 or not self.epochs or own.tentative or stream.tentative:
             return False
@@ -204,7 +196,7 @@ class StreamOrder:
         )
 
     def confirm(self, epoch: Epoch) -> None:
-        """Put an epoch with the same entries in the place of the last one."""
+        """Replace the last epoch by one with the same entries."""
         self.epochs[-1].epoch = epoch
         self.stream = replace(self.stream, epochs=(*self.stream.epochs[:-1], epoch))
 
@@ -214,7 +206,6 @@ class StreamOrder:
         self._put(state, stream.epoch(state.epoch.number), unchanged)
 
     def _put(self, state: StreamEpoch, epoch: Epoch, unchanged: int) -> None:
-        """Put an epoch in the place of another; the first `unchanged` positions are equal."""
         new = StreamEpoch(epoch, state.base)
         new.claimed[:unchanged] = state.claimed[:unchanged]
         new.markers.keep(state.markers, unchanged)
@@ -226,7 +217,7 @@ class StreamOrder:
             each.base, self.end = self.end, self.end + len(each.epoch)
 
     def remove_first(self) -> None:
-        """Remove the first epoch, which was read. Positions stay as they are."""
+        """Positions stay as they are."""
         del self.epochs[0]
         self.stream = replace(self.stream, epochs=self.stream.epochs[1:])
         self.frontier_index = max(self.frontier_index - 1, 0)

@@ -22,7 +22,7 @@ part of a `StreamTracker` has a module:
 - `units_ahead.py`: the units (the files of one push each) to claim next;
 - `lateness.py`: how much longer than predicted the stream's pushes take.
 
-`StreamTracker` makes the changes that concern several parts; callers use the parts for all else.
+`StreamTracker` makes only the changes that concern several parts.
 """
 
 from dataclasses import dataclass, field
@@ -42,9 +42,9 @@ RESTART_S = 5.0
 started again there."""
 
 HORIZON_S, HORIZON_ENTRIES_MIN = 0.1, 2 * MARKER_STRIDE
-"""Files that the reader comes to within this time, or within this number of positions, are pushed
-even if other files that will be read again must be dropped for them. The time hides that a push
-takes some milliseconds; contents are fetched long before (`../planner.py`, `upcoming`)."""
+"""The *horizon*: files that the reader comes to within this time, or this number of positions, are
+pushed even if other files that will be read again must be dropped for them. The time hides that a
+push takes some milliseconds; contents are fetched long before (`PrefetchPlanner.upcoming`)."""
 
 HORIZON_DIVISOR, HORIZON_DIVISOR_UNREPORTED = 32, 4
 """The horizon takes at most this part of the stream's memory: memory that holds files ahead does
@@ -54,14 +54,14 @@ is known by its markers only, so its horizon is twice as far, and may take more.
 
 @dataclass(slots=True)
 class StreamTracker:
-    """The parts of one stream (see the module). Positions are counted in the stream."""
+    """Positions are counted in the stream."""
 
     order: StreamOrder
     reader: ReaderPosition
     claims: Claims
     units: UnitsAhead
     lateness: Lateness = field(default_factory=Lateness)
-    sampled_s: float = 0.0  # when the planner last chose entries of this stream for a sample
+    sampled_s: float = 0.0  # when samples of this stream were last chosen
 
     @classmethod
     def of(cls, columns: Columns, stream: Stream, now_s: float) -> "StreamTracker":
@@ -74,7 +74,6 @@ class StreamTracker:
         return self.order.stream.name
 
     def give_share(self, share_bytes: int) -> None:
-        """Set the stream's share of the memory."""
         self.order.give_share(share_bytes)
         if self.order.epochs:
             self.claims.fit_slack(self.reader.lag)
@@ -98,10 +97,8 @@ class StreamTracker:
         once for each claim.
 
         A single such READ is taken for another program's. Several near each other mean that the
-        workers of this reader are further apart than assumed; or, if the reader has not advanced
-        for `RESTART_S`, that it has begun again there. If the reader's program reports positions,
-        these are believed instead.
-        """
+        reader's workers are further apart than assumed; or, if it has not advanced for `RESTART_S`,
+        that it has begun again there. Positions that its program reports are believed instead."""
         reader = self.reader
         if reader.is_reported:
             return NO_ENTRIES
@@ -121,20 +118,16 @@ class StreamTracker:
         return NO_ENTRIES
 
     def pass_floor(self) -> Entries:
-        """Move the floor up behind the reader. Returns the entries of the claims that end, once for
-        each claim."""
         return self.claims.pass_floor(self.reader.low)
 
     def take_unwatched(self) -> list[tuple[int, int]]:
-        """Take the markers that need no watch any more, as position and entry. Each is returned
-        once."""
         return self.claims.watched.take_unneeded(self.reader.low)
 
     # Changes of the plan
 
     def replace(self, stream: Stream, number: int, position: int) -> Entries:
-        """Take over a stream with another order of the epoch `number` from `position` on. Returns
-        the entries of the claims that end."""
+        """Take over another order of the epoch `number` from `position` on. Returns the entries of
+        ended claims."""
         state = self.order.numbered(number)
         assert state is not None
         start = state.base + position
@@ -147,13 +140,10 @@ class StreamTracker:
     # Questions
 
     def comes_soon(self, unit: NextUnit) -> bool:
-        """Whether the reader comes to a unit soon enough to drop files for it that will be read
-        again (the fixed horizon of TIP: Patterson et al., SOSP 1995, section 4).
-
-        A whole chunk counts from the position of its last file: the readers of a chunk-wise order
-        need all chunks of a group at nearly the same time, so they are pushed during the group
-        before.
-        """
+        """Whether a unit is within the horizon (the fixed horizon of TIP: Patterson et al., SOSP
+        1995, section 4). A whole chunk counts from the position of its last file: the readers of a
+        chunk-wise order need all chunks of a group at nearly the same time, so they are pushed
+        during the group before."""
         if unit.is_urgent or not len(unit.positions):
             return True
         first, last = int(unit.positions[0]), int(unit.positions[-1])

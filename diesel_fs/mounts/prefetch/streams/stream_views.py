@@ -1,7 +1,6 @@
 """Answers questions about all streams of a planner, and changes none of them.
 
-The policies (`../balance.py`, `../room.py`), the prefetch worker and the commands for plans use
-`StreamViews`. `changes.py` makes the changes.
+The policies (`../balance.py`, `../room.py`), the prefetch worker and the commands for plans use it.
 """
 
 import math
@@ -17,26 +16,26 @@ from .farthest_uses import FarthestUses
 from .stream_tracker import StreamTracker
 
 STILL_S = 60.0
-"""If a stream's reader has given no sign for this time while others go on, the stream is *still*:
-it gives up its memory. The stream of a validation set is still between two validations in many
-runs; one miss of its reader ends that."""
+"""If a reader has given no sign for this time while others go on, its stream is *still*: it gives
+up its memory. The stream of a validation set is still between two validations in many runs; one
+miss ends that."""
 TENTATIVE_S = 600.0
 """A tentative stream (a program has read its list of files, but none of the files) is withdrawn
 after this time."""
 SAMPLE_S = 2.0
-"""Time between two samples of a stream (which look whether pushed files are still resident): the
-kernel has been seen to free idle pages after some 5 s."""
+"""Time between two samples of a stream: the kernel has been seen to free idle pages after some
+5 s."""
 
 
 def is_still(tracker: StreamTracker, last_sign_s: float, now_s: float) -> bool:
-    """Whether a stream is still; `last_sign_s` is the time of the last sign of any reader."""
+    """`last_sign_s` is the time of the last sign of any reader."""
     own_s = tracker.reader.last_sign_s
     return now_s - own_s >= STILL_S and last_sign_s > own_s
 
 
 def rate(tracker: StreamTracker, trackers: Iterable[StreamTracker]) -> float:
-    """How many files per second a stream's reader reads. Until that is measured, the mean of the
-    other streams' readers; 0 if none is measured."""
+    """A reader's files per second. Until that is measured, the mean of the other readers; 0 if none
+    is measured."""
     if tracker.reader.rate:
         return tracker.reader.rate
     rates = [each.reader.rate for each in trackers if each.reader.rate]
@@ -48,14 +47,14 @@ class StreamViews:
     trackers: dict[str, StreamTracker]  # by name
     farthest: FarthestUses = field(init=False)  # for drops
     _moving: dict[str, StreamTracker] = field(default_factory=dict)
-    """The streams that are not still, as of the last `find_still`."""
+    """Not still, as of the last `find_still`."""
 
     def __post_init__(self) -> None:
         self.farthest = FarthestUses(self._moving)
 
     @property
     def plan(self) -> dict[str, Stream]:
-        """The announced streams, by name, without the epochs that were read."""
+        """Without the epochs that were read."""
         return {name: tracker.order.stream for name, tracker in self.trackers.items()}
 
     @property
@@ -70,11 +69,9 @@ class StreamViews:
         return self.trackers[name].claims.at_frontier()
 
     def running(self, now_s: float) -> list[str]:
-        """The names of the streams whose readers are probably reading on."""
         return [name for name, tracker in self.trackers.items() if tracker.reader.is_running(now_s)]
 
     def planned(self, count: int) -> list[Entries]:
-        """The entries of the next `count` units of each stream."""
         return [unit for each in self.trackers.values() for unit in each.units.entries(count)]
 
     def stats(self) -> list[StreamStats]:
@@ -85,9 +82,8 @@ class StreamViews:
         return None if tracker is None else tracker.stats()
 
     def progress_of_streams(self) -> dict[str, tuple[tuple[Epoch, ...], int, int]]:
-        """By name, for streams that are not tentative: the epochs left, and up to where files are
-        claimed or read, as the number of an epoch and a position in it. Entries before that need
-        not be fetched for the stream any more."""
+        """For streams that are not tentative: the epochs left, and up to where nothing need be
+        fetched any more (`StreamOrder.fetched_up_to`)."""
         return {
             name: (
                 tracker.order.stream.epochs,
@@ -101,8 +97,8 @@ class StreamViews:
         return tracker.reader.rate or rate(tracker, self.trackers.values())
 
     def lead_s(self) -> float:
-        """In how many seconds the first reader may come to the end of its stream's claims. 0 if
-        there is no stream, a reader is beyond its claims, or a reader's rate is not known."""
+        """In how many seconds the first reader may come to the end of its claims. 0 if there is no
+        stream, a reader is beyond its claims, or a rate is not known."""
         leads_s = [
             max(each.order.claimed_end() - each.reader.high, 0) / each.reader.rate
             if each.reader.rate
@@ -113,7 +109,7 @@ class StreamViews:
 
     def find_still(self, now_s: float) -> bool:
         """Find the streams that are still now: `next_use`, `unneeded` and `farthest` ignore these.
-        Returns whether they are others than before."""
+        Returns whether they have changed."""
         last_sign_s = max(
             (each.reader.last_sign_s for each in self.trackers.values()), default=-math.inf
         )
@@ -129,14 +125,12 @@ class StreamViews:
         return True
 
     def next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
-        """How many positions ahead of the nearest reader each of these entries comes; infinite if
-        no reader comes to it."""
+        """See `Uses` in `../eviction.py`."""
         trackers = self._moving.values()
         uses = [each.order.next_use(entries, each.reader.high) for each in trackers]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def unneeded(self, is_candidate: npt.NDArray[np.bool_]) -> Entries:
-        """The entries among the candidates (a value for each entry) that no reader comes to."""
         left = is_candidate.copy()
         for tracker in self._moving.values():
             for state in tracker.order.next_epochs():
@@ -144,8 +138,8 @@ class StreamViews:
         return np.flatnonzero(left).astype(np.uint32)
 
     def next_change_s(self, now_s: float) -> list[float]:
-        """The times at which streams will become still, be withdrawn or be sampled if nothing is
-        reported. Some may have passed."""
+        """When streams will become still, be withdrawn or be sampled without a report. Some times
+        may have passed."""
         times = []
         for tracker in self.trackers.values():
             last_sign_s = tracker.reader.last_sign_s

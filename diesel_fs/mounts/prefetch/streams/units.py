@@ -1,8 +1,7 @@
-"""Cuts an order into *units*: the entries that are pushed at once.
+"""Cuts an order into *units*: the entries that are pushed at once. Pure.
 
 A unit is a whole chunk if the order has the chunk's entries near each other, as chunk-wise shuffles
-do; otherwise a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule to one
-epoch of one stream. Pure values.
+do; otherwise a *mixed unit*, up to 256 entries of several chunks.
 
 In a full shuffle nearly every chunk has one of the first files. If these are fetched by whole
 chunks, nearly the whole dataset is read before the reader's next batches are complete. If the store
@@ -20,52 +19,48 @@ from ....errors import UsageError
 from ....orders.plan import Entries, EntryOrder
 
 Positions = npt.NDArray[np.int32]
-"""Positions in one epoch, 4 bytes each: an epoch has fewer than 2**31 entries."""
+"""4 bytes each: an epoch has fewer than 2**31 entries."""
 
 PAGE_BYTES = 4_096
 
 MIXED_ENTRIES = 256
-"""Entries of a mixed unit: enough to spread the cost of a decision, and few enough that they are
-fetched soon."""
+"""Entries of a mixed unit: enough to spread the cost of a decision, few enough to be fetched
+soon."""
 
 LOGGED_ENTRIES = 2_048
-"""Entries of a mixed unit if an order log has the epoch (`cache/order_logs/`: its files on a disk,
-in the epoch's order). A log gives 8 MiB at once, that is 2,048 files of 4 KiB."""
+"""The same if an order log (`cache/order_logs/`: an epoch's files on a disk, in its order) has the
+epoch. A log gives 8 MiB at once: 2,048 files of 4 KiB."""
 
 URGENT_BYTES_MIN = 64 << 10
 """Files of this mean size are worth a request each to a slow store: 16 requests at once that take 5
 ms each bring 200 MB/s."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
-"""If an epoch reads fewer entries and fewer bytes of a chunk than these, the chunk gets no unit of
-its own: that would cost as many decisions and fetches as a large unit."""
+"""A chunk of which an epoch reads fewer entries and fewer bytes gets no unit of its own: that would
+cost as many decisions and fetches as a large unit."""
 
 FREE_DIVISOR = 4
-"""Free memory for less than this part (a quarter) of an epoch takes no whole chunks of a random
-order: they would save few requests, and take memory from the files that are read next."""
+"""Free memory for less than a quarter of an epoch takes no whole chunks of a random order: they
+would save few requests, and take memory from the files that are read next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The planner's view of a dataset, with a value for each entry.
-
-    `chunk`: the number of the entry's chunk, -1 if it has none. `pages`: how many pages its content
-    takes in the page cache. Both have 4 bytes an entry: 112 MB for 14 million entries.
-    """
+    """Columns by entry: the number of its chunk, or -1, and the pages of its content. Both have 4
+    bytes: 112 MB for 14 million entries."""
 
     chunk: npt.NDArray[np.int32]
     pages: npt.NDArray[np.uint32]
     chunk_count: int
 
     def cost(self, entries: Entries) -> npt.NDArray[np.int64]:
-        """The bytes that each of these entries takes in the page cache."""
         return self.pages[entries].astype(np.int64) * PAGE_BYTES
 
     def bytes_of(self, entries: Entries) -> int:
         return int(self.pages[entries].sum(dtype=np.int64)) * PAGE_BYTES
 
     def checked(self, entries: EntryOrder) -> Entries:
-        """The entries as an array. Raises UsageError for numbers outside the dataset."""
+        """Raises UsageError for numbers outside the dataset."""
         array = np.asarray(entries)
         if len(array) and (array.min() < 0 or array.max() >= len(self.pages)):
             raise UsageError(f"no entry {array.max()} among {len(self.pages)}")
@@ -74,10 +69,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Positions of an epoch grouped into units, in the order of their first positions.
-
-    Unit u has the positions `order[starts[u]:starts[u + 1]]`, ascending; `first[u]` is the first.
-    """
+    """Positions of an epoch grouped into units, by their first positions. Unit u has the positions
+    `order[starts[u]:starts[u + 1]]`, ascending; `first[u]` is the first."""
 
     order: Positions
     starts: npt.NDArray[np.int64]
@@ -93,24 +86,22 @@ class Units:
 
 @dataclass(slots=True)
 class UnitQueue:
-    """Units of one epoch, which its stream claims one after the other."""
+    """The units of one epoch, which its stream claims one after the other."""
 
     units: Units
     share_bytes: int  # the memory that they were cut for
     next: int = 0  # the first that is not claimed
-    costs: npt.NDArray[np.float64] | None = None  # of each unit (`../balance.py`); NaN: unknown
-    costs_s: float = -math.inf  # the time at which the first of `costs` was predicted
+    costs: npt.NDArray[np.float64] | None = None  # by unit (`../balance.py`); NaN: unknown
+    costs_s: float = -math.inf  # when the first of `costs` was predicted
 
     def fits(self, share_bytes: int) -> bool:
-        """Whether the units need not be cut anew for this share of the memory."""
+        """Whether the units may stay as they are for this share of the memory."""
         return 2 * self.share_bytes <= 3 * share_bytes <= 4.5 * self.share_bytes
 
     def first(self) -> int | None:
-        """The first position of the next unit; None if all are claimed."""
         return int(self.units.first[self.next]) if self.next < len(self.units) else None
 
     def following(self, count: int) -> list[Positions]:
-        """The positions of the next `count` units."""
         units = range(self.next, min(self.next + count, len(self.units)))
         return [self.units.positions(unit) for unit in units]
 
@@ -127,16 +118,13 @@ def cut(
     """The units of these positions (ascending) of an epoch, for a stream with `share_bytes` of
     memory, of which `free_bytes` hold nothing.
 
-    A chunk is one unit if its entries are near each other in the epoch: if the bytes from its first
-    to its last position are at most three quarters of the share. So in a chunk-wise order each
-    chunk is fetched once if two groups of the shuffle fit the share. Further chunks, the soonest
-    read first, are units if they fit three quarters of the free memory together, and that could
-    hold more than a `FREE_DIVISOR`th of the epoch: there they lie until they are read, and each is
-    one request to the store. All other positions go into
-    mixed units of up to 256 entries; fewer if the files are large, so that a unit takes at most
-    about an eighth of the share. If an order log has the epoch, the caller passes `by_chunk` as
-    False: then all units are mixed, and larger.
-    """
+    A chunk is one unit if the bytes from its first to its last position are at most three quarters
+    of the share. So in a chunk-wise order each chunk is fetched once if two groups of the shuffle
+    fit the share. Further chunks, the soonest read first, are units if they fit three quarters of
+    the free memory together, and that could hold more than a `FREE_DIVISOR`th of the epoch: there
+    they lie until they are read, and each is one request to the store. All other positions go into
+    mixed units, which take at most about an eighth of the share. Without `by_chunk` (an order log
+    has the epoch) all units are mixed, and larger."""
     count = len(positions)
     if not count:
         empty = np.empty(0, np.int32)
@@ -145,11 +133,10 @@ def cut(
     cost = columns.cost(wanted)
     chunk = columns.chunk[wanted]
     chunk[chunk < 0] = columns.chunk_count
-    # From here on a "row" is an index in `positions`. All arrays but those of chunks have a value
-    # for each row.
+    # A "row" is an index in `positions`. All arrays but those of chunks have a value for each row
     rows = np.arange(count, dtype=np.int32)
     # The first and last row of each chunk. For repeated indices numpy keeps the last assignment, so
-    # backwards the first row stays.
+    # backwards the first row stays
     first = np.zeros(columns.chunk_count + 1, np.int32)
     last = np.zeros(columns.chunk_count + 1, np.int32)
     last[chunk] = rows
@@ -165,7 +152,7 @@ def cut(
         is_unit[others[np.cumsum(chunk_bytes[others]) <= free_bytes * 3 // 4]] = True
     is_unit[-1] = False  # entries without a chunk
     is_unit &= by_chunk
-    unit_start = first[chunk]  # the first row of each row's unit
+    unit_start = first[chunk]  # by row
     mixed = np.flatnonzero(~is_unit[chunk])
     if len(mixed):
         most = MIXED_ENTRIES if by_chunk else LOGGED_ENTRIES
@@ -187,7 +174,7 @@ def cut(
 
 
 def mixed_entries(total_bytes: int, count: int, share_bytes: int, most: int = MIXED_ENTRIES) -> int:
-    """How many entries a mixed unit has, at most `most`, if `count` of them take `total_bytes`."""
+    """The size of a mixed unit, at most `most`, if `count` entries take `total_bytes`."""
     if not total_bytes:
         return most
     return max(1, min(most, share_bytes // 8 * count // total_bytes))

@@ -2,10 +2,9 @@
 
 The order of an epoch is cut into units (`units.py`) when the stream first needs one, and again if
 its share of the memory changes much or claims have been given up. Units that the reader has passed
-are skipped: READs have brought their files. From a slow store an *urgent* unit may go first: the
-next files in the reader's order, out of later units.
+are skipped: READs have brought their files. From a slow store an *urgent* unit may go first.
 
-`UnitsAhead.frontier` changes the state, so callers call it before they look at the units.
+`UnitsAhead.frontier` changes the state: call it before `peek`, `urgent` and `has_share_left`.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from .stream_order import StreamEpoch, StreamOrder
 from .units import MIXED_ENTRIES, URGENT_BYTES_MIN, Positions, UnitQueue, cut
 
 URGENT_DIVISOR = 4
-"""Urgent units take at most this part (a quarter) of a stream's memory ahead of the reader."""
+"""Urgent units take at most a quarter of a stream's memory ahead of the reader."""
 
 
 @dataclass(slots=True)
@@ -33,30 +32,28 @@ class NextUnit:
     entries: Entries  # at these positions
     once: bool  # no entry occurs twice
     markers: list[tuple[int, int]]  # position in the stream, entry
-    is_urgent: bool = False  # it is not a unit of the epoch, but has parts of later units
+    is_urgent: bool = False  # not a unit of the epoch, but parts of later ones
 
 
 def never_logged(_: Entries) -> bool:
-    """The `is_logged` of a mount without order logs: no log has any order."""
+    """The `is_logged` of a mount without order logs."""
     return False
 
 
 @dataclass(slots=True)
 class UnitsAhead:
     """The units of one stream that are not claimed. Positions are counted in the stream.
-
-    `is_logged` returns whether an order log has an epoch's entries.
-    """
+    `is_logged` returns whether an order log has an epoch's entries."""
 
     order: StreamOrder
     reader: ReaderPosition
     claims: Claims
     is_logged: Callable[[Entries], bool] = never_logged
-    free_bytes: int = 0  # of the memory; whole chunks may be pushed there
+    free_bytes: int = 0  # whole chunks may be pushed there
 
     def frontier(self, share_bytes: int) -> int | None:
         """The next position to claim; None if all announced epochs are claimed or read. Cuts orders
-        into units if need be, and skips units that the reader has passed."""
+        into units, and skips units that the reader has passed."""
         order, read_up_to = self.order, self._read_up_to()
         while (state := order.frontier_epoch()) is not None:
             if (queue := state.queue) is None:
@@ -73,8 +70,7 @@ class UnitsAhead:
         return None
 
     def _read_up_to(self) -> int:
-        """The position before which nothing is pushed any more: most files before it have been
-        read, and the others are left to READs."""
+        """Before this position, most files have been read, and the others are left to READs."""
         return max(self.claims.floor, self.reader.high - self.reader.spread)
 
     def _cut(self, state: StreamEpoch, share_bytes: int) -> UnitQueue:
@@ -89,17 +85,16 @@ class UnitsAhead:
         return UnitQueue(units, share_bytes)
 
     def _mark_read(self, state: StreamEpoch, positions: Positions) -> None:
-        """Leave these positions to READs: their entries are noted as skipped, and no opens of their
-        markers are expected, as they get no watch."""
+        """Leave these positions to READs: no opens of their markers are expected, as they get no
+        watch."""
         self.claims.note_skipped(state.epoch.entries[positions])
         state.markers.open_at(positions)
 
     def peek(self) -> NextUnit:
-        """The unit at the frontier, without positions that are claimed or were read. Call this
-        after `frontier` has returned a position."""
+        """The unit at the frontier, without positions that are claimed or were read."""
         state, queue = self._at_frontier()
         positions = queue.units.positions(queue.next)
-        positions = positions[~state.claimed[positions]]  # the others were in urgent units
+        positions = positions[~state.claimed[positions]]  # urgent units had the others
         read_up_to = self._read_up_to() - state.base
         if len(positions) and int(positions[0]) < read_up_to:
             late = positions < read_up_to  # read before it could be pushed
@@ -108,9 +103,8 @@ class UnitsAhead:
         return _unit(state, positions, once=queue.units.once)
 
     def urgent(self, ahead_s: float) -> NextUnit | None:
-        """The next unclaimed files in the reader's order, at most 256, among those to which it
-        comes within `ahead_s` seconds (among 512 at least); None if there are none, or if they are
-        small. Call this after `frontier` has returned a position."""
+        """The next unclaimed files in the reader's order, at most 256, that it comes to within
+        `ahead_s` seconds (or within 512 files); None if there are none, or if they are small."""
         state = self.order.epochs[self.order.frontier_index]
         ahead = max(int(self.reader.rate * ahead_s), 2 * MIXED_ENTRIES)
         ahead = min(ahead, self.order.capacity // URGENT_DIVISOR)
@@ -125,30 +119,29 @@ class UnitsAhead:
         return _unit(state, positions, is_urgent=True)
 
     def claim(self, unit: NextUnit) -> None:
-        """Claim a unit that `urgent` or `peek` has returned."""
         self.claims.claim(unit.state, unit.positions, unit.markers)
         if not unit.is_urgent:
             assert unit.state.queue is not None
             unit.state.queue.next += 1
 
     def has_share_left(self) -> bool:
-        """Whether the unit at the frontier fits the stream's share of the memory beside its claims.
-        Call this after `frontier` has returned a position."""
+        """Whether the unit at the frontier fits the stream's share of the memory beside its
+        claims."""
         _, queue = self._at_frontier()
         start, end = queue.units.starts[queue.next : queue.next + 2].tolist()
         claimed = self.order.claimed_end() - self.claims.floor
         return bool(claimed + end - start <= self.order.capacity)
 
     def entries(self, count: int) -> list[Entries]:
-        """The entries of the next `count` units at the frontier, as far as they are cut."""
+        """The next `count` units at the frontier, as far as they are cut."""
         state = self.order.frontier_epoch()
         if state is None or state.queue is None:
             return []
         return [state.epoch.entries[positions] for positions in state.queue.following(count)]
 
     def starts(self, count: int) -> npt.NDArray[np.int64]:
-        """The first positions of the units that `entries` returns. They identify these units as
-        long as the order does not change."""
+        """The first positions of the units of `entries`, which identify them until the order
+        changes."""
         state = self.order.frontier_epoch()
         if state is None or (queue := state.queue) is None:
             return np.empty(0, np.int64)

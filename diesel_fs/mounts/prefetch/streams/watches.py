@@ -1,7 +1,5 @@
-"""Records which files the worker watches for opens (inotify), and for which streams.
-
-When a reader opens a marker file (`markers.py`), the planner learns its position. Several streams
-may need the watch of one file.
+"""Records which marker files (`markers.py`) the worker watches for opens (inotify), and for which
+streams. Several streams may need the watch of one file.
 """
 
 from dataclasses import dataclass, field
@@ -11,18 +9,15 @@ import numpy as np
 from ....orders.plan import Entries
 
 MARKERS_MAX = 2_048
-"""The most watches of all streams together: a quarter of the lowest limit that kernels set for a
-user."""
+"""The most watches of all streams: a quarter of the lowest limit that kernels set for a user."""
 
 
 @dataclass(slots=True)
 class Watches:
-    """The watched entries, by the streams that need each watch."""
-
     users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
-    """By watched entry: the streams that need the watch, each with the entry's position in it."""
+    """For each watched entry, the streams that need the watch, and the entry's position in each."""
     unneeded: dict[int, None] = field(default_factory=dict)
-    """Entries that are still watched although no stream needs it; an ordered set."""
+    """Entries that are watched although no stream needs it; an ordered set."""
 
     def add(self, entry: int, name: str, position: int) -> bool:
         """Note that a stream needs a watch. Returns whether the worker has to make it."""
@@ -34,7 +29,7 @@ class Watches:
         return len(users) == 1
 
     def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
-        """Note that a stream does not need the watches of these markers (position, entry)."""
+        """`markers` are pairs of position and entry."""
         for position, entry in markers:
             users = self.users.get(entry, [])
             if (name, position) in users:
@@ -47,7 +42,7 @@ class Watches:
         return entry in self.users or entry in self.unneeded
 
     def take_unneeded(self) -> Entries:
-        """Take the entries of `unneeded`; the worker must stop watching them."""
+        """The worker must stop watching these."""
         entries = np.fromiter(self.unneeded, np.uint32)
         self.unneeded.clear()
         return entries
