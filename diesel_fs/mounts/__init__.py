@@ -4,17 +4,16 @@ In a *native* mount the kernel has the whole tree (EROFS, from an image that `tr
 keeps), and requests only contents, from one virtual file (`tree/content_file.py`). In a FUSE mount
 the kernel also requests names.
 
-Read `tree/vfs.py` first (the file system, without FUSE), then `sessions/` (which answer the kernel:
-native, kernel, pyfuse3), `daemon/` (the three processes of a mount), `prefetch/` (when contents go
-into the kernel's page cache), `plans/` (orders that programs announce), `versions/` (mounts that
-follow their dataset), `launcher.py` (mounting and unmounting) and `warmup.py` (loading the files
-below a path).
+Read `tree/vfs.py` first (the file system, without FUSE), then `sessions/` (which answer the
+kernel), `daemon/` (the three processes of a mount), `prefetch/` (when contents go into the kernel's
+page cache), `plans/` (orders that programs announce), `versions/` (mounts that follow their
+dataset), `launcher.py` (mounting and unmounting) and `warmup.py` (loading the files below a path).
 
 The folders and modules form layers. In this line, each imports only names to the left of its own
 group: statistics, mountpoints, options < tree < source, sessions < prefetch < plans < launcher,
 versions < daemon, warmup, mounted.
 
-The names exported here are for programs. Importing them loads neither FUSE, trio nor numpy.
+Importing the names that are exported here loads neither FUSE, trio nor numpy.
 """
 
 from .launcher import filelist, mount, mount_in_foreground, stats, umount

@@ -1,8 +1,7 @@
 """Mounts, unmounts, and queries mounts, for `dlcmd` and the Python API.
 
-`mount` starts the daemon of a mount (`daemon/supervisor.py`, which starts the mount's other
-processes) and waits until the mount is served; `umount` ends them. This module imports neither
-numpy, trio nor FUSE, because a user waits for it.
+`mount` starts the daemon of a mount (`daemon/supervisor.py`) and waits until the mount is served;
+`umount` ends it. This module imports neither numpy, trio nor FUSE, because a user waits for it.
 Functions may be called from any thread.
 """
 
@@ -59,8 +58,8 @@ from .plans.socket_folder import remove_dead_sockets
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long each step of a mount's start may take. The steps are to fetch the snapshot, and to try
-each session; the native session may have to build an image of millions of entries."""
+"""How long each step of a mount's start may take. The native session may have to build an image of
+millions of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Patience:
     """How long the daemon may live without using processor time. It ends within milliseconds,
     unless the kernel knows millions of files: the kernel forgets them first, 200,000 a second."""
     total_s: float = 600.0
-    """How long the daemon may live in all."""
+    """How long the daemon may live at most."""
     log_interval_s: float = 5.0
     """The interval of warnings that the daemon still works."""
     before_signal_s: float = 1.0
@@ -82,8 +81,8 @@ PATIENCE = Patience()
 
 OWN_PROCESSES_BUSY_S = 10.0
 """How long the mount's own prefetch worker may keep the mount busy. If an ordinary user has
-mounted, the worker opens folders of the mount, and closes them after each piece of work; that takes
-milliseconds, unless the machine is overloaded."""
+mounted, the worker has folders of the mount open for milliseconds, unless the machine is
+overloaded."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.mounts.daemon.supervisor")
 FOREGROUND = "--foreground"
@@ -102,7 +101,7 @@ def mount(
 
     A missing folder is created, and removed when the mount ends. Raises DieselError with the reason
     and the end of the daemon's log, if any. A call that fails or is interrupted leaves nothing
-    mounted. The logger `diesel.mount` of this process repeats the daemon's warnings.
+    mounted. The logger `diesel.mount` repeats the daemon's warnings.
     """
     original, request = request, _checked(request)
     deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
@@ -112,8 +111,7 @@ def mount(
         except DieselError:
             if request.made_folders or os.path.lexists(request.mountpoint):
                 raise
-            # Another mount, which had created the folder, was unmounted there a moment ago, and has
-            # removed it.
+            # Another mount, which had created the folder, has just ended and removed it
             request = _checked(original)
             _start(request, program, deadline_s)
     except BaseException as error:
@@ -129,7 +127,7 @@ def mount(
 
 def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> None:
     # autofs makes every process wait for the mount, except those of the process group that mounts:
-    # the daemon, too, must belong to it.
+    # the daemon, too, must belong to it
     by_autofs = file_system_of(Path(request.mountpoint)).kind == "autofs"
     with log_file(log_path(request)) as log:
         start = log.tell()
@@ -147,8 +145,7 @@ def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> 
 
 
 def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
-    """Turns this process into the daemon of a mount; the process ends with the mount. Raises
-    DieselError."""
+    """Turns this process into the daemon of a mount, with which it ends. Raises DieselError."""
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
@@ -217,8 +214,7 @@ def umount(
 def stats(
     directory: str | os.PathLike[str], *, deadline_s: float | None = None
 ) -> dict[str, object]:
-    """The statistics of a mount (`.diesel/stats`). `deadline_s` is as for `is_alive`. Raises
-    DieselError."""
+    """The content of `.diesel/stats`. `deadline_s` is as for `is_alive`. Raises DieselError."""
     found = our_mount(directory)
     try:
         text = read_through(f"{found.hidden_folder}/stats", deadline_s=deadline_s)
@@ -296,12 +292,11 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
 
 
 def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
-    """Unmounts. While only the mount's own processes keep it busy, waits for them, at most
+    """While only the mount's own processes keep it busy, waits for them, at most
     `OWN_PROCESSES_BUSY_S`. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
-        # A busy tree would be noticed only after `.diesel` had been unmounted, so look for users
-        # first.
+        # A busy tree would be noticed only after `.diesel` had been unmounted
         pids = openers_of(found) if found.is_native and not lazy else []
         if not pids:
             try:
@@ -322,9 +317,8 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
 
 
 def _retired_trees(found: DatasetMount) -> dict[int, str]:
-    """The trees of earlier versions that are still in use, after a native mount has switched to
-    another version: their devices, by the IDs of their mounts. Empty if the daemon is dead or does
-    not answer."""
+    """The devices of earlier versions' trees that are still in use, after a native mount has
+    switched, by the IDs of their mounts. Empty if the daemon is dead or does not answer."""
     trees: dict[int, str] = {}
     if found.is_native and "@" not in found.source:  # the mount follows its dataset
         with suppress(DieselError):
@@ -335,9 +329,9 @@ def _retired_trees(found: DatasetMount) -> dict[int, str]:
 
 
 def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
-    """Waits until no file of an earlier version is in use, at most `OWN_PROCESSES_BUSY_S`, then
-    raises BusyError: the daemon's figures may be a second old. Does nothing if a tree of an earlier
-    version is mounted elsewhere."""
+    """Waits until no file of an earlier version is in use, at most `OWN_PROCESSES_BUSY_S`, as the
+    daemon's figures may be a second old; then raises BusyError. Does nothing if a tree of an
+    earlier version is mounted elsewhere."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while trees := _retired_trees(found):
         if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):
@@ -351,8 +345,7 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
-    """Unmounts by force. The connection with the kernel ends first, so that no later step can wait
-    for the daemon."""
+    """The connection with the kernel ends first, so that no later step can wait for the daemon."""
     path, device = found.path, found.device
     abort_file = syscalls.open_abort(device)
     try:
@@ -363,7 +356,7 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
             os.close(abort_file)
     if daemon is not None:
         # The processes may be stopped (SIGSTOP). The daemon comes last, as it cleans up after its
-        # children.
+        # children
         for pids in (children_of(daemon), [daemon]):
             if ends_within(daemon, 1.0):
                 break
@@ -409,8 +402,8 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
-    """Waits for the end of the processes, the first of which is the daemon, as long as they use
-    processor time: the kernel may have to forget millions of files. Raises DeadlineError."""
+    """Waits for the processes, the daemon first, as long as they use processor time: the kernel may
+    have to forget millions of files. Raises DeadlineError."""
     now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:

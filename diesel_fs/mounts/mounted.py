@@ -25,7 +25,8 @@ class Mounted:
     def __init__(self, path: Path, metrics: str = "") -> None:
         self.path = path
         self.metrics = metrics
-        """The address at which Prometheus gets the mount's metrics; "" if there is none."""
+
+    """The address of the metrics for Prometheus, or ""."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,8 +62,8 @@ def mount(
     A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
     opened at a kept version. Files that an open dataset has not flushed are not shown. `metrics`,
     as `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is
-    any free one. `task` are the options of a task's shared cache, as of `connect`; if none is
-    given, the options of an open dataset are used. Raises DieselError with the reason.
+    any free one. `task` are the options of a task's shared cache, as of `connect`; by default those
+    of an open dataset. Raises DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0

@@ -1,7 +1,6 @@
 """The options of a mount: one value, which the mount's daemon reads from a pipe.
 
-They are not passed as arguments of the process, since every user of the machine can read those, and
-the options contain a key.
+Every user of the machine can read a process's arguments, and the options contain a key.
 """
 
 import os
@@ -20,12 +19,12 @@ from ..system.daemons import DaemonRequest
 from ..urls import HostPort, parse_url
 
 LOOPBACK = "127.0.0.1"
-ID_MAX = (1 << 32) - 2  # the greatest ID of a user or group; the next number means none
+ID_MAX = (1 << 32) - 2  # of a user or group; the next number means none
 
 
 @dataclass(frozen=True, slots=True)
 class MountRequest(DaemonRequest):
-    """A dataset, where to mount it, and how. Paths are absolute; 0 and "" stand for the default."""
+    """Paths are absolute; 0 and "" stand for the default."""
 
     BYTES_MAX: ClassVar[int] = 65_536
     """The capacity of a pipe: a foreground mount writes the request to its own stdin."""
@@ -57,20 +56,19 @@ class MountRequest(DaemonRequest):
     made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
-        """This request with a user and key for a DIESEL-FS server; None changes nothing."""
+        """Adds a user and key for a DIESEL-FS server; None changes nothing."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """The user and key for a DIESEL-FS server; None if no user is named. Raises ConfigError for
-        a bad key."""
+        """None if no user is named. Raises ConfigError for a bad key."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
-        """Checks the options. Raises UsageError for options that exclude each other, for a bad
-        value, and for too much memory."""
+        """Raises UsageError for options that exclude each other, a bad value, and too much
+        memory."""
         self.task_options.check()
         if self.metrics:
             parse_endpoint(self.metrics, default_host=LOOPBACK)
@@ -103,8 +101,7 @@ class MountRequest(DaemonRequest):
 
     @property
     def metrics_endpoint(self) -> HostPort | None:
-        """The address at which Prometheus gets the metrics; None if none is wanted. Without a host,
-        only this machine can reach it. Raises ConfigError."""
+        """Without a host, only this machine can reach it. Raises ConfigError."""
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
@@ -121,7 +118,6 @@ class MountRequest(DaemonRequest):
 
     @property
     def owner_ids(self) -> tuple[int, int]:
-        """The user ID and group ID that all files of the mount show."""
         return (
             os.getuid() if self.uid < 0 else self.uid,
             os.getgid() if self.gid < 0 else self.gid,

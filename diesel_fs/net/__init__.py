@@ -5,6 +5,5 @@ Read `WIRE.md` first, then `messages.py` and `frames.py`, `client_connection.py`
 network are not trusted: a parser returns a value or raises one error, and allocates no memory for a
 length that it has not checked.
 
-`messages`, `frames` and `breaker` do no I/O. The package imports nothing of storage or
-repositories.
+`messages`, `frames` and `breaker` do no I/O.
 """

@@ -4,38 +4,33 @@ A breaker is *closed* while the service answers. Several failures in a row *open
 no request is sent. Then it is *half open*: one request at a time may try, and its outcome closes
 the breaker or opens it for a longer pause.
 
-A `CircuitBreaker` guards a disk, a metadata store, or the master of a client's own node; a
-`PeerBreaker` guards another node's master. Neither reads a clock: the time is an argument, in
-seconds of any one clock. They hold no lock: if several threads call one breaker at once, a failure
-may not be counted.
-
 `admit` gives each caller a ticket, to be returned with the outcome. Outcomes with a ticket from
 before the breaker last opened or closed are ignored, so requests that failed together count as one
-failure.
+failure. Times are arguments, in seconds of any one clock. There is no lock: if several threads call
+one breaker at once, a failure may not be counted.
 """
 
 from enum import Enum
 
 FAILURES_MAX = 3
-"""Failures in a row after which a peer is not asked."""
+"""Failures in a row after which a peer gets no requests."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
 """The first and the longest pause for a peer."""
 
 DAMAGED_MAX = 3
-"""Damaged parts after which a peer is not asked for `QUARANTINE_S`."""
+"""Damaged parts after which a peer gets no requests for `QUARANTINE_S`."""
 QUARANTINE_S = 60.0
 
 TIMEOUT_MIN_S = 0.05
 """The shortest time-out. On a busy machine, a process may not run for this long, so a shorter
-time-out would count failures of healthy peers.
-"""
+time-out would count failures of healthy peers."""
 
 TIMEOUT_MAX_S = 1.0
-"""The longest time-out, before the time for the bytes in flight is added."""
+"""The longest time-out, without the time for the bytes in flight."""
 TIMEOUT_PER_P95 = 4
 """The time-out is this many times the 95th percentile of the peer's latencies."""
 RATE_MIN_BYTES_PER_S = 8 << 20
-"""The rate that is expected of a peer: the object store is faster than a slower peer."""
+"""A peer must be at least this fast: below it, the object store is faster."""
 
 _SAMPLES = 128
 _SAMPLES_PER_UPDATE = 16  # finding the percentile takes some microseconds
@@ -43,7 +38,7 @@ _SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network mo
 
 
 class BreakerState(Enum):
-    """The state of a breaker; its value is shown in statistics."""
+    """The states of a breaker; statistics show the values."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -52,15 +47,14 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """The breaker of one service."""
+    """Guards a disk, a metadata store, or the master of a client's own node."""
 
     def __init__(self, failures_max: int, pause_s: float, pause_max_s: float | None = None) -> None:
         """Open after `failures_max` failures in a row, first for `pause_s`. Each further pause is
-        twice as long, up to `pause_max_s` (None: all are `pause_s`).
-        """
+        twice as long, up to `pause_max_s` (None: all are `pause_s`)."""
         self.is_clean = True
-        """Whether the service has answered all requests of late: then `admit` returns a ticket and
-        `record_success` changes nothing, so that callers may leave out both calls."""
+        """True while `admit` would return a ticket and `record_success` change nothing. Then
+        callers may leave out both calls."""
 
         self._failures_max = failures_max
         self._first_pause_s = self._pause_s = pause_s
@@ -77,11 +71,10 @@ class CircuitBreaker:
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
 
     def is_open(self, now_s: float) -> bool:
-        """Whether no request may be sent at this time."""
         return self._open_until_s is not None and now_s < self._open_until_s
 
     def admit(self, now_s: float) -> int:
-        """A ticket for one request, or 0 if none may be sent now."""
+        """0 if no request may be sent now."""
         if self._open_until_s is not None:
             if self._is_probing or now_s < self._open_until_s:
                 return 0
@@ -91,8 +84,7 @@ class CircuitBreaker:
     def record_success(self, ticket: int | None = None) -> bool:
         """Note an answer in time. Returns whether this has closed the breaker.
 
-        Without a ticket (from callers that use `is_open` instead of `admit`), the outcome always
-        counts.
+        An outcome without a ticket (from callers of `is_open`) always counts.
         """
         if ticket is not None and ticket != self.ticket:
             return False
@@ -116,7 +108,7 @@ class CircuitBreaker:
 
     def record_refusal(self, ticket: int, now_s: float) -> bool:
         """Open the breaker at once, as the service is unreachable or rejects this process. Returns
-        whether this has opened it (the ticket was current)."""
+        whether the ticket was current."""
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
@@ -125,7 +117,7 @@ class CircuitBreaker:
             self._is_probing = False
 
     def open(self, now_s: float) -> bool:
-        """Open the breaker at once, for the next pause. Always returns True."""
+        """Open the breaker for the next pause. Always returns True."""
         self._set_open_until(now_s + self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True
@@ -139,8 +131,8 @@ class CircuitBreaker:
 
 
 class PeerBreaker(CircuitBreaker):
-    """The breaker of another master of the task, with a quarantine for damaged bytes and a time-out
-    that follows the peer's usual latency."""
+    """Guards another master of the task. It has a quarantine for damaged bytes, and a time-out that
+    follows the peer's usual latency."""
 
     def __init__(self) -> None:
         super().__init__(FAILURES_MAX, PAUSE_S, PAUSE_MAX_S)
@@ -159,8 +151,7 @@ class PeerBreaker(CircuitBreaker):
         return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
     def record_damage(self, now_s: float) -> bool:
-        """Note a part with a wrong checksum. Returns whether this starts a quarantine: after
-        `DAMAGED_MAX` such parts, `QUARANTINE_S` without requests."""
+        """Note a part with a wrong checksum. Returns whether this starts a quarantine."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
             return False
@@ -170,11 +161,10 @@ class PeerBreaker(CircuitBreaker):
         return True
 
     def timeout_s(self, size: int) -> float:
-        """The time-out for an answer while `size` bytes are under way, its own included."""
+        """For an answer while `size` bytes are under way, its own included."""
         return self._usual_s + size / RATE_MIN_BYTES_PER_S
 
     def record_latency(self, seconds: float, size: int) -> None:
-        """Note the latency of an answer of `size` bytes, in time or late."""
         if size > _SMALL_BYTES:
             return
         self._samples[self._count % _SAMPLES] = seconds

@@ -1,7 +1,7 @@
 """A memory budget: a thread that wants a buffer beyond the limit waits until others are freed.
 
-A buffer counts until its last view has been garbage-collected, so an answer counts until a slow
-client has received it. Callable from any thread.
+A buffer counts until its last view has been garbage-collected: an answer counts until a slow client
+has received it. Callable from any thread.
 """
 
 import threading
@@ -14,8 +14,7 @@ from ..errors import BusyError
 
 
 class MemoryBudget:
-    """Allocates buffers of at most `limit_bytes` in total. A larger single buffer is allocated
-    while there is no other."""
+    """A buffer larger than `limit_bytes` is allocated while there is no other."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -25,12 +24,11 @@ class MemoryBudget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all buffers that count now."""
         return self._used_bytes
 
     def allocate(self, size: int, deadline_s: float) -> memoryview:
-        """A writable buffer of `size` bytes, not cleared. Raises BusyError if the budget has no
-        room within `deadline_s` seconds, MemoryError if the machine has no memory."""
+        """A writable buffer, not cleared. Raises BusyError if the budget has no room within
+        `deadline_s`, MemoryError if the machine has no memory."""
         until = time.monotonic() + deadline_s
         with self._changed:
             while self._used_bytes and self._used_bytes + size > self.limit_bytes:

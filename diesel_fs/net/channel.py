@@ -2,10 +2,9 @@
 
 A channel first tries to send or receive at once, and enters trio's loop only if it must wait:
 trio's own sockets cost two turns of the loop for each call, more than the rest of a small request.
-If the other end is too slow (`RATE_BYTES_PER_S`), the connection is closed.
 
-Concurrency: one task receives. Any task may send whole frames, which are sent in the order of the
-calls of `send_now`. The task that calls `drain` next sends what the socket did not take.
+Concurrency: one task receives. Any task may send whole frames by `send_now`, in the order of the
+calls. The next task that calls `drain` sends the bytes that the socket did not take.
 """
 
 import socket
@@ -42,20 +41,17 @@ OPTIONS: SocketOptions = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS),
 )
-"""The options of a TCP connection to another machine."""
 
 
 class ConnectionClosed(Exception):
-    """The other end has closed the connection, or is too slow, or the connection broke."""
+    """The other end closed the connection or is too slow, or the connection broke."""
 
 
 class Channel:
-    """A connection without TLS. It closes its socket. Methods raise ConnectionClosed, unless they
-    name other errors."""
+    """Methods raise ConnectionClosed, unless they name other errors."""
 
     buffers_internally = False
-    """Whether received bytes may wait in a buffer of the channel while the socket is not readable
-    (TLS)."""
+    """Whether received bytes may wait in the channel while the socket is not readable (TLS)."""
 
     _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` passes to `send_some` at once
 
@@ -70,8 +66,8 @@ class Channel:
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
-        """Receive bytes that have arrived; returns their number. Also raises BlockingIOError if
-        none have."""
+        """Receive bytes that have arrived; returns their number. Raises BlockingIOError if none
+        have, ConnectionClosed."""
         try:
             count = self._socket.recv_into(room)
         except BlockingIOError:
@@ -89,7 +85,7 @@ class Channel:
             raise ConnectionClosed("the connection was closed") from error
 
     async def receive(self, room: memoryview) -> int:
-        """Receive some bytes; returns their number."""
+        """Receive at least one byte; returns the number."""
         while True:
             try:
                 return self.receive_now(room)
@@ -97,7 +93,6 @@ class Channel:
                 await self.wait_readable()
 
     async def receive_exactly(self, size: int) -> bytearray:
-        """Receive `size` bytes."""
         content = bytearray(size)
         left = memoryview(content)
         while len(left):
@@ -105,8 +100,8 @@ class Channel:
         return content
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """Send parts of `size` bytes in total. Returns whether the socket has taken all. If not, a
-        task must call `drain`, and the parts must not change until it returns."""
+        """Returns whether the socket has taken all `size` bytes. If not, a task must call `drain`,
+        and the parts must not change until it returns."""
         sent = 0
         if not self._unsent:
             try:
@@ -122,7 +117,7 @@ class Channel:
         return False
 
     async def drain(self) -> None:
-        """Send what `send_now` has left, and wait until the socket has taken all."""
+        """Wait until the socket has taken everything from `send_now`."""
         async with self._draining:
             begun_s = trio.current_time()
             moved = 0
@@ -138,8 +133,8 @@ class Channel:
                 moved += sent
 
     async def half_close(self) -> None:
-        """Announce the end of the bytes, then read for a moment: after an immediate close, the
-        kernel could discard sent bytes."""
+        """Announce the end, then read for a moment: after an immediate close, the kernel could
+        discard sent bytes."""
         dropped, sink = 0, memoryview(bytearray(4096))
         with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
             self.end_sending()
@@ -147,12 +142,11 @@ class Channel:
                 dropped += await self.receive(sink)
 
     def end_sending(self) -> None:
-        """Tell the other end that no more bytes come. Raises OSError."""
+        """Raises OSError."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection; tasks that wait for it get ConnectionClosed. May be called
-        again."""
+        """Waiting tasks get ConnectionClosed. May be called again."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
@@ -161,22 +155,20 @@ class Channel:
 
     @property
     def has_received(self) -> bool:
-        """Whether received bytes, or the end of the connection, wait in a buffer of the channel."""
         return False
 
     @property
     def receive_some(self) -> Callable[[memoryview], int]:
-        """A function: as `receive_now`, but it returns 0 at the end of the connection, and raises
-        OSError."""
+        """A function as `receive_now`, but it returns 0 at the end, and raises OSError."""
         return self._socket.recv_into
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
-        """A function: as `send_some`, for one buffer."""
+        """A function as `send_some`, for one buffer."""
         return self._socket.send
 
     def fileno(self) -> int:
-        """The socket's descriptor, or -1 after the close."""
+        """Returns -1 after the close."""
         return self._socket.fileno()
 
     def close_socket(self) -> None:
@@ -184,8 +176,8 @@ class Channel:
         self._socket.close()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        """Send as many of these bytes as the socket takes now; returns their number. Raises
-        BlockingIOError if it takes none, and OSError."""
+        """Send as many bytes as the socket takes now; returns their number. Raises BlockingIOError
+        if it takes none, OSError."""
         return self._socket.sendmsg(parts if len(parts) <= BUFFERS_MAX else parts[:BUFFERS_MAX])
 
     async def wait_writable(self) -> None:
@@ -196,8 +188,6 @@ class Channel:
 
 
 class TlsChannel(Channel):
-    """A connection over TLS. Bytes are encrypted into one buffer before they are sent."""
-
     buffers_internally = True
     _drained_at_once = 1
 
@@ -209,14 +199,13 @@ class TlsChannel(Channel):
         accepted: bool,
         options: SocketOptions = OPTIONS,
     ) -> None:
-        """The caller must call `do_handshake` next."""
+        """The caller must call `do_handshake` before it sends or receives."""
         super().__init__(connected, options)
         self._engine = TlsEngine(context, accepted=accepted)
-        self._encrypted = memoryview(b"")  # bytes that are encrypted and not sent yet
-        self._encrypted_from = 0  # the number of their plain bytes, which do not count as sent yet
+        self._encrypted = memoryview(b"")  # not sent yet
+        self._encrypted_from = 0  # the number of plain bytes in it, which do not count as sent yet
 
     async def do_handshake(self) -> None:
-        """Do the TLS handshake. Bytes may be sent and received only after it."""
         try:
             is_done = False
             while not is_done:
@@ -247,7 +236,7 @@ class TlsChannel(Channel):
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER. Raises ConnectionClosed if there is none."""
+        """In DER. Raises ConnectionClosed if there is none."""
         found = self._engine.peer_certificate
         if not found:
             raise ConnectionClosed("the other end has no certificate")
@@ -269,14 +258,12 @@ class TlsChannel(Channel):
                 raise ConnectionClosed(str(error)) from error
 
     def _feed(self) -> None:
-        """Pass bytes that have arrived to the TLS engine. Raises BlockingIOError if there are
-        none."""
+        """Raises BlockingIOError if no bytes have arrived."""
         room = _received_room()
         count = self._socket.recv_into(room)
         self._engine.feed(room[:count])
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """As `Channel.send_now`; small parts are joined into one TLS record."""
         return super().send_now(join_small(parts), size)
 
     @property
@@ -289,7 +276,7 @@ class TlsChannel(Channel):
 
     @property
     def send_one(self) -> Callable[[Bytes], int]:
-        """As `Channel.send_one`, with the rule of `send_some`."""
+        """`send_some` below has a rule for the next call, which holds here, too."""
         return self._send_one
 
     def _send_one(self, content: Bytes) -> int:
@@ -301,8 +288,8 @@ class TlsChannel(Channel):
         return self._send_encrypted()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        """As `Channel.send_some`. After BlockingIOError or a partial send, the next call must begin
-        with the same bytes, since some are encrypted already."""
+        """After BlockingIOError or a partial send, the next call must begin with the same bytes,
+        since some are encrypted already."""
         sent = skipped = self._send_encrypted()
         for part in parts:
             view = memoryview(part)[skipped:]
@@ -328,8 +315,8 @@ class TlsChannel(Channel):
             return sent
 
     def _send_encrypted(self) -> int:
-        """Send the encrypted bytes; returns the number of plain bytes in them. Raises
-        BlockingIOError if some are left, and OSError."""
+        """Returns the number of plain bytes sent. Raises BlockingIOError if some encrypted bytes
+        are left, OSError."""
         while len(self._encrypted):
             self._encrypted = self._encrypted[self._socket.send(self._encrypted) :]
         sent, self._encrypted_from = self._encrypted_from, 0
@@ -337,7 +324,7 @@ class TlsChannel(Channel):
 
 
 def _received_room() -> memoryview:
-    """Memory to receive into, reused by the next call in the same thread."""
+    """Reused by the next call in the same thread."""
     room: memoryview | None = getattr(_of_thread, "room", None)
     if room is None:
         room = _of_thread.room = memoryview(bytearray(TLS_RECEIVED_BYTES))
@@ -363,8 +350,8 @@ def join_small(parts: Sequence[Bytes]) -> list[Bytes]:
 
 
 async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
-    """Wait for `wait`, as long as a frame that began at `begun_s` and has moved `moved` bytes keeps
-    the minimum rate. Raises ConnectionClosed."""
+    """Call `wait`. Raises ConnectionClosed if a frame that began at `begun_s` and has moved `moved`
+    bytes becomes slower than the minimum rate."""
     with trio.CancelScope(deadline=begun_s + GRACE_S + moved / RATE_BYTES_PER_S) as scope:
         await wait()
     if scope.cancelled_caught:
@@ -375,12 +362,12 @@ class FrameReader:
     """Reads the frames that arrive on a channel, for the one task that receives.
 
     The wait between frames has no limit; a frame that has begun must arrive at the minimum rate.
-    Small pieces go through a buffer, larger ones directly into the caller's memory. All methods
-    raise ConnectionClosed.
+    Small pieces go through a buffer, larger ones directly into the caller's memory. Methods raise
+    ConnectionClosed.
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
-        """`size` is the first length of the buffer."""
+        """`size` is the first length of the buffer, which grows."""
         self.buffer = memoryview(bytearray(size))
         self.start = self.end = 0  # the unread part of the buffer
         self._channel = channel
@@ -391,7 +378,6 @@ class FrameReader:
         self._moved = 0  # bytes received since then
 
     def begin_frame(self) -> None:
-        """Note that the next bytes begin a frame: the wait for its first byte has no limit."""
         self._begun_s = None
 
     async def fill_buffer(self, size: int) -> None:
@@ -418,7 +404,6 @@ class FrameReader:
         return size
 
     async def skip(self, size: int) -> None:
-        """Receive and drop `size` bytes."""
         while size:
             if self.start == self.end:
                 self.start = self.end = 0
@@ -428,7 +413,6 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
-        """Move the unread bytes to the start of the buffer, which gets at least `size` bytes."""
         unread = bytes(self.buffer[self.start : self.end])
         if size > len(self.buffer):
             self.buffer = memoryview(bytearray(size))
@@ -438,8 +422,8 @@ class FrameReader:
     async def _some(
         self, room: memoryview, *, is_idle: bool, may_return_empty: bool = False
     ) -> int:
-        """Receive some bytes; returns their number, and with `may_return_empty` 0 after a wait.
-        While `is_idle`, the wait has no limit."""
+        """With `may_return_empty`, returns 0 after a wait. While `is_idle`, the wait has no
+        limit."""
         while True:
             if self._is_empty:
                 self._is_empty = False

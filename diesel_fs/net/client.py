@@ -2,9 +2,8 @@
 fails (`WIRE.md`).
 
 The servers of one address (`diesel://a:9300,b:9300`) share one store, and any can answer any
-request. `ServerLink` chooses the server, keeps connections and repeats requests. It serves many
-threads; each call has a connection for itself. A forked child first closes its copies of the
-parent's connections, and makes its own.
+request. A `ServerLink` serves many threads; each call has a connection for itself. A forked child
+closes its copies of the parent's connections, and makes its own.
 """
 
 import os
@@ -34,20 +33,18 @@ from .tls import verifying_context
 __all__ = ["Answer", "RpcClient", "ServerLink"]
 
 DEADLINE_S = 60.0
-"""The default time limit of a request and its answer, with all attempts."""
+"""The default for a request and its answer, with all attempts."""
 
 FIRST_CONNECT_S = 5.0
-"""The time limit for finding a server if none has ever answered: the address may be wrong."""
+"""For finding a server if none has ever answered: the address may be wrong."""
 
 CONNECT_S = 10.0
-"""The time limit for connecting to one server, with the login: a machine that is gone does not
-answer."""
+"""For connecting to one server, with the login."""
 
 SILENCE_S = 5.0
 """With several servers, the least time for which one may be silent before another is tried."""
 
 IDLE_CONNECTIONS_MAX = 16
-"""The most idle connections that are kept."""
 IDLE_S = 60.0
 """How long idle connections are kept; a server closes them later."""
 
@@ -56,13 +53,11 @@ _PAUSE_S_MAX = 2.0
 
 
 class RpcClient(Protocol):
-    """Sends requests to a server and receives the answers. Usable from many threads at once, and in
-    forked children."""
+    """Sends requests to a server. Usable from many threads at once, and in forked children."""
 
     @property
     def store_id(self) -> UUID:
-        """The UUID of the object store behind the server. Connects if no server has answered
-        yet."""
+        """Connects if no server has answered yet."""
         ...
 
     def call(
@@ -77,33 +72,31 @@ class RpcClient(Protocol):
         """The answer to a request (`message` without `id`).
 
         The payload of the answer must fill `room`, if given. With `may_repeat` the request is sent
-        again if a connection breaks, to another server if there is one. Raises the error in the
-        answer; MetadataError if no server can be reached, DeadlineError, CorruptError for an answer
-        that breaks the protocol.
+        again if a connection breaks. Raises the error in the answer; MetadataError if no server can
+        be reached; DeadlineError; CorruptError for an answer that breaks the protocol.
         """
         ...
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
         """All answers to a request; the deadline is for each. Raises as `call`.
 
-        The request may be repeated until the first answer has come. Closing the iterator early
-        closes the connection.
+        The request may be repeated until the first answer. Closing the iterator early closes the
+        connection.
         """
         ...
 
     def close_idle(self) -> None:
-        """Close the connections that no call uses. May be called again; the next request makes a
-        new connection."""
+        """Close the connections that no call uses. The client stays usable."""
         ...
 
     def close(self) -> None:
-        """Close the idle connections, and each other one when its call ends. Later calls fail. May
-        be called again."""
+        """Close idle connections now, others when their calls end. Later calls fail. May be called
+        again."""
         ...
 
 
 class ServerLink(RpcClient):
-    """A client of the servers at one address, as one user."""
+    """A client of the servers at one address."""
 
     def __init__(
         self,
@@ -114,10 +107,9 @@ class ServerLink(RpcClient):
         open_s: float = FIRST_CONNECT_S,
         first: int | None = None,
     ) -> None:
-        """Nothing is sent before the first request. `program` names this program to the server.
-        `open_s` limits the search for a server until one has answered. `first` is the index of the
-        first server to try (None: a random one, to spread clients). Raises ConfigError for a
-        malformed address."""
+        """Sends nothing yet. `program` names this program to the server. `open_s` limits the search
+        for a server until one has answered. `first` is the index of the first server to try (None:
+        random, to spread clients). Raises ConfigError for a bad URL."""
         self._url = url
         self._addresses: Sequence[HostPort] = parse_addresses(url)
         self._credentials = credentials
@@ -203,8 +195,7 @@ class ServerLink(RpcClient):
         may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
-        """Send a request until a server answers it. Returns the connection and the first answer,
-        which is no error."""
+        """Returns the connection and the first answer, which is no error."""
         pause_s = _PAUSE_S
         while True:
             connection = self._acquire(deadline)
@@ -238,7 +229,7 @@ class ServerLink(RpcClient):
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _server_deadline(self, may_repeat: bool, deadline: Deadline) -> Deadline:
-        """The deadline for one server, which leaves time for another if there is one."""
+        """The deadline for one server. It leaves time for another."""
         if not may_repeat or len(self._addresses) == 1:
             return deadline
         return deadline.capped(max(SILENCE_S, deadline.left_s / 2))
@@ -246,7 +237,6 @@ class ServerLink(RpcClient):
     # Connections
 
     def _acquire(self, deadline: Deadline) -> Connection:
-        """An idle or new connection, for this caller alone."""
         while True:
             with self._lock:
                 if self._closed:
@@ -260,13 +250,12 @@ class ServerLink(RpcClient):
         return self._connect(deadline)
 
     def _release(self, connection: Connection) -> None:
-        """Keep a connection as idle; close those that are too many, the longest idle first."""
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
             idle_max = 0 if self._closed else IDLE_CONNECTIONS_MAX
             cut = max(0, len(self._idle) - idle_max)
-            excess, self._idle = self._idle[:cut], self._idle[cut:]  # the longest idle are closed
+            excess, self._idle = self._idle[:cut], self._idle[cut:]
         for each in excess:
             each.close()
 
@@ -277,8 +266,7 @@ class ServerLink(RpcClient):
             self._first = (self._first + 1) % len(self._addresses)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        """A new connection to the first server that accepts. Each try gets a share of the time,
-        since a machine that is gone uses up all of it."""
+        """Each attempt gets a share of the time, since a machine that is gone uses up all of it."""
         deadline = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
         failed: list[ConnectionBroken] = []
@@ -303,7 +291,7 @@ class ServerLink(RpcClient):
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _open_connection(self, address: HostPort, deadline: Deadline) -> Connection:
-        """A new connection to one server. Raises ConnectionBroken, PermissionDenied."""
+        """Raises ConnectionBroken, PermissionDenied."""
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = verifying_context()
         try:
@@ -342,8 +330,8 @@ class ServerLink(RpcClient):
 
 
 def _pause(pause_s: float, deadline: Deadline) -> bool:
-    """Sleep for about `pause_s`, with a random factor that separates clients which failed together.
-    Returns False at once if there is no time."""
+    """The time has a random factor, which separates clients that failed together. Returns False at
+    once if it is too long."""
     pause_s *= 0.5 + secrets.randbelow(1000) / 1000
     if deadline.left_s <= pause_s:
         return False
@@ -352,14 +340,14 @@ def _pause(pause_s: float, deadline: Deadline) -> bool:
 
 
 def _unknown(error: DieselError) -> DieselError:
-    """The error for a request that may have been carried out, and must not be repeated."""
+    """The error for a request that must not be repeated, but may have been carried out."""
     kind = DeadlineError if isinstance(error, DeadlineError) else MetadataError
     return kind(f"{error.message}: whether the request was carried out is not known")
 
 
 def _connect_error(failed: Sequence[ConnectionBroken]) -> DieselError:
-    """The error if no server could be reached, with all reasons. Its class is that of a temporary
-    failure if there is one, so that it shows that trying again may help."""
+    """One error with all reasons. It has the class of a temporary failure if there is one, since
+    the class shows whether trying again may help."""
     ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:

@@ -1,9 +1,8 @@
 """One connection of a client to a server: connecting, TLS, login, then requests and answers, each
 with a deadline.
 
-`client.py` chooses the server and repeats requests. A connection is used by one thread at a time
-and carries one request at a time. Payloads are sent from the caller's memory and received into it,
-without a copy.
+A connection is used by one thread at a time and carries one request at a time. Payloads are sent
+from the caller's memory and received into it, without a copy.
 """
 
 import select
@@ -43,15 +42,14 @@ PAYLOAD_BYTES_MAX = 64 << 20
 snapshots."""
 
 _BUFFER_BYTES = 16 << 10
-"""The connection's buffer. Pieces smaller than it are received through it, so that a small answer
-takes one system call; larger ones go straight into the caller's memory."""
+"""Smaller pieces go through the connection's buffer, so that a small answer takes one system call;
+larger ones go straight into the caller's memory."""
 
 _TLS_PIECE_BYTES = 256 << 10
 _EARLY_ANSWER_S = 1.0
-"""If the connection breaks while a request is sent, how long to wait for the server's answer, which
-has the reason."""
+"""How long to wait for the server's answer, which has the reason, if a send breaks."""
 
-_KEEP_ALIVE = (  # to notice between requests that a server's machine is gone
+_KEEP_ALIVE = (  # to notice between requests that the server's machine is gone
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
@@ -69,15 +67,11 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """The message of an answer, and the bytes that came with it."""
-
     message: Message
     payload: memoryview
 
 
 class Deadline:
-    """The time by which a call must end."""
-
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
 
@@ -86,15 +80,12 @@ class Deadline:
         return max(0.0, self._end_s - time.monotonic())
 
     def capped(self, seconds: float) -> "Deadline":
-        """This deadline or `seconds` from now, whichever is earlier."""
         return Deadline(min(seconds, self.left_s))
 
 
 class ConnectionBroken(Exception):
-    """A connection failed or could not be made; `error` is the reason for the user.
-
-    `may_have_arrived`: the server may have the whole request. `is_permanent`: another attempt at
-    this server is unlikely to succeed.
+    """`error` is the reason for the user. `may_have_arrived`: the server may have the whole
+    request. `is_permanent`: another attempt at this server is unlikely to succeed.
     """
 
     def __init__(
@@ -107,7 +98,7 @@ class ConnectionBroken(Exception):
 
 
 def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
-    """The addresses of the servers in a URL. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         return [HostPort.parse(each, PORT) for each in url.host.split(",")]
     except ValueError as error:
@@ -118,8 +109,7 @@ def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
 
 
 class Connection:
-    """A connection to one server, logged in as one user. `store_id` is the ID of the object store
-    that the server serves."""
+    """`store_id` is the ID of the server's object store."""
 
     def __init__(
         self,
@@ -129,8 +119,7 @@ class Connection:
         program: str,
         deadline: Deadline,
     ) -> None:
-        """Connect and log in. Raises ConnectionBroken; PermissionDenied if the server rejects the
-        login."""
+        """Raises ConnectionBroken; PermissionDenied if the server rejects the login."""
         self.address = address
         self.store_id = UUID(int=0)
         self.idle_since_s = 0.0
@@ -155,15 +144,14 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Close the socket without sending anything: in a forked child, the connection is still the
-        parent's. May be called again."""
+        """Close without sending anything: in a forked child, the connection is still the parent's.
+        May be called again."""
         with suppress(OSError):
             self._socket.close()
 
     @property
     def is_usable(self) -> bool:
-        """Whether a request can be sent: the server has sent no unrequested bytes, nor closed the
-        connection."""
+        """False if the server closed the connection or sent unrequested bytes."""
         return self._start == self._end and not self._readable.poll(0)
 
     def exchange(
@@ -173,9 +161,9 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request and receive its first answer. If `room` is given, the payload of the
-        answer is received into it, and must fill it. Raises ConnectionBroken, CorruptError;
-        UsageError for a request that is too large, before anything is sent."""
+        """Send a request and receive its first answer. Its payload must fill `room`, if given.
+        Raises ConnectionBroken, CorruptError; UsageError for a request that is too large, before
+        anything is sent."""
         self._last_id += 1
         views = byte_views(payload)
         size = sum(map(len, views))
@@ -300,8 +288,7 @@ class Connection:
             raise CorruptError(f"{self.address} did not report its store") from None
 
     def _binding(self) -> bytes:
-        """What ties the login's signature to this connection: the SHA-256 of the server's
-        certificate (`frames.login_challenge`)."""
+        """Ties the login's signature to this connection (`frames.login_challenge`)."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return wire.NO_BINDING
         certificate = self._socket.getpeercert(binary_form=True)
@@ -358,7 +345,7 @@ class Connection:
         return count
 
     def _send(self, views: list[memoryview], deadline: Deadline) -> None:
-        """Send all views, and empty the list."""
+        """Empties the list."""
         while views:
             if self._tls:
                 piece = views[0][:_TLS_PIECE_BYTES]
@@ -373,8 +360,7 @@ class Connection:
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
     ) -> T:
-        """The result of `work`, a call on the socket, which is repeated whenever it would have to
-        wait."""
+        """Repeats `work`, a call on the socket, whenever it would have to wait."""
         try:
             while True:
                 try:
@@ -392,7 +378,7 @@ class Connection:
             ) from error
 
     def _wait(self, ready: select.poll, deadline: Deadline) -> None:
-        """Wait until the socket is ready. Raises ConnectionBroken at the deadline."""
+        """Raises ConnectionBroken at the deadline."""
         if not ready.poll(deadline.left_s * 1000):
             raise ConnectionBroken(
                 DeadlineError(f"{self.address} did not answer in time"),
@@ -401,7 +387,7 @@ class Connection:
 
 
 def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
-    """A connection to the first address of a host that accepts one. Raises ConnectionBroken."""
+    """Raises ConnectionBroken."""
     reason = "its name has no address"
     for family, socket_address in _resolve_in_time(address, deadline):
         connected = None
@@ -423,8 +409,8 @@ _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 def _resolve_in_time(
     address: HostPort, deadline: Deadline
 ) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
-    """The addresses of a host. Name look-ups have no time-out, so they run in a thread, which is
-    abandoned at the deadline. Raises ConnectionBroken."""
+    """Name look-ups have no time-out, so they run in a thread, which is abandoned at the deadline.
+    Raises ConnectionBroken."""
     with suppress(OSError):
         return _looked_up(address, socket.AI_NUMERICHOST)
     found: list[tuple[socket.AddressFamily, _SocketAddress]] = []

@@ -1,5 +1,4 @@
-"""Addresses at which a program listens: parses them, tells who can reach them, and makes the
-sockets."""
+"""Addresses at which a program listens: parsing, and the sockets."""
 
 import errno
 import socket
@@ -10,17 +9,14 @@ from ..errors import ConfigError, ConflictError
 from ..urls import HostPort
 
 BACKLOG = 1024
-"""The most connections that wait to be accepted: all processes of a training task connect at
-once."""
+"""All processes of a training task connect at once."""
 
 _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
-    """Parse HOST:PORT; port 0 is any free port. With a default host, a port alone is enough.
-
-    Raises ConfigError.
-    """
+    """Parse HOST:PORT; port 0 is any free port. With a default host, a port alone is enough. Raises
+    ConfigError."""
     port = text.removeprefix(":")
     try:
         return HostPort.parse(f"{default_host}:{port}" if port.isdecimal() else text)
@@ -33,7 +29,7 @@ def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
 
 
 def addresses_of(place: HostPort) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of an endpoint's host, each with its family. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         found = socket.getaddrinfo(
             place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -51,7 +47,7 @@ def is_local(place: HostPort) -> bool:
 
 
 def listen(place: HostPort) -> list[socket.socket]:
-    """Sockets that listen at all addresses of a host, on one port.
+    """Listen at all addresses of a host, on one port.
 
     Addresses that this machine lacks, such as IPv6, are left out, unless all are. Raises
     ConflictError if another program listens there, ConfigError.
@@ -81,7 +77,7 @@ def listen(place: HostPort) -> list[socket.socket]:
 
 
 def _bind(made: socket.socket, family: socket.AddressFamily, address: str, port: int) -> None:
-    """Listen at an address and a port. Raises OSError."""
+    """Raises OSError."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:  # `::` stands for all addresses of both kinds
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))

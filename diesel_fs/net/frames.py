@@ -1,12 +1,8 @@
 """Encodes and decodes the bytes between clients and servers, with all their limits (`WIRE.md`).
 
-A connection begins with a greeting of the client and a welcome (or refusal) of the server. A login
-follows, then frames: each is two lengths, a *head* (a message in msgpack) and a *payload* (raw
-bytes). The masters of a task greet each other in the same form, with other names: both use
-`GreetingCodec`.
-
-For any bytes, a parser returns a value or raises one error. Nothing here knows sockets, time or the
-meaning of requests.
+A frame is two lengths, a *head* (a message in msgpack) and a *payload* (raw bytes). The masters of
+a task greet each other in the same form, with other names: both use `GreetingCodec`.
+For any bytes, a parser returns a value or raises one error.
 """
 
 import struct
@@ -27,16 +23,16 @@ REFUSAL_BYTES_MAX = 4096
 
 BINDING_BYTES = 32
 NO_BINDING = bytes(BINDING_BYTES)
-"""The binding of a login without TLS (see `login_challenge`)."""
+"""The binding (see `login_challenge`) of a login without TLS."""
 
 USER_BYTES_MAX = 64
 
 _GREETING = struct.Struct("<8sH6s")
 _WELCOME = struct.Struct("<8sHHI")
 _ACCEPTED, _REFUSED = 0, 1
-_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")  # how a handshake and an alert begin
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")  # a handshake, an alert
 _HTTP = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"PRI ", b"HTTP")
-_LENGTHS = struct.Struct("<II")  # of a frame's head and payload
+_LENGTHS = struct.Struct("<II")  # of head and payload
 LENGTHS_BYTES = _LENGTHS.size
 _LOGIN = b"diesel-fs login 1\0"  # the prefix of signed bytes; no other signature has it
 
@@ -45,8 +41,8 @@ _LOGIN = b"diesel-fs login 1\0"  # the prefix of signed bytes; no other signatur
 
 
 class Welcome(NamedTuple):
-    """The first 16 bytes of an acceptor's answer to a greeting; a tail of `tail_bytes` follows: a
-    nonce if the greeting was accepted, else the reason in a sentence."""
+    """A tail of `tail_bytes` follows: a nonce if the greeting was accepted, else the reason in a
+    sentence."""
 
     is_accepted: bool
     version: int
@@ -55,8 +51,7 @@ class Welcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GreetingCodec:
-    """Greetings, welcomes and refusals of one protocol. `connector` and `acceptor` name its two
-    ends in errors."""
+    """The greetings of one protocol. `connector` and `acceptor` name its two ends in errors."""
 
     magic: bytes
     version: int
@@ -67,7 +62,7 @@ class GreetingCodec:
         return _GREETING.pack(self.magic, self.version, bytes(6))
 
     def parse_greeting(self, content: bytes | bytearray) -> int:
-        """The version of a connector. Raises ForeignError for any other bytes."""
+        """The connector's version. Raises ForeignError for any other bytes."""
         if len(content) == GREETING_BYTES:
             magic, version, zeros = _GREETING.unpack(content)
             if magic == self.magic and zeros == bytes(6):
@@ -75,18 +70,16 @@ class GreetingCodec:
         raise _foreign(self.connector, content)
 
     def welcome(self, nonce: bytes) -> bytes:
-        """Accepts a greeting. The connector signs the random `nonce`, so that no recorded login can
-        be sent again."""
+        """The connector signs the random `nonce`, so that no recorded login can be sent again."""
         assert len(nonce) == NONCE_BYTES
         return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
 
     def refusal(self, sentence: str) -> bytes:
-        """Refuses a greeting; `sentence` is the reason."""
         tail = sentence.encode()[:REFUSAL_BYTES_MAX]
         return _WELCOME.pack(self.magic, self.version, _REFUSED, len(tail)) + tail
 
     def parse_welcome(self, content: bytes | bytearray) -> Welcome:
-        """The first 16 bytes of an acceptor's answer. Raises ForeignError for any other bytes."""
+        """Raises ForeignError for any other bytes."""
         if len(content) != GREETING_BYTES:
             raise _foreign(self.acceptor, content)
         magic, version, outcome, length = _WELCOME.unpack(content)
@@ -106,8 +99,7 @@ class GreetingCodec:
         return Welcome(outcome == _ACCEPTED, version, length)
 
     def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
-        """The error for a refusal with this version and tail. It is a MetadataError, as for any
-        server that cannot be used, so that callers try another one."""
+        """A MetadataError, as for any server that cannot be used, so that callers try another."""
         reason = f"it speaks version {version} of the wire"
         if version == self.version:
             reason = "it gave no reason"
@@ -131,17 +123,14 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def version_mismatch(version: int) -> str:
-    """The refusal of a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
 
 
 def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
-    """The bytes that a client signs to log in.
-
-    `binding` is the SHA-256 of the server's certificate as this end sees it, or `NO_BINDING`, so
-    that a signature is useless on another connection. Raises UsageError for an impossible user.
-    """
+    """The bytes that a client signs to log in. `binding` is the SHA-256 of the server's certificate
+    as this end sees it, or `NO_BINDING`, so that a signature is useless on another connection.
+    Raises UsageError for an impossible user."""
     name = user.encode()
     if not 0 < len(name) <= USER_BYTES_MAX:
         raise UsageError(f"a user's name has 1 to {USER_BYTES_MAX} bytes")
@@ -154,7 +143,7 @@ def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest frame allowed: bytes of its head, items in the message, bytes of its payload."""
+    """The largest frame allowed; `items` are those in the message."""
 
     head_bytes: int
     items: int
@@ -164,28 +153,26 @@ class FrameLimits:
 BEFORE_LOGIN_LIMITS = FrameLimits(4 << 10, 64, 0)
 REQUEST_LIMITS = FrameLimits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
-"""The most bytes that one request may read: as many as the largest range, a whole chunk."""
+"""As many as the largest range, a whole chunk."""
 
 ANSWER_LIMITS = FrameLimits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
 class Lengths(NamedTuple):
-    """The bytes of a frame's head and of its payload."""
-
     head: int
     payload: int
 
 
 def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> bytes:
-    """The lengths and the head of a frame; the caller sends the payload after them. Raises
-    UsageError beyond the limits."""
+    """The lengths and the head; the caller sends the payload after them. Raises UsageError beyond
+    the limits."""
     head: bytes = msgpack.packb(message)
     _check(Lengths(len(head), payload_bytes), limits)
     return _LENGTHS.pack(len(head), payload_bytes) + head
 
 
 def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
-    """The lengths with which a frame begins. Raises CorruptError beyond the limits."""
+    """Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
         _check(lengths, limits)
@@ -195,13 +182,13 @@ def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
 
 
 def parse_head(content: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
-    """The message in a frame's head. Raises CorruptError."""
+    """Raises CorruptError."""
     return unpack(content, limits.items)
 
 
 def check_required_fields(message: Message) -> None:
-    """Raise UsageError if the name of a field ends in `!`: the receiver must understand such
-    fields, and this version knows none."""
+    """Raise UsageError if the name of a field ends in `!`: receivers must understand such fields,
+    and this version knows none."""
     for name in message:
         if name.endswith("!"):
             raise UsageError(

@@ -1,7 +1,7 @@
 """Makes and uses the keys of users: Ed25519 (RFC 8032), by the library `cryptography`.
 
-A secret key is kept as its seed of 32 bytes; no error contains one. The library is imported at the
-first use, since the import takes 50 ms and most programs sign nothing.
+A secret key is kept as its seed of 32 bytes; no error contains one. The import of the library takes
+50 ms and most programs sign nothing, so it happens at the first use.
 """
 
 import os
@@ -20,14 +20,13 @@ def public_key(seed: bytes) -> bytes:
 
 
 def sign(seed: bytes, content: bytes) -> bytes:
-    """The signature of `content`, 64 bytes."""
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
     return ed25519.Ed25519PrivateKey.from_private_bytes(seed).sign(content)
 
 
 def verify(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether the holder of a public key has signed `content`. Never raises."""
+    """Never raises."""
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 

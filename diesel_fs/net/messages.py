@@ -1,9 +1,8 @@
 """Messages between DIESEL-FS programs: maps in msgpack, decoded strictly, and their fields.
 
 The sender is not trusted. For any bytes, `unpack` returns a message or raises one CorruptError, in
-linear time: `_check_items` counts the items and their depth before any object is built. `Fields`
-then checks each field by its exact type and refuses unknown ones. Errors are sent as messages, too.
-Does no I/O.
+linear time: it counts the items and their depth before any object is built. `Fields` then checks
+each field by its exact type and refuses unknown ones.
 """
 
 import math
@@ -20,19 +19,19 @@ Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, V
 Message: TypeAlias = dict[str, Value]
 
 ITEMS_MAX = 1024
-"""The most items of one message (values, and keys of maps), unless the caller allows more. An item
-takes up to some 100 bytes of memory."""
+"""The default for the most values, and keys of maps, of one message. An item takes up to some 100
+bytes of memory."""
 
 DEPTH_MAX = 8
 INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 4096
 
 LENGTH = struct.Struct("<I")
-"""On a mount's sockets, the length of a message in bytes, which is sent before it."""
+"""The length of a message in bytes, which is sent before it on a mount's sockets."""
 
 
 def frame(message: Message, bytes_max: int) -> bytes:
-    """A message after its length. Raises UsageError if it has more than `bytes_max` bytes."""
+    """A message after its length. Raises UsageError if it is too long."""
     body: bytes = msgpack.packb(message)
     if len(body) > bytes_max:
         raise UsageError(f"a message of {len(body)} bytes (at most {bytes_max})")
@@ -40,11 +39,11 @@ def frame(message: Message, bytes_max: int) -> bytes:
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
-    """The message in `body`. Raises CorruptError."""
+    """Raises CorruptError."""
     _check_items(body, items_max)
     try:
         message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
-    except Exception as error:  # msgpack raises many types, UnicodeDecodeError among them
+    except Exception as error:  # msgpack raises many types
         raise CorruptError(f"no message: {error}") from None
     if not isinstance(message, dict):
         raise CorruptError("no message: it is not a map")
@@ -52,8 +51,6 @@ def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> 
 
 
 def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
-    """The pairs of a map as a dict. Raises ValueError for repeated keys, and keys that are not
-    text."""
     found = dict(pairs)
     if len(found) != len(pairs) or not all(type(key) is str for key in found):
         raise ValueError("repeated keys, or keys that are not text")
@@ -61,8 +58,8 @@ def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
 
 
 def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
-    """Check the type bytes of all items. Raises CorruptError for too many or too deep items,
-    unknown types, or missing or extra bytes."""
+    """Raise CorruptError for too many or too deep items, unknown types, or missing or extra
+    bytes."""
     at, left = 0, [1]  # the next byte; the number of items to come, on each level
     for _ in range(items_max):
         while left and not left[-1]:
@@ -98,8 +95,7 @@ _HOLDING = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays an
 
 
 def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    """From an item's first byte: the number of items that it contains, and of its own bytes after
-    the first."""
+    """Returns how many items an item contains, and how many bytes it has after the first."""
     if head < 0x80 or head >= 0xE0:
         return 0, 0
     if head < 0xA0:
@@ -118,12 +114,10 @@ def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int
 
 
 class Fields:
-    """The fields of a message. Each method takes one field out by its exact type; `end` refuses
-    the remaining fields. All methods raise UsageError. A field with a default may be missing.
-    """
+    """The fields of a message. Each method takes one field out; a field with a default may be
+    missing. All methods raise UsageError."""
 
     def __init__(self, values: Message, what: str) -> None:
-        """`what` names the message in errors."""
         self._values = dict(values)
         self._what = what
 
@@ -131,7 +125,7 @@ class Fields:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text of at most `TEXT_MAX` characters."""
+        """At most `TEXT_MAX` characters."""
         value = self._take(name, default)
         if type(value) is not str or len(value) > TEXT_MAX:
             self.bad(name, "it is a short text")
@@ -167,7 +161,6 @@ class Fields:
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":
-        """A list of at most `most` maps."""
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")
@@ -184,7 +177,7 @@ class Fields:
         return [value if type(value) is str else self.bad(name, "it is texts") for value in values]
 
     def end(self) -> None:
-        """Raise UsageError if a field has not been taken."""
+        """Raise UsageError if fields remain."""
         for name in self._values:
             raise UsageError(f"{self._what}: unknown field {name[:64]!r}")
 
@@ -201,15 +194,14 @@ class Fields:
 
 
 def error_message(error: DieselError) -> Message:
-    """An error as a message. If its class is not one of `errors.py`, the class there that it
-    extends is sent, which the receiver knows."""
+    """Sends the class of `errors.py` that the error's class extends: the receiver knows it."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 
 
 def parse_error(answer: Message) -> DieselError | None:
-    """The error in an answer, or None. Its text is cut and stripped of control characters, since
-    programs print it on terminals."""
+    """The text of the error is cut and stripped of control characters, since programs print it on
+    terminals."""
     if "error" not in answer:
         return None
     name, message, advice = (

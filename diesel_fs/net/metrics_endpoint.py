@@ -1,7 +1,6 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
-It understands only the HTTP that these two requests need. Unlike the servers of HTTP libraries, it
-limits the number of connections and the time of each. Each connection has its own task.
+Unlike the servers of HTTP libraries, it limits the number of connections and the time of each.
 """
 
 import logging
@@ -23,14 +22,14 @@ _OK, _UNAVAILABLE = "200 OK", "503 Service Unavailable"
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """Serves what two functions return: `text` gives the metrics in Prometheus's text format (None:
-    there are none now), `is_healthy` whether the program can work now (for `/healthz`)."""
+    """`text` gives the metrics in Prometheus's text format (None: there are none now), `is_healthy`
+    whether the program can work now."""
 
     text: Callable[[], str | None]
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Answer requests on these listening sockets until cancelled."""
+        """Answer on these listening sockets until cancelled."""
         limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
         async with trio.open_nursery() as nursery:
 
@@ -63,7 +62,7 @@ class MetricsEndpoint:
                 nursery.start_soon(accept, trio.socket.from_stdlib_socket(each))
 
     async def answer(self, stream: trio.abc.Stream) -> None:
-        """Answer one request. A request without an end gets no answer."""
+        """A request without an end gets no answer."""
         head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             some = await stream.receive_some(_HEAD_BYTES_MAX)

@@ -17,11 +17,9 @@ T = TypeVar("T")
 
 
 class _Outcome(Generic[V]):
-    """The result or the error of a run, once it has ended."""
-
     def __init__(self) -> None:
         self._over = trio.Event()
-        self._result: list[V] = []  # the one value, when there is one
+        self._result: list[V] = []  # at most one
         self._error: Exception | None = None
 
     async def wait(self) -> V:
@@ -42,8 +40,8 @@ class _Outcome(Generic[V]):
 
 class SingleFlight(Generic[K, V]):
     """Runs an `async` function, for each key at most once at a time. A caller gets the outcome of a
-    run that begins at or after its call; all callers that called before that run began share the
-    outcome. A run continues when its callers are cancelled."""
+    run that begins at or after its call; all callers that come before it begins share it. A run
+    continues when its callers are cancelled."""
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
@@ -51,12 +49,11 @@ class SingleFlight(Generic[K, V]):
         self._running: set[K] = set()
 
     async def run(self, key: K) -> V:
-        """The outcome of a run that begins now or later. Raises the function's errors."""
         return await self.start(key).wait()
 
     def start(self, key: K) -> _Outcome[V]:
-        """Begin a run without waiting for it, and return its outcome, to be awaited. If a run of
-        this key is going on, the new one begins after it."""
+        """Begin a run without waiting for it; if a run of this key is under way, begin the new one
+        after it. Returns the outcome, to be awaited."""
         outcome = self._waiting.get(key)
         if outcome is None:
             outcome = self._waiting[key] = _Outcome()
@@ -77,8 +74,7 @@ class SingleFlight(Generic[K, V]):
 
 
 class ThreadSingleFlight(SingleFlight[K, V]):
-    """A `SingleFlight` of a blocking function, which runs in a thread; `threads` limits how many
-    run."""
+    """For a blocking function, which runs in a thread; `threads` limits how many run."""
 
     def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
         async def in_thread(key: K) -> V:
@@ -89,8 +85,6 @@ class ThreadSingleFlight(SingleFlight[K, V]):
 
 @dataclass(eq=False)
 class _Waiting(Generic[T, V]):
-    """An item that waits for its run."""
-
     item: T
     size: int
     outcome: _Outcome[V] = field(default_factory=_Outcome)
@@ -118,8 +112,7 @@ class GroupCommit(Generic[K, T, V]):
         self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
 
     async def add(self, key: K, item: T, size: int) -> V:
-        """Have `item` be part of a run; returns the result of that run. Raises the errors of
-        `run`."""
+        """The result of the run that contains `item`. Raises the errors of `run`."""
         waiting = _Waiting[T, V](item, size)
         queue = self._waiting.get(key)
         if queue is None:

@@ -2,13 +2,13 @@
 
 A server loads its certificate from files, and its clients check it against the authorities that
 they trust. A master makes its own certificate when it starts, with a key that is never written to a
-disk. The SHA-256 of the certificate is part of the master's registration
+disk. The certificate's SHA-256 is part of the master's registration
 (`peers/members/membership.py`), so no authority need sign it, and nobody checks its names and
 dates. Logins and handshakes sign this SHA-256 (`WIRE.md`, section 3).
 
 Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` works in
-memory, so that one call sends or receives many records: answers of a master's data plane are about
-128 KiB. Functions are safe from any thread; an engine is not.
+memory, so that one call sends or receives many records: answers of masters are about 128 KiB.
+Functions are safe from any thread; an engine is not.
 """
 
 import datetime as dt
@@ -34,15 +34,15 @@ _VALID = dt.timedelta(days=3650)  # nobody checks the dates, but the format dema
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate for accepting connections: the TLS context that uses it, and its SHA-256."""
+    """`digest` is the certificate's SHA-256."""
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
 
 
 class TlsEngine:
-    """One end of a TLS connection, without a socket: the caller passes received bytes to it, and
-    sends the bytes that it returns."""
+    """One end of a TLS connection: the caller passes received bytes to it, and sends the bytes that
+    it returns."""
 
     def __init__(self, context: ssl.SSLContext, *, accepted: bool) -> None:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -50,8 +50,8 @@ class TlsEngine:
         self._is_ended = False  # the other end has closed, and all bytes are decrypted
 
     def do_handshake(self) -> bool:
-        """Continue the handshake; False if it needs more bytes. Raises ssl.SSLError. Always send
-        the result of `take_encrypted` afterwards."""
+        """Returns False if more bytes are needed. Raises ssl.SSLError. In each case, send the
+        result of `take_encrypted` next."""
         try:
             self._object.do_handshake()
         except ssl.SSLWantReadError:
@@ -59,7 +59,7 @@ class TlsEngine:
         return True
 
     def feed(self, content: Bytes) -> None:
-        """Pass on received bytes; empty bytes mean that the other end has closed."""
+        """Empty bytes mean that the other end has closed."""
         if len(content):
             self._received.write(content)
         else:
@@ -67,14 +67,13 @@ class TlsEngine:
 
     @property
     def has_received(self) -> bool:
-        """Whether `decrypt_into` may return bytes or report the end."""
         return bool(
             self._received.pending or self._object.pending() or self._received.eof or self._is_ended
         )
 
     def decrypt_into(self, room: memoryview) -> int:
-        """Decrypt the received bytes that fit into `room`; returns their number, or 0 if more must
-        be received first. Raises EOFError at the end of the stream, ssl.SSLError."""
+        """Returns the number of decrypted bytes, 0 if more must be received first. Raises EOFError
+        at the end of the stream, ssl.SSLError."""
         got = 0
         try:
             while got < len(room) and not self._is_ended:
@@ -92,36 +91,34 @@ class TlsEngine:
         return got
 
     def encrypt(self, content: Bytes) -> None:
-        """Encrypt these bytes for `take_encrypted`. Raises ssl.SSLError."""
+        """The result goes to `take_encrypted`. Raises ssl.SSLError."""
         left = memoryview(content)
         while len(left):
             left = left[self._object.write(left) :]
 
     def take_encrypted(self) -> bytes:
-        """Remove and return the bytes that are to be sent."""
         return self._to_send.read()
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER; empty if there is none."""
+        """In DER; empty if there is none."""
         return self._object.getpeercert(binary_form=True) or b""
 
 
 class TlsSocket:
     """A connector's end of a TLS connection, over a blocking socket.
 
-    One thread may receive while another one sends. A signal handler may receive or send, too, even
-    if it has interrupted such a call of its thread.
+    One thread may receive while another one sends. A signal handler may do so, too, even if it has
+    interrupted such a call of its thread.
     """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext) -> None:
-        """Perform the handshake. If it fails, the caller closes `plain`. Raises ssl.SSLError,
-        OSError."""
+        """Perform the handshake. Raises ssl.SSLError, OSError; then the caller closes `plain`."""
         self.plain = plain
         self._engine = engine = TlsEngine(context, accepted=False)
         self._lock = threading.RLock()
         self._room = memoryview(bytearray(TLS_RECEIVED_BYTES))
-        self._has_ended = False  # nothing more is received
+        self._has_ended = False
         try:
             while not engine.do_handshake():
                 plain.sendall(engine.take_encrypted())
@@ -131,12 +128,11 @@ class TlsSocket:
 
     @property
     def peer_certificate(self) -> bytes:
-        """The other end's certificate as DER; empty if there is none."""
         return self._engine.peer_certificate
 
     def recv_into(self, room: memoryview) -> int:
-        """As `socket.recv_into`; 0 at the end of the connection. Raises ssl.SSLError for bytes that
-        are not TLS; nothing more is received after them."""
+        """0 at the end of the connection. Raises ssl.SSLError for bytes that are not TLS; nothing
+        more is received after them."""
         engine = self._engine
         while not self._has_ended:
             with self._lock:
@@ -156,7 +152,7 @@ class TlsSocket:
         return 0
 
     def sendall(self, content: Bytes) -> None:
-        """As `socket.sendall`; for one thread at a time."""
+        """Callable by one thread at a time."""
         with self._lock:
             self._engine.encrypt(content)
             encrypted = self._engine.take_encrypted()
@@ -175,14 +171,14 @@ def certificate_digest(certificate: bytes) -> bytes:
 
 
 def verifying_context() -> ssl.SSLContext:
-    """A client's context: the server's certificate must name its host and lead to an authority that
+    """For a client of a server, whose certificate must name its host and lead to an authority that
     this machine, or the file SSL_CERT_FILE, trusts."""
     return _strict(ssl.create_default_context())
 
 
 def client_context() -> ssl.SSLContext:
-    """The context of a process that connects to a master. It does not check the master's
-    certificate: after the handshake the caller must compare that with the expected one."""
+    """For a process that connects to a master. The master's certificate is not checked: after the
+    handshake the caller must compare it with the expected one."""
     context = _strict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -190,7 +186,7 @@ def client_context() -> ssl.SSLContext:
 
 
 def load_certificate(certificate: Path, key: Path) -> Certificate:
-    """Read a certificate (with its chain) and its key from two PEM files. Raises ConfigError."""
+    """Read a certificate (with its chain) and its key from PEM files. Raises ConfigError."""
     for _ in range(3):  # the operator's tool may be renewing the files now
         before = _pem(certificate)
         context = _accepting_context()
@@ -207,8 +203,8 @@ def load_certificate(certificate: Path, key: Path) -> Certificate:
 
 
 def make_certificate() -> Certificate:
-    """A new self-signed certificate for a master, with a new key in memory only."""
-    # Imports for 50 ms, and only masters make certificates
+    """A self-signed certificate for a master, with its key in memory only."""
+    # Importing takes 50 ms, and only masters make certificates
     from cryptography import x509  # noqa: PLC0415
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
@@ -228,7 +224,7 @@ def make_certificate() -> Certificate:
         serialization.NoEncryption(),
     )
     context = _accepting_context()
-    context.num_tickets = 0  # connections last; none is resumed
+    context.num_tickets = 0  # none is resumed
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)  # OpenSSL reads keys from a path only
     try:
         os.write(file, pem)
@@ -259,7 +255,7 @@ def _pem(path: Path) -> bytes:
 
 
 def _first_der(pem: bytes, path: Path) -> bytes:
-    """The first certificate in `pem` as DER. Raises ConfigError."""
+    """Raises ConfigError."""
     start = pem.find(_BEGIN)
     end = pem.find(_END, start)
     try:

@@ -1,8 +1,6 @@
 """Orders that every process can compute from a few numbers, so that the order itself is not sent.
-Pure.
 
-A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`). If its group has all chunks
-of the dataset, the order is a full shuffle.
+Pure.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +12,8 @@ from .shuffle import SEED_MAX, chunk_shuffle
 
 @dataclass(frozen=True, slots=True)
 class ComputedOrder:
-    """The parameters of one rank's order in one epoch, with the meaning that `chunk_order` gives
-    them."""
+    """The parameters of one rank's order in one epoch, with the meaning and defaults of
+    `chunk_order`."""
 
     seed: int
     epoch: int
@@ -28,12 +26,12 @@ class ComputedOrder:
 
     @property
     def whole(self) -> "ComputedOrder":
-        """The parameters of the order of all ranks together, before it is divided."""
+        """The order of all ranks together, before it is divided."""
         return replace(self, rank=0, world=1, drop_last=False)
 
     @property
     def following(self) -> "ComputedOrder | None":
-        """The parameters of the next epoch, or None if this epoch has the highest number."""
+        """The next epoch, or None if this epoch has the highest number."""
         return replace(self, epoch=self.epoch + 1) if self.epoch < SEED_MAX else None
 
     def entries(self, snapshot: Snapshot) -> Indices:
@@ -48,12 +46,11 @@ class ComputedOrder:
         )
 
     def part_of(self, whole: Indices) -> Indices:
-        """This rank's entries, given the result of `compute_whole`."""
+        """This rank's entries, from the result of `compute_whole`."""
         if self.world == 1:
             return whole
         places = part_positions(len(whole), self.rank, self.world, drop_last=self.drop_last)
         return whole[places]
 
     def length_of(self, whole_length: int) -> int:
-        """The number of this rank's entries, given the number of all ranks' entries."""
         return part_length(whole_length, self.world, drop_last=self.drop_last)

@@ -8,10 +8,8 @@ in the reader's order, since the ranks of a job advance together. A reader that 
 as that of a validation set, gets a later `start`.
 
 The uses are one sorted array of 64-bit numbers: unit, time and rank in upper, middle and lower
-bits. So the uses of a unit are neighbours in the order of their times, and binary search finds
-them. A use takes 9 bytes (one says whether it is left), and a unit takes 12: 0.5 GB for two epochs
-of 14 million entries, which are sorted in 1.5 s. When a reader advances, only the uses that it
-passes are touched.
+bits. A use takes 9 bytes and a unit 12: 0.5 GB for two epochs of 14 million entries, which are
+sorted in 1.5 s. When a reader advances, only the uses that it passes are touched.
 
 Pure. Not safe for concurrent use.
 """
@@ -26,31 +24,29 @@ import numpy.typing as npt
 from ..errors import UsageError
 
 Units: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]"
-"""Unit numbers, one for each read or question."""
 
 Times = npt.NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
 """The time of a unit's next use if no use of it is announced."""
 
-_WORD = 63  # bits of a use: numbers stay positive when numpy makes them signed
+_WORD = 63  # bits of a use, so that numbers stay positive when numpy makes them signed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitOrder:
-    """The order of one rank: it reads `units[0]` at the time `start`, `units[1]` at the next time,
-    and so on."""
+    """The rank reads `units[k]` at the time `start + k`."""
 
     units: Units
     start: int = 0
 
 
 class FutureUses:
-    """The future uses of the units 0 to `unit_count - 1` by several ranks."""
+    """The future uses of units, which are numbered from 0."""
 
     def __init__(self, orders: Sequence[UnitOrder], unit_count: int) -> None:
-        """`orders[r]` is the order of rank r. All ranks begin at position 0. Raises UsageError for
-        a unit number out of range, and if unit, time and rank need more than 63 bits together."""
+        """`orders[r]` is the order of rank r. Raises UsageError for a unit number out of range, and
+        if unit, time and rank need more than 63 bits together."""
         self._starts = [order.start for order in orders]
         self._lengths = [len(order.units) for order in orders]
         self._orders: list[Units] = [order.units for order in orders]
@@ -98,12 +94,11 @@ class FutureUses:
         return sum(self._lengths) - sum(self._position)
 
     def position(self, rank: int) -> int:
-        """The position of a rank's next read in its order."""
         return self._position[rank]
 
     @property
     def now(self) -> int:
-        """The earliest time of a use that is left, over all ranks; NEVER if none is left."""
+        """The earliest time of all uses left; NEVER if there are none."""
         times = [
             self._starts[rank] + self._position[rank]
             for rank in range(self.ranks)
@@ -112,9 +107,9 @@ class FutureUses:
         return min(times, default=NEVER)
 
     def seek(self, rank: int, position: int) -> Units:
-        """Set the position of a rank's next read, forwards or back. Returns the units between the
-        old and the new position, in the rank's order and possibly repeated; the time that this
-        takes depends only on their number. A position beyond the order counts as its end."""
+        """Set the position of a rank's next read, forwards or back; beyond the order means its end.
+        Returns the units between the old and the new position, in order and possibly repeated.
+        Takes time in proportion to their number."""
         before = self._position[rank]
         position = min(max(position, 0), self._lengths[rank])
         self._position[rank] = position
@@ -134,7 +129,7 @@ class FutureUses:
         return units
 
     def next_time(self, units: Units) -> Times:
-        """The time of each unit's next use, over all ranks; NEVER if none is left."""
+        """The time of each unit's next use; NEVER if none is left."""
         found = np.full(len(units), NEVER, np.int64)
         has_use = self._left[units] > 0
         places = self._next[units[has_use]]
@@ -142,18 +137,18 @@ class FutureUses:
         return found
 
     def next_time_of(self, unit: int) -> int:
-        """The same as `next_time` for one unit, in a tenth of the time."""
+        """As `next_time`, but for one unit, in a tenth of the time."""
         if not self._left[unit]:
             return NEVER
         use = int(self._uses[self._next[unit]])
         return (use & ((1 << self._low_bits) - 1)) >> self._rank_bits
 
     def uses_left(self, units: Units) -> npt.NDArray[np.uint32]:
-        """The number of uses left of each unit (Lobster's reuse count, over all ranks)."""
+        """For each unit; Lobster's reuse count, over all ranks."""
         return self._left[units]
 
     def uses_before(self, unit: int, time: int) -> int:
-        """The number of a unit's uses that are left and come before `time`."""
+        """The number of a unit's uses left before `time`."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         if time < self._end:
             bound = unit << self._low_bits | max(time, 0) << self._rank_bits
@@ -179,8 +174,7 @@ class FutureUses:
         return [(rank, time - self._starts[rank]) for rank, time in zip(ranks, times, strict=True)]
 
     def _packed(self, rank: int, first: int, behind: int) -> npt.NDArray[np.uint64]:
-        """The uses of a rank at the positions from `first` to before `behind`, as 64-bit
-        numbers."""
+        """The rank's uses at these positions, as 64-bit numbers."""
         packed = self._orders[rank][first:behind].astype(np.uint64)
         packed <<= np.uint64(self._low_bits)
         start = self._starts[rank]
@@ -196,7 +190,7 @@ class FutureUses:
         return times
 
     def _skip_read(self, units: Units) -> None:
-        """Set the next use of each of these units to its first use that is left."""
+        """Set each unit's next use to its first use left."""
         behind = units
         while len(behind):
             places = self._next[behind]
@@ -204,5 +198,5 @@ class FutureUses:
             is_read: npt.NDArray[np.bool_] = np.less(places, self._begin[behind + 1])
             is_read[is_read] = ~self._is_left[places[is_read]]
             behind = behind[is_read]
-            # Repeated units move by one place each time round
+            # Repeated units move by one place in each round
             self._next[behind] = places[is_read] + 1

@@ -8,34 +8,31 @@ greater than that of a share c of all samples is drawn with this probability:
 
     p = floor + (1 - floor) * c ** beta
 
-Selective-Backprop compares a loss with the last 1,024 losses; here a value is compared with those
-of all samples. Selective-Backprop takes the greater of floor and c ** beta; the formula above is a
-smooth form of that. The mean of c ** beta is 1 / (1 + beta), so beta follows from the floor and the
-share of samples in an epoch. Neither depends on the values, so an epoch's length is known before
-its draw.
+Selective-Backprop compares a loss with the last 1,024 losses, not with those of all samples, and
+takes the greater of floor and c ** beta, of which this formula is a smooth form. The mean of
+c ** beta is 1 / (1 + beta), so beta follows from the floor and the share of samples in an epoch.
+Neither depends on the values, so an epoch's length is known before its draw.
 
 **The draw** is systematic (Madow, Annals of Mathematical Statistics 20, 1949): the samples lie in
 random order, each with the length p, and the marks at u, u + 1, u + 2, ... take the samples on
-which they fall. So each sample is drawn at most once, with exactly its probability, and the number
-of samples is always the same.
+which they fall. So each sample is drawn at most once, with exactly its probability.
 
 **Weights.** A mean over the drawn samples prefers those of high value. Multiplied by `share / p`,
 each sample's term counts, over many draws, as often as in an epoch of all samples.
 
 **Substitution** (iCache, section III-C): a drawn sample of low importance that is not in a cache
 may be replaced by a cached sample that was not drawn. When the cache has no more such samples,
-iCache loads whole *packages* of at least 1 MiB, which it repacks as importance changes, and takes
-substitutes from these. Here chunks are the packages, and nothing is repacked: the chunks with the
-most drawn samples are chosen, and their other samples replace drawn samples of low importance in
-other chunks. A chunk of mostly important samples is not used as a package.
+iCache takes substitutes from *packages* of at least 1 MiB, which it repacks as importance changes.
+Here chunks are the packages, and nothing is repacked: the chunks with the most drawn samples are
+chosen, and their other samples replace drawn samples of low importance in other chunks. A chunk of
+mostly important samples is not used as a package.
 
-**Homes** (iCache, section III-E: no two nodes hold one sample). iCache looks up the node that has a
-sample, and reads from there. Here each sample has a home node. Samples of high importance, which
-are kept in memory, go to the ranks of their home; those of low importance fill the parts up to
-equal lengths.
+**Homes** (iCache, section III-E: no two nodes hold one sample). iCache reads a sample from the node
+that has it. Here each sample has a home node. Samples of high importance, which are kept in memory,
+go to the ranks of their home; the others fill the parts up to equal lengths.
 
-All numbers are drawn by the generator of `shuffle.py`, so the same table gives the same draw on
-every machine and with every version of numpy. Pure; safe from any thread.
+All numbers are drawn by the generator of `shuffle.py`, so every machine draws the same. Pure; safe
+from any thread.
 """
 
 from dataclasses import dataclass
@@ -57,22 +54,22 @@ SHARE_DEFAULT = 0.5
 beta = 3, thus a quarter of the samples, and more epochs.)"""
 
 HIGH_DIVISOR = 5
-"""One sample in `HIGH_DIVISOR` (a fifth) is of high importance; iCache names no limit. With a
-third, 1 % fewer samples were in memory under substitution."""
+"""A fifth of the samples is of high importance; iCache names no limit. With a third, 1 % fewer
+samples were in memory under substitution."""
 _CHANCE_STEPS = 1 << 20
 """Probabilities are rounded to multiples of 1 / `_CHANCE_STEPS`, since processors differ in the
 last digits of powers."""
 _MARK = 1 << 32  # stands for a probability of 1, so that sums of whole numbers are exact
-# Domains: each separates the random numbers of one purpose from those of the others
+# Domains of `random_keys`
 _TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES, _HOMES = range(11, 18)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawRule:
-    """How the samples of an epoch are drawn (see the module).
+    """How the samples of an epoch are drawn.
 
     `share`: the fraction of samples in an epoch, above 0 and at most 1. `floor`: the least
-    probability of a sample, from 0 to `share`. The constructor raises UsageError for other numbers.
+    probability of a sample, from 0 to `share`. Raises UsageError for other numbers.
     """
 
     share: float = SHARE_DEFAULT
@@ -87,16 +84,13 @@ class DrawRule:
             )
 
     def length(self, samples: int) -> int:
-        """The number of drawn samples in an epoch: `share` of them, but at least one if `samples`
-        is not 0."""
+        """The number of samples in an epoch."""
         return min(max(round(self.share * samples), 1), samples)
 
     def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
         """The probability of each sample to be drawn; their sum is `length`, up to rounding.
-
-        Samples without a value count as the most important. Equal values get a random order, which
-        depends on seed and epoch. Raises UsageError for a seed or epoch out of range.
-        """
+        Samples without a value count as the most important. Equal values get a random order. Raises
+        UsageError for a seed or epoch out of range."""
         count = len(values)
         if not count:
             return np.empty(0, np.float32)
@@ -106,7 +100,7 @@ class DrawRule:
             return np.full(count, share, np.float32)
         order = _by_value(values, seed, epoch)
         beta = (1 - self.floor) / (share - self.floor) - 1
-        # The last value is 1, so that the sum is never 0, however steep the curve is
+        # The last value is 1, so that the sum is never 0, however steep the curve
         curve = ((np.arange(count) + 0.5) / (count - 0.5)) ** beta
         # The sum of a curve over points is not quite its integral
         curve *= (length - self.floor * count) / float(curve.sum())
@@ -116,8 +110,8 @@ class DrawRule:
         return found
 
     def draw(self, probabilities: npt.NDArray[np.float32], seed: int, epoch: int) -> Indices:
-        """Draw `length` samples, each at most once, by the result of `probabilities`. Returns their
-        numbers, ascending. Raises UsageError for a seed or epoch out of range."""
+        """Draw `length` samples by the result of `probabilities`. Returns their numbers, ascending.
+        Raises UsageError for a seed or epoch out of range."""
         count = len(probabilities)
         length = self.length(count)
         if length == count:
@@ -133,8 +127,8 @@ class DrawRule:
 
 
 def weights(probabilities: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.float32]:
-    """The factor of each drawn sample's loss with which the mean is unbiased (see the module).
-    `share` is the fraction of all samples that was drawn."""
+    """The factor of each drawn sample's loss with which the mean is unbiased. `share` is the
+    fraction of all samples that was drawn."""
     return (share / np.maximum(probabilities, np.finfo(np.float32).tiny)).astype(np.float32)
 
 
@@ -147,12 +141,11 @@ def substituted(
     seed: int,
     epoch: int,
 ) -> tuple[Indices, Indices]:
-    """Choose the drawn samples that others shall replace (see the module).
+    """Choose the drawn samples that others shall replace. Returns two arrays of equal length:
+    places in `drawn`, and the substitutes of the samples there.
 
-    Returns two arrays of equal length: places in `drawn`, and the substitute of the sample at each
-    place. The masks and `chunks` have a value for each sample of the dataset: whether it is of low
-    importance, whether it is cached, whether it may replace others if it is not drawn, and its
-    chunk. Cached samples are used before others. Which of them replaces which sample is random.
+    The masks and `chunks` have a value for each sample of the dataset. `may_replace` says whether a
+    sample may replace others if it is not drawn. Cached samples are used before others.
     """
     missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
     missed = missed[_permutation(_REPLACED, len(missed), seed, epoch)]
@@ -186,7 +179,7 @@ def substituted(
 
 
 def home_nodes(count: int, nodes: int, seed: int) -> Indices:
-    """The home node of each of `count` samples, the same in all epochs."""
+    """The home node of each sample, the same in all epochs."""
     return (random_keys(_HOMES, count, seed, 0) % np.uint64(nodes)).astype(np.int64)
 
 
@@ -221,8 +214,7 @@ def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
-    """For each sample: whether it is of low importance, that is, less probable than all samples of
-    the most important fifth (`HIGH_DIVISOR`)."""
+    """For each sample: whether it is less probable than all of the most important fifth."""
     if not len(probabilities):
         return np.empty(0, np.bool_)
     place = len(probabilities) - max(len(probabilities) // HIGH_DIVISOR, 1)
@@ -231,8 +223,7 @@ def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
 
 
 def _by_value(values: Values, seed: int, epoch: int) -> Indices:
-    """The samples by rising value; those without a value come last. Equal values are in random
-    order."""
+    """Samples without a value come last. Equal values are in random order."""
     mixed = _permutation(_TIES, len(values), seed, epoch)
     # As integers, the bits of non-negative floats have the same order
     bits = np.where(np.isnan(values), np.float32(np.inf), values)[mixed].view(np.uint32)
@@ -242,9 +233,8 @@ def _by_value(values: Values, seed: int, epoch: int) -> Indices:
 
 
 def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
-    """The numbers below `count` in random order. They are the lower bits of the sorted keys: so all
-    keys differ, every sort gives the same result, and it takes a tenth of the time of an
-    argsort."""
+    """The numbers below `count` in random order. They are the lower bits of the sorted keys, so all
+    keys differ, every sort gives the same result, and it takes a tenth of an argsort's time."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     keys = random_keys(domain, count, seed, epoch) >> bits << bits
     keys |= np.arange(count, dtype=np.uint64)
@@ -253,8 +243,7 @@ def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
 
 
 def _stretched(ends: Indices, total: int) -> Indices:
-    """Spread the rounding error of the sum over the ends of consecutive lengths, so that the last
-    end is `total`."""
+    """Spread the rounding error of the sum over the ends, so that the last is `total`."""
     off = total - int(ends[-1])
     count = len(ends)
     return ends + (np.arange(1, count + 1) * off) // count

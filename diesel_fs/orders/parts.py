@@ -1,5 +1,4 @@
-"""Divides the order of an epoch among the ranks of a training job; and if the job resumes with
-another number of ranks, divides the rest of the epoch anew.
+"""Divides the order of an epoch among the ranks of a training job.
 
 A **part** is the share of one rank. Parts have equal lengths: if the number of files is no multiple
 of the world (the number of ranks), the list is extended by files from its start or cut at its end,
@@ -7,9 +6,9 @@ as torch's `DistributedSampler(drop_last=...)` does. That sampler gives a rank e
 file; parts here are contiguous, so in a chunk-wise order one rank reads most chunks alone.
 
 Ranks that stop in the middle of an epoch have received the same number of files, since they train
-in step. If the job resumes with the same world, each rank goes on in its part. With another world,
-the files that no rank has received are divided like a whole order, including files that the former
-world would have dropped.
+in step. If the job resumes with another world, the files that no rank has received are divided like
+a whole order, including files that the former world would have dropped.
+
 Pure; safe from any thread.
 """
 
@@ -31,12 +30,12 @@ class Partition:
 
 
 def part_length(files: int, world: int, *, drop_last: bool) -> int:
-    """The number of files in each rank's part of an order of `files` files."""
+    """The number of files in each rank's part."""
     return files // world if drop_last else -(-files // world)
 
 
 def part_positions(files: int, rank: int, world: int, *, drop_last: bool) -> Indices:
-    """The places of a rank's files in an order of `files` files."""
+    """The places of a rank's files in the order."""
     length = part_length(files, world, drop_last=drop_last)
     if not length:
         return np.empty(0, np.int64)

@@ -1,8 +1,7 @@
 """Writes orders as lists of paths: the names of such lists, their sizes, and their bytes.
 
-A mount offers the lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them. A
-list's name has the parameters of its order: `seed=1,epoch=2,group=100,rank=0,world=4`. Millions of
-paths are joined without a Python object for each path. Pure; safe from any thread.
+A mount offers the lists as files (`mounts/tree/dot_diesel.py`), and `dlcmd shuffle` prints them.
+Millions of paths are joined without a Python object for each. Pure; safe from any thread.
 """
 
 import re
@@ -20,8 +19,8 @@ from .computed import ComputedOrder
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
 TAIL_FILES = 64
-"""The number of last files of a list that a `ListText` names as entries. A mount takes a reader
-that opens them to be at the end of the list."""
+"""The number of last files that a `ListText` names. A mount takes a reader that opens them to be at
+the end of the list."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
@@ -30,7 +29,8 @@ _NEWLINE, _NUL = ord("\n"), 0
 
 @dataclass(frozen=True, slots=True)
 class ListName:
-    """The parameters of a list: a rank's chunk-wise order in an epoch (`shuffle.py`)."""
+    """The parameters of a rank's chunk-wise order in an epoch, written as
+    `seed=1,epoch=2,group=100,rank=0,world=4`."""
 
     seed: int
     epoch: int
@@ -40,8 +40,7 @@ class ListName:
 
     @classmethod
     def parse(cls, text: bytes) -> "ListName | None":
-        """The parameters in a list's name; None if `text` is no such name (unknown or repeated
-        keys, numbers out of range)."""
+        """None for unknown or repeated keys, and numbers out of range."""
         values: dict[str, int] = {}
         for part in text.decode("ascii", "replace").split(","):
             key, _, number = part.partition("=")
@@ -59,7 +58,7 @@ class ListName:
         return ComputedOrder(self.seed, self.epoch, self.group, self.rank, self.world)
 
     def order(self, snapshot: Snapshot) -> Indices:
-        """The files of the list in order, as entries of the snapshot."""
+        """The files of the list, as entries of the snapshot."""
         return self.computed.entries(snapshot)
 
     def __str__(self) -> str:
@@ -71,30 +70,30 @@ _KEYS = ("seed", "epoch", "group", "rank", "world")
 
 @dataclass(frozen=True, slots=True)
 class ListText:
-    """The bytes of a list, and its last files (at most `TAIL_FILES`) as entries of the snapshot."""
+    """The bytes of a list, and its last files as entries of the snapshot."""
 
     content: npt.NDArray[np.uint8]
     tail: Sequence[int]
 
 
 class PathLists:
-    """Makes the lists of one snapshot. For millions of files every method takes long, so call it in
-    a worker thread."""
+    """Makes the lists of one snapshot. With millions of files every method takes long, so call it
+    in a worker thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def size(self, name: ListName) -> int:
-        """The size of a list in bytes. If the list has one rank, the size does not depend on the
-        order, so no order is computed."""
+        """In bytes. If the list has one rank, the size does not depend on the order, so no order is
+        computed."""
         if name.world == 1:
             return self._total
         files = name.order(self._snapshot)
         return self._list_bytes(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
-        """The paths in their order, each ended by a newline or NUL. Raises UsageError for a path
-        with a newline in a list of lines."""
+        """The paths, each ended by a newline or NUL. Raises UsageError for a path with a newline in
+        a list of lines."""
         files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)
@@ -128,7 +127,7 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """The length in bytes of the path of each entry."""
+    """The length of the path of each entry."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]
@@ -139,11 +138,11 @@ def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
-    """For each depth below the root: the entries of that depth, as start and end of a range. (A
-    snapshot stores entries by depth.) Raises CorruptError if they are out of order."""
+    """For each depth below the root: the range of its entries, which a snapshot stores by depth.
+    Raises CorruptError if they are out of order."""
     parent = snapshot.columns.parent
     levels, start = [], 1
-    end_above = ROOT_INDEX + 1  # the end of the level above
+    end_above = ROOT_INDEX + 1
     while start < len(snapshot):
         end = int(np.searchsorted(parent, end_above, side="left"))
         if end <= start or int(parent[start]) >= start:
@@ -154,8 +153,7 @@ def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
 
 
 def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
-    """The bytes of the paths of `files` (entries), each path followed by the byte `end`. Raises
-    CorruptError."""
+    """The paths of `files` (entries), each followed by the byte `end`. Raises CorruptError."""
     columns = snapshot.columns
     parents, folder_of_file = np.unique(columns.parent[files], return_inverse=True)
     prefixes = [snapshot.path(int(each)) + b"/" if each else b"" for each in parents.tolist()]
@@ -182,7 +180,7 @@ def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.u
         size[:, 1] = starts[part + 1].astype(np.int64) - name_start
         size[:, 2] = 1
         sizes = size.reshape(-1)
-        ends = np.cumsum(sizes)  # of the ranges in the batch
+        ends = np.cumsum(sizes)
         count = int(ends[-1])
         index = np.repeat(begin.reshape(-1) - (ends - sizes), sizes)
         index += np.arange(count)

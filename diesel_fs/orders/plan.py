@@ -4,7 +4,7 @@ A *stream* is one reader; it has *epochs*, each with its entries (indices of fil
 in order. A *plan* is all streams that are announced to a mount. Plans come over the control socket
 or from lists of files (`mounts/plans/`); the mount's prefetch planner loads files in their order.
 
-Epochs and streams are immutable values. Each keeps a private, read-only copy of its arrays.
+All are immutable values, with private, read-only copies of their arrays.
 """
 
 import re
@@ -20,7 +20,7 @@ from ..errors import UsageError
 from .computed import ComputedOrder
 
 Entries: TypeAlias = npt.NDArray[np.uint32]
-"""Entry indices, 4 bytes each, as in a snapshot."""
+"""Entry indices have 4 bytes each, as in a snapshot."""
 
 NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
@@ -36,24 +36,23 @@ STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 STREAMS_MAX = 64
 """The most streams of a plan: enough for 16 ranks of a node, their validation sets and some other
-jobs. There is a limit because each decision of the planner looks at every stream."""
+jobs. Each decision of the planner looks at every stream."""
 
 EPOCH_ENTRIES_MAX = 1 << 26
-"""The most entries of an epoch: more than 50 times the files of ImageNet-1K, and 256 MB."""
+"""More than 50 times the files of ImageNet-1K; 256 MB."""
 
 EPOCHS_MAX = 8
-"""The most epochs of one stream at a time, including the current one. Further epochs can be
-announced when earlier ones have been read."""
+"""The most epochs of one stream at a time, including the current one."""
 
 PLAN_ENTRIES_MAX = 1 << 27
-"""The most entries of all streams together, counted each time that an order has them: 512 MB."""
+"""The most entries of all streams together, counted in each epoch: 512 MB."""
 
 EPOCH_NUMBER_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """The reads of one stream in one epoch. The constructor raises UsageError for malformed arrays.
+    """The reads of one stream in one epoch. Raises UsageError for malformed arrays.
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
     replaced when the epoch begins. `bounds` is None if the batches are not known. `computed` has
@@ -78,13 +77,12 @@ class Epoch:
 
     @property
     def batch_entries_max(self) -> int:
-        """The number of entries of the largest batch; 0 if the batches are not known."""
+        """The size of the largest batch; 0 if the batches are not known."""
         if self.bounds is None or not len(self.bounds):
             return 0
         return int(np.diff(self.bounds, prepend=0).max())
 
     def appended(self, more: "Epoch") -> "Epoch":
-        """This epoch with the entries of `more` behind its own."""
         bounds = None
         if self.bounds is not None and more.bounds is not None:
             bounds = np.concatenate([self.bounds, more.bounds + len(self)])
@@ -92,7 +90,7 @@ class Epoch:
         return Epoch(self.number, entries, self.exact and more.exact, bounds)
 
     def replaced(self, position: int, rest: "Epoch") -> "Epoch":
-        """This epoch up to `position`, followed by the entries of `rest`."""
+        """This epoch up to `position`, then `rest`."""
         bounds = None
         if rest.bounds is not None and self.bounds is not None:
             before = self.bounds[self.bounds <= position]
@@ -103,8 +101,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One reader and its epochs, by rising number. The constructor raises UsageError for bad
-    values.
+    """One reader and its epochs, by rising number. Raises UsageError for bad values.
 
     `tentative`: a program has read a list of these files, which does not prove that it will read
     the files in that order. `lag_entries`: how many entries apart in the order the workers of this
@@ -134,23 +131,23 @@ class Stream:
             raise UsageError(f"bad lag {self.lag_entries} of stream {self.name}")
 
     def epoch(self, number: int) -> Epoch:
-        """The epoch of this number. Raises UsageError if the stream has none."""
+        """Raises UsageError if there is none."""
         for epoch in self.epochs:
             if epoch.number == number:
                 return epoch
         raise UsageError(f"stream {self.name} has no epoch {number}")
 
     def extended(self, epochs: Sequence[Epoch]) -> "Stream":
-        """This stream with more epochs. If the first of `epochs` has the number of this stream's
-        last epoch, its entries are appended to that epoch."""
+        """Add epochs. If the first has the number of this stream's last epoch, its entries are
+        appended to that epoch."""
         own, more = list(self.epochs), list(epochs)
         if own and more and own[-1].number == more[0].number:
             own[-1] = own[-1].appended(more.pop(0))
         return replace(self, epochs=(*own, *more))
 
     def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
-        """This stream with its epoch of the number of `epoch` replaced, from `position` on. Raises
-        UsageError if there is no such epoch or position."""
+        """Replace the epoch of the same number, from `position` on. Raises UsageError if there is
+        no such epoch or position."""
         old = self.epoch(epoch.number)
         if not 0 <= position <= len(old):
             raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
@@ -165,12 +162,8 @@ def check_plan(
     *,
     entries_max: int = PLAN_ENTRIES_MAX,
 ) -> None:
-    """Check a plan that a client wants to change: `streams` are all streams after the change, and
-    `new_epochs` the epochs in them that the change adds.
-
-    `is_file` has a value for each entry of the dataset. Raises UsageError if the plan is beyond the
-    limits above, or a new epoch names an entry that is no file.
-    """
+    """Check all streams of a plan after a change that adds `new_epochs`. Raises UsageError if the
+    plan is beyond the limits above, or a new epoch names an entry that is no file."""
     if len(streams) > STREAMS_MAX:
         raise UsageError(
             f"{len(streams) - 1} streams are announced (at most {STREAMS_MAX})",
@@ -202,7 +195,7 @@ def _own_entries(entries: EntryOrder) -> Entries:
     if len(array) and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
         raise UsageError("an order names an entry that is not 0 to 2^32 - 1")
     if array.dtype == np.uint32 and array.flags.owndata and not array.flags.writeable:
-        return array  # already a copy that was made here
+        return array  # a copy that was made here
     own = array.astype(np.uint32)
     own.flags.writeable = False
     return own

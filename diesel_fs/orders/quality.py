@@ -14,18 +14,16 @@ mean of V after full shuffle is known (drawing without replacement):
 
 So D is 1 for a full shuffle, up to chance, and b if each batch has files of one class only, out of
 many classes (for b far below N). A batch is worth b / D fully shuffled files: Kish's effective
-sample size. Here the class stands for the file's gradient. If V were computed from gradients, and a
-batch were one chunk, D would be the factor h_D by which CorgiPile bounds the convergence of SGD in
-chunk-wise order (Xu et al., SIGMOD 2022, section 4). The measure does not see differences between
-files of one class, files that come together again in the next epoch, and for how many batches in a
-row a class is too frequent (see the study in tests/bench/RESULTS.md: with larger groups the
-imbalance is smaller, but lasts longer).
+sample size. If V were computed from gradients, and a batch were one chunk, D would be the factor
+h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
+section 4). The measure does not see differences between files of one class, files that come
+together again in the next epoch, and for how many batches in a row a class is too frequent
+(tests/bench/RESULTS.md: with larger groups the imbalance is smaller, but lasts longer).
 
 The **class** of a file is its topmost folder below the measured folder, as with torchvision's
 `ImageFolder`. Files directly in the measured folder are a class of their own.
 
-Works on columns of numbers; an order of a million files takes about a second. Pure; safe from any
-thread.
+An order of a million files takes about a second. Pure; safe from any thread.
 """
 
 from dataclasses import dataclass
@@ -38,13 +36,12 @@ from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from .shuffle import GroupedOrder, chunk_order
 
 BATCH_FILES = 256
-"""The files in a measured batch; fewer if an order has less than BATCHES_MIN batches of this
-size."""
+"""The files in a measured batch; fewer if an order has less than BATCHES_MIN such batches."""
 
 BATCHES_MIN = 8
 
 GROUP_SIZES = tuple(factor * 10**power for power in range(7) for factor in (1, 3))
-"""The group sizes to compare; only those below the number of the dataset's chunks are used."""
+"""The group sizes to compare, if they are below the dataset's number of chunks."""
 
 DESIGN_EFFECT_MAX = 4.0
 """A group size up to this design effect is recommended: a batch is then worth a quarter of its
@@ -53,9 +50,7 @@ files. A rule of thumb: many models bear steps as noisy as with such batches."""
 
 @dataclass(frozen=True, slots=True)
 class OrderQuality:
-    """How well an order mixes the classes, and how much memory its reader needs.
-
-    `memory_bytes`: the size of the chunks of two neighbouring groups, for the largest such pair.
+    """`memory_bytes`: the size of the chunks of two neighbouring groups, for the largest such pair.
     `chunks_in_batch`: the mean number of chunks that a batch comes from. `design_effect`: see the
     module; None if all batches have the same classes in any order.
     """
@@ -68,8 +63,8 @@ class OrderQuality:
 @dataclass(frozen=True, slots=True)
 class QualityReport:
     """The quality of several orders of the same files: chunk-wise with several group sizes
-    (`by_group_size`, ascending), in the sequence in which the chunks hold the files (`packed`), and
-    in full shuffle (`full`). `batch_files` is the size of the measured batches."""
+    (`by_group_size`, ascending), as the chunks hold the files (`packed`), and in full shuffle
+    (`full`)."""
 
     files: int
     chunks: int
@@ -81,9 +76,9 @@ class QualityReport:
 
     @property
     def recommended(self) -> int | None:
-        """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX (or of at most
-        that of full shuffle, if it is larger by chance). None if no group size has such an effect,
-        or if there are no classes to mix."""
+        """The smallest group size with a design effect of at most DESIGN_EFFECT_MAX (or that of
+        full shuffle, if it is larger by chance); None if there is none, or there are no classes to
+        mix."""
         limit = max(DESIGN_EFFECT_MAX, self.full.design_effect or 0.0)
         for group_size, quality in self.by_group_size.items():
             if quality.design_effect is not None and quality.design_effect <= limit:
@@ -102,13 +97,11 @@ def compare_group_sizes(
     drop_last: bool = False,
     below: int = ROOT_INDEX,
 ) -> QualityReport:
-    """Measure the orders of an epoch: those of GROUP_SIZES and `group_size`, the packed sequence of
-    files, and full shuffle.
+    """Measure the orders of an epoch with the group sizes GROUP_SIZES and `group_size`, the packed
+    sequence of files (for all ranks together), and full shuffle.
 
-    The other parameters are those of `chunk_order`; the packed sequence is measured for all ranks
-    together. Those of GROUP_SIZES that are not below the number of chunks are left out, since their
-    orders are full shuffles. Raises UsageError for numbers out of range, and CorruptError for a
-    damaged snapshot.
+    The other parameters are those of `chunk_order`. Raises UsageError for numbers out of range, and
+    CorruptError for a damaged snapshot.
     """
 
     def ordered(size: int) -> GroupedOrder:
@@ -125,7 +118,7 @@ def compare_group_sizes(
     chunks = len(np.unique(chunk))
     batch_files = max(min(BATCH_FILES, len(requested.indices) // BATCHES_MIN), 1)
 
-    place_of = np.empty(len(snapshot), np.int64)  # by entry: its place among the files
+    place_of = np.empty(len(snapshot), np.int64)  # of an entry, among the files
     place_of[files] = np.arange(len(files))
 
     def measured(order: GroupedOrder) -> OrderQuality:
@@ -168,8 +161,7 @@ def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) 
 
 
 def design_effect(classes: Indices, order: Indices, batch_files: int) -> float | None:
-    """The design effect of an order, in batches of `batch_files` files. A shorter last batch is
-    left out.
+    """The design effect of an order. A shorter last batch is left out.
 
     `classes` has the class of each file of the dataset: small numbers from 0 on. `order` has
     positions in `classes`, enough for at least one batch. Returns None if all batches have the same
@@ -194,15 +186,15 @@ def design_effect(classes: Indices, order: Indices, batch_files: int) -> float |
 
 
 def _run_ends(values: Indices) -> Indices:
-    """The position after the last element of each run of equal values."""
+    """The position after each run of equal values."""
     if not len(values):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
 
 
 def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) -> int:
-    """The bytes of the chunks of two neighbouring groups, for the largest such pair; or of the only
-    group. `chunks` has the chunk of each file in the order, `ends` the ends of the groups."""
+    """For the largest pair of neighbouring groups, or the only group. `chunks` has the chunk of
+    each file in the order, `ends` the ends of the groups."""
     group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
     count = len(chunk_sizes)
     keys = np.unique(group * max(count, 1) + chunks)

@@ -1,8 +1,7 @@
 """Draws the order in which a reader goes through the files of a dataset in one epoch.
 
-There are two shuffles, chunk-wise and full. Both are pure functions of the snapshot and of numbers:
-they give the same order in every process, on every machine and with every version of numpy (the
-tests hold golden orders). Safe from any thread.
+Orders are pure functions of the snapshot and of numbers: they are the same in every process, on
+every machine and with every version of numpy (the tests hold golden orders). Safe from any thread.
 
 **Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled and cut into groups
 of `group_size`, and the files of each group are shuffled among themselves. So a reader needs the
@@ -10,9 +9,8 @@ chunks of one group in memory, while the chunks of the next group are loaded. A 
 extents belongs to the chunk of its first one, an empty file to the chunk that has its entry. Chunks
 without any selected file do not count. **Full shuffle** is the same with one group of all chunks.
 
-**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So a chunk is read by
-one rank alone, unless the end of a part cuts its group; with fewer groups than ranks, each rank
-gets a piece of a group. Every file is equally likely in each part.
+**Parts** (`parts.py`): a chunk is read by one rank alone, unless the end of a part cuts its group.
+Every file is equally likely in each part.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter. All arithmetic
 is modulo 2^64:
@@ -45,16 +43,15 @@ GROUP_SIZE_DEFAULT = 100
 accuracy with larger groups."""
 
 SEED_MAX = 2**63 - 1
-"""The largest seed, epoch or other number: each fits a signed word of 64 bits."""
+"""The largest seed or epoch: each fits a signed word of 64 bits."""
 
 WORLD_MAX = 1 << 20
-"""The most ranks of a job: more than any job has, and few enough that products with other numbers
-fit 64 bits."""
+"""More ranks than any job has, and few enough that products with other numbers fit 64 bits."""
 
 _U8 = npt.NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
-_CHUNKS, _FILES = 1, 2  # the two domains of `state`
+_CHUNKS, _FILES = 1, 2  # domains
 _WORD = 64
 
 
@@ -73,7 +70,7 @@ class GroupedOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedFiles:
-    """Files (as entries) and their chunks: all that a chunk-wise order depends on, besides numbers.
+    """Files (as entries) and their chunks. With some numbers, they determine a chunk-wise order.
     Can be pickled."""
 
     entries: Indices
@@ -84,7 +81,7 @@ class ChunkedFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
-        """The files `entries` of a snapshot. Raises CorruptError for a damaged snapshot."""
+        """Raises CorruptError for a damaged snapshot."""
         chunks = np.maximum(snapshot.chunk_of(entries), 0)  # entries without a chunk: the first
         if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
             raise CorruptError(
@@ -93,12 +90,11 @@ class ChunkedFiles:
         return cls(entries, chunks, snapshot.columns.chunk_id)
 
     def subset(self, places: Indices) -> "ChunkedFiles":
-        """The files at these positions in `entries`."""
         return ChunkedFiles(self.entries[places], self.chunks[places], self.chunk_ids)
 
     def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
-        """All files in chunk-wise order, as positions in `entries`, and the number of each one's
-        group. Raises UsageError for numbers out of range."""
+        """The chunk-wise order, as positions in `entries`, and the number of each file's group.
+        Raises UsageError for numbers out of range."""
         check_number("seed", seed)
         check_number("epoch", epoch)
         check_number("group size", group_size, 1)
@@ -110,7 +106,7 @@ class ChunkedFiles:
 
 
 class OrderSelection(TypedDict, total=False):
-    """The part of an epoch's files that is wanted; meaning and defaults as in `chunk_order`."""
+    """The wanted part of an epoch's files; meaning and defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -127,16 +123,14 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """A rank's files in chunk-wise order, as entries of the snapshot. Arguments and errors are
-    those of `chunk_order`."""
+    """The files of `chunk_order`, with its arguments and errors."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
 def full_shuffle(
     snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
 ) -> Indices:
-    """The same as `chunk_shuffle` with all chunks in one group, so that all orders are equally
-    likely."""
+    """As `chunk_shuffle` with all chunks in one group, so that all orders are equally likely."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
@@ -202,7 +196,7 @@ def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.
 
 
 def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
-    """Sort keys of the files: the group in the upper bits, the drawn number in the others."""
+    """Sort keys: the group in the upper bits, the drawn number in the others."""
     drawn = _draw(_state(_FILES, seed, epoch), files.astype(np.uint64))
     group_bits = int(group.max()).bit_length()
     if not group_bits:
@@ -211,7 +205,7 @@ def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
 
 
 def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """`count` numbers of 64 random bits. The `domain` separates the numbers of one purpose from
+    """`count` random numbers of 64 bits. The `domain` separates the numbers of one purpose from
     others with the same seed and epoch: this module uses 1 and 2, `importance.py` 11 to 17. Raises
     UsageError for a seed or epoch out of range."""
     check_number("seed", seed)
@@ -220,7 +214,6 @@ def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[n
 
 
 def _state(domain: int, seed: int, epoch: int) -> _U8:
-    """`state` of the module's docstring."""
     state = np.array([domain], np.uint64)
     for word in (seed, epoch):
         state = _draw(state, np.array([word], np.uint64))
@@ -228,7 +221,7 @@ def _state(domain: int, seed: int, epoch: int) -> _U8:
 
 
 def _draw(state: _U8, words: _U8) -> _U8:
-    """`draw` of the module's docstring. Takes arrays, since numpy warns if a scalar overflows."""
+    """Takes arrays, since numpy warns if a scalar overflows."""
     z = words + np.uint64(1)
     z *= np.uint64(_GAMMA)
     z += state

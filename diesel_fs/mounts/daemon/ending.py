@@ -1,12 +1,10 @@
 """Ends a mount: after a signal, when the supervisor was killed, or when serving has failed.
 
 At `UNMOUNT_SIGNAL` the server unmounts (lazily if the mount is in use), lets reads under way finish
-for the grace period, and ends the session; at a second `UNMOUNT_SIGNAL` it ends the session at
-once. At `ORPHANED_SIGNAL` it aborts the connection.
+for the grace period, and ends the session; at a second one it ends the session at once.
 
 Concurrency: trio, in the server's thread. Unmounting may wait until requests are answered, so a
-thread does it while the session goes on answering. `unmount_now` is for a mount whose session no
-longer answers: it ends the connection of a native mount first.
+thread does it while the session goes on answering.
 """
 
 import logging
@@ -31,7 +29,7 @@ GRACE_S = 1.5
 """How long reads under way may take after a signal: the process ends within 2 s."""
 
 NEXT_READ_S = 0.02
-"""In a native mount, the longest time between a READ and the next one of the same read."""
+"""In a native mount, the longest time between two READs of the same read."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
 """The supervisor sends it once to unmount, and twice to end at once. A SIGTERM from another process
@@ -44,15 +42,12 @@ the worker may wait for a page lock. Before there is a mount this signal ends th
 
 
 class MountEnd:
-    """Ends one mount. The server makes a `MountEnd` as soon as it has mounted."""
-
     def __init__(self, mountpoint: str, session: Session, vfs: Vfs, grace_s: float) -> None:
-        """Reads under way at the end get `grace_s` seconds to finish."""
         found = mounted_at(mountpoint)
         self.device = found.device if found else ""
         """The device number of the connection; empty if the mount has ended already."""
         self.is_ready = False
-        """Whether the mount was reported as ready; the server sets it."""
+        """Whether the mount was reported as ready."""
         self._mountpoint = mountpoint
         self._session = session
         self._vfs = vfs
@@ -67,9 +62,7 @@ class MountEnd:
         release: Callable[[], None],
     ) -> None:
         """Waits for a signal, and ends the mount: cancels `scope`, in which the session serves.
-
-        `release` is called before unmounting: it ends everything that keeps the mount busy.
-        """
+        Before it unmounts, `release` ends everything that keeps the mount busy."""
         first = await anext(signals)
         if first == ORPHANED_SIGNAL:
             self._abort()
@@ -133,8 +126,7 @@ class MountEnd:
         scope.cancel()
 
     async def _drain(self) -> None:
-        """Waits until no read is under way. For one read of a native mount the kernel sends READs
-        one after the other, so the read has ended when no further READ comes for `NEXT_READ_S`."""
+        """The kernel sends the READs of one read of a native mount one after the other."""
         await self._vfs.drain()
         answered = -1
         while isinstance(self._session, NativeSession) and self._vfs.requests["read"] != answered:
@@ -143,12 +135,12 @@ class MountEnd:
             await self._vfs.drain()
 
     def _unmount(self, lazy: bool = False) -> None:
-        """Unmounts this mount, but nothing that was mounted on top of it since."""
+        """Unmounts nothing that was mounted on top of this mount since."""
         while (place := self._place()) is not None:  # twice during a switch of trees
             unmount(place, lazy=lazy)
 
     def _place(self) -> str | None:
-        """The path of the mount now; None if it is unmounted, or lies below another mount."""
+        """The path of the mount; None if it is unmounted, or lies below another mount."""
         session = self._session
         mount_id = session.mount_id if isinstance(session, NativeSession) else self._mount_id
         return place_of(mount_id, self.device, self._mountpoint)

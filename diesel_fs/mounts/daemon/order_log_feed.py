@@ -1,9 +1,9 @@
 """Feeds the order logs of a mount: makes logs if they pay, and reports readers' progress to them.
 
 Order logs (`cache/order_logs/`) have the files of an order one behind the other on a disk. While an
-epoch is read, its files are copied to the log of the next one. The prefetch worker reads from
-`OrderLogFeed.batches`, so most files are copied when it pushes them. READs bring the others without
-the worker (*late* files); when it is idle, it reads these again (`read_late`).
+epoch is read, its files are copied to the log of the next one, most of them when the prefetch
+worker pushes them. READs bring the others without the worker (*late* files); when it is idle, it
+reads these again.
 
 Used by the worker's one thread. The calls may wait for the store or the disk.
 """
@@ -29,16 +29,13 @@ from ..source import LOGS_DIVISOR, MemorySplit, MountSource
 log = logging.getLogger("diesel.mount")
 
 LATE_MAX, LATE_ENTRIES = 4096, 256
-"""How many lists of late files are remembered until the worker has time for them, and the greatest
-length of a list."""
+"""How many lists of late files wait until the worker has time, and their greatest length."""
 
 LOOK_S = 0.05
-"""The least time between two reports of readers' positions to the logs."""
+"""The least time between two reports to the logs."""
 
 
 class OrderLogFeed:
-    """The order logs of one version of a mount (see the module)."""
-
     def __init__(
         self, request: MountRequest, source: MountSource, snapshot: Snapshot, push_bytes: int
     ) -> None:
@@ -48,23 +45,21 @@ class OrderLogFeed:
         self._snapshot = snapshot
         self._push_bytes = push_bytes
         self.batches: BatchSource = source.batch_source(request, snapshot)
-        """The source of the contents of files. If there are logs, it reads them before the
-        store."""
+        """The source of contents: the logs, if there are any, then the store."""
         self.is_possible = bool(request.log_folder)
         """Whether there are logs, or may be some later."""
         self._logs: OrderLogs | None = None
         self._looked_s = 0.0
         self._plans: dict[str, LogPlan] = {}  # by stream
-        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # lists of late files
+        self._late: deque[Entries] = deque(maxlen=LATE_MAX)
 
     @property
     def has_logs(self) -> bool:
-        """Whether there are logs now."""
         return self._logs is not None
 
     def follow(self, planner: PrefetchPlanner, addresses: LogAddresses, now_s: float) -> None:
         """Report the planner's streams to the logs; make the logs if they pay. The mount's server
-        finds entries in the logs by `addresses`. Raises DieselError."""
+        finds entries by `addresses`. Raises DieselError."""
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
@@ -97,7 +92,7 @@ class OrderLogFeed:
     def _make_logs(
         self, planner: PrefetchPlanner, addresses: LogAddresses, reading: list[StreamReading]
     ) -> bool:
-        """Make the logs if they pay. Returns whether there are any now."""
+        """Returns whether there are logs now."""
         request = self._request
         is_wanted = request.task_options.cache_layout == "order" or is_log_worthwhile(
             self._snapshot,
@@ -118,15 +113,13 @@ class OrderLogFeed:
         return True
 
     def note_late(self, entries: Entries) -> None:
-        """Remember late files, which the logs lack. Calls are joined into lists of up to
-        `LATE_ENTRIES`, since a reader that outruns the pushes causes one call for each file."""
+        """Joins calls, since a reader that outruns the pushes causes one for each file."""
         if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
             entries = np.concatenate((self._late.pop(), entries))
         self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
 
     def read_late(self) -> bool:
-        """Read a list of late files again, so that the logs get them. Returns whether there was
-        one."""
+        """Read a list of late files, so that the logs get them. Returns whether there was one."""
         if self._logs is None:
             return False
         if not self._late:
@@ -141,5 +134,4 @@ class OrderLogFeed:
         return True
 
     def close(self) -> None:
-        """Close the source of contents, and the logs."""
         self.batches.close()

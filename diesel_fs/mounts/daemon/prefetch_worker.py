@@ -1,14 +1,12 @@
 """Runs the prefetch worker, the process of a mount that puts contents into the page cache.
 
-The supervisor calls `run_prefetch_worker` in a new process. The mount's server sends messages
-(`prefetch/link.py`): misses (READs that reached the mount), files that the kernel has forgotten,
-changes of plans, switches to another version. The loop reports them, and opens of watched files,
-to the planner (`prefetch/planner.py`), asks it for a decision and carries the decision out
-(`prefetch/pages/page_cache.py`). Every byte is checked before it is pushed.
+The loop reports messages of the mount's server (`prefetch/link.py`) and opens of watched files to
+the planner (`prefetch/planner.py`), asks it for a decision and carries the decision out
+(`prefetch/pages/page_cache.py`).
 
 The worker is a process of its own because each of its steps may wait: for the store, for the
-server, or for the lock of a page that a READ in progress holds. If the worker is killed or fails,
-the mount goes on without pushing.
+server, or for the lock of a page that a READ in progress holds. If it dies, the mount goes on
+without pushing.
 
 Rules of concurrency:
 
@@ -16,14 +14,13 @@ Rules of concurrency:
   message as a whole, and carries a decision out and reports the result before it asks for the next
   decision.
 - In one turn the loop reads all messages and opens, then does one piece of work, usually one
-  decision. After a switch the pieces are others: first the kernel is notified, piece by piece, of
-  the names and contents that have changed (`versions/invalidation.py`), and nothing is pushed
-  meanwhile. Then pages of the version before are taken over, with one decision between two pieces
-  if readers follow a plan.
-- A push from a slow store waits for its contents in the thread "contents". The loop's thread
-  answers requests of the control socket meanwhile. So changes of plans, and opens, may come between
-  a decision and its report. Everything else waits for the end of the push (`_later`): a switch
-  never happens during a decision. Requests overtake misses and forgotten files only.
+  decision. After a switch to another version, it first notifies the kernel of changed names and
+  contents (`versions/invalidation.py`), and pushes nothing. Then it takes over pages of the version
+  before, with one decision between two pieces if readers follow a plan.
+- A push from a slow store waits for its contents in the thread "contents". Meanwhile the loop's
+  thread answers requests of the control socket, which may overtake misses and forgotten files. So
+  changes of plans, and opens, may come between a decision and its report. Everything else waits for
+  the end of the push (`_later`): a switch never happens during a decision.
 - Other threads read the store ahead (`cache/readers/coalescing_reader.py`), write order logs and
   send plans to the task's master. A process of its own drops pages, in the order of the calls
   (`prefetch/pages/advice_process.py`). None of them uses the planner.
@@ -79,40 +76,39 @@ from .taken_over_pages import TakenOverPages
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""The least time between two reports of statistics to the server."""
+"""The least time between two reports to the server."""
 
 IDLE_S_MAX = 5.0
-"""How long the loop waits for messages and events if nothing is due."""
+"""The loop's longest wait."""
 
 UNITS_AHEAD = 16
-"""How many pushes are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
+"""Pushes that are fetched ahead if the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""How many misses of one message are used; of more, an even sample. Each is looked up in every
-stream of the planner, and a flood of misses must not delay planned pushes."""
+"""Misses (READs that reached the mount) of one message that are used; of more, an even sample. Each
+is looked up in every stream, and a flood of misses must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""How many of the next units (files that are pushed at once) of each stream are marked for the
-server: it holds READs of their files, as they will be pushed soon."""
+"""The next units (files that are pushed at once) of each stream that are marked: the server holds
+READs of their files."""
 
 ANSWER_S = 0.2
-"""Time between two looks for requests while a push waits for its contents."""
+"""How often the worker looks for requests while a push waits for its contents."""
 
 REPORTS = frozenset(("missed", "forgotten"))
-"""Messages of the server that requests of the control socket may overtake."""
+"""Messages that requests of the control socket may overtake."""
 
 QUIET_S_MAX, QUIET_DIVISOR = 0.1, 10
 """If the worker has nothing to do and all readers are far behind the claims, it looks at opens only
-after this time, or this part (a tenth) of the time in which a reader comes to the end of the
-claims: one look at ten opens costs hardly more than at one."""
+after this time, or a tenth of the time in which a reader comes to the end of the claims: one look
+at ten opens costs hardly more than at one."""
 
 BEGIN_DEADLINE_S = 10.0
-"""How long to wait for the first message, which the server sends right after the descriptors."""
+"""How long to wait for the first message, which comes right after the descriptors."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs the worker until the mount, or the server at the other end of `link`, has ended. Returns
-    the exit code of the process."""
+    """Returns the exit code, at the end of the mount, or of the server behind `link`."""
     server = MountServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -130,7 +126,7 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
             content = ContentTarget.open(files.pop(), _int_field(begin, "content_node"))
         push_bytes = _int_field(begin, "push_bytes")
         worker = PrefetchWorker(server, request, source, device, push_bytes, content)
-        # Without local names: they would keep the first version in memory after a switch.
+        # Without local names: they would keep the first version in memory after a switch
         worker.switch_version(map_snapshot(files[0]), None, *_map_rest(files[1:]))
         for descriptor in files:  # all are mapped
             os.close(descriptor)
@@ -141,14 +137,13 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     except OSError as error:
-        # The connection was ended, for example by `umount --force`, which reports the reason.
+        # The connection was ended, for example by `umount --force`, which reports the reason
         if error.errno not in UNMOUNTED_ERRNOS:
             raise
     return 0
 
 
 def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
-    """Maps the push status, which the server shares, and the image of a native mount's tree."""
     image = None
     if len(files) > 1:
         image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
@@ -162,7 +157,7 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
-    """The loop (see the module). `switch_version` sets the attributes that are declared here."""
+    """`switch_version` sets the attributes that are declared here."""
 
     _snapshot: Snapshot
     _feed: OrderLogFeed
@@ -189,7 +184,7 @@ class PrefetchWorker:
         self._device = device
         self._push_bytes = push_bytes
         self._content = content
-        self._failed = 0  # how many pushes have failed
+        self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._taken_over: TakenOverPages | None = None  # until all pages are taken over
         self._stats_changed = True  # since the statistics were last sent
@@ -199,7 +194,7 @@ class PrefetchWorker:
         self._mounts_changed = False
         self._waiting = ThreadPoolExecutor(1, "contents")
         self._later: list[Message] = []  # came during a push, and wait for its end
-        self._has_pushed = False  # whether a push has shown if the store is slow
+        self._has_pushed = False  # a push has shown whether the store is slow
 
     def switch_version(
         self,
@@ -208,9 +203,8 @@ class PrefetchWorker:
         push_status: PushStatusMap,
         image: Image | None,
     ) -> None:
-        """Makes `snapshot` the version to push from now on. `nodes` has the node of each entry;
-        None: an entry's node is its index + 1. `image` is None unless the mount is native. Raises
-        DieselError."""
+        """Pushes `snapshot` from now on. `nodes` has the node of each entry; None: an entry's node
+        is its index + 1. `image` is None unless the mount is native. Raises DieselError."""
         self._snapshot = snapshot
         self._feed = OrderLogFeed(self._request, self._source, snapshot, self._push_bytes)
         at, budget_bytes = self._request.mountpoint, self._push_bytes
@@ -237,8 +231,8 @@ class PrefetchWorker:
         self._server.watch(self._page_cache.opens.descriptor)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
-        """Works until the mount with this device number is unmounted, or the server sends "end".
-        `early` are messages that have arrived already. Raises EOFError if the server has ended."""
+        """Works until the mount is unmounted, or the server sends "end". `early` are messages that
+        have arrived already. Raises EOFError if the server has ended."""
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         presence = MountPresence(device)
         presence.is_mounted()  # so that it knows the tree of a native mount
@@ -285,7 +279,7 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Closes everything, so that the worker no longer keeps the mount busy."""
+        """Afterwards the worker no longer keeps the mount busy."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._feed.close()
@@ -300,13 +294,13 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            # Some may be entries of the version before.
+            # Some may be entries of the version before
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._feed.is_possible:
                 self._feed.note_late(np.unique(missed).astype(np.uint32))
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             if self._content is not None:
-                # Files of several chunks come faster by READs, which the kernel sends ahead.
+                # Files of several chunks come faster by READs, which the kernel sends ahead
                 missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]
             for entry in missed.tolist():
                 if not self._planner.resident([entry])[0] or self._page_cache.is_lost(entry):
@@ -333,7 +327,6 @@ class PrefetchWorker:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """Switch to another version, in which all entries have other indices."""
         is_native = self._content is not None
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
@@ -382,8 +375,7 @@ class PrefetchWorker:
             taken_over.close()
 
     def _invalidate_some(self) -> float:
-        """Send the next piece of the invalidations to the kernel. Returns how long to wait after
-        it, in seconds."""
+        """Returns the seconds to wait after it."""
         try:
             next(self._invalidations[0])
         except StopIteration:
@@ -398,7 +390,7 @@ class PrefetchWorker:
             self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
-        """Carry out the planner's next decision. Returns the seconds to wait after it."""
+        """Returns the seconds to wait after it."""
         match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)
@@ -423,8 +415,8 @@ class PrefetchWorker:
         return self._feed.batches.read_costs(units)
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
-        """Whether each of these files has all its pages in the page cache. If READs of some have
-        failed, the file's pages are dropped, and it does not count as whole."""
+        """Whether each of these files has all its pages in the page cache. A file of which READs
+        have failed loses its pages, and does not count."""
         found = []
         cache, reads_failed = self._page_cache, self._push_status.reads_failed
         for entry in entries:
@@ -472,8 +464,8 @@ class PrefetchWorker:
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _mark_soon(self, first: list[Entries] | None, *, is_pushing: bool = False) -> None:
-        """Mark these entries and those of the next units: the server holds their READs. None: mark
-        nothing, as nothing is pushed next."""
+        """The server holds READs of these entries and the next units. None: nothing is pushed
+        next."""
         if first is None:
             self._push_status.clear_soon()
             return
@@ -488,8 +480,7 @@ class PrefetchWorker:
         self._push_status.set_store_is_slow(is_slow=is_slow and is_pushing)
 
     def _contents(self, entries: Entries) -> Iterator[ExtentBatch]:
-        """The contents of files, in batches. If they may take long to come, this answers requests
-        meanwhile. Raises DieselError."""
+        """If contents take long, answers requests meanwhile. Raises DieselError."""
         batches = self._feed.batches.batches(entries)
         if self._has_pushed and not (self._feed.batches.is_slow or self._request.task_options):
             yield from batches
@@ -504,7 +495,7 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answer requests of the control socket during a push; all other messages wait."""
+        """All messages but requests of the control socket wait for the end of the push."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
             if is_next and message.get("do") in REQUESTS:
@@ -514,8 +505,8 @@ class PrefetchWorker:
         self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
-        """Hands over contents to the READs that the server holds now. Returns the batch without the
-        files of these READs."""
+        """Hands over contents to READs that the server holds. Returns the batch without their
+        files."""
         is_held = self._push_status.mark_now(batch.entries)
         if not is_held.any():
             return batch

@@ -1,31 +1,23 @@
 """The server process of a mount: it opens the dataset, mounts it, answers the kernel, unmounts.
 
-The supervisor (`supervisor.py`) forks it and calls `serve_mount`. `session_choice.py` mounts, a
-session (`sessions/`) answers the kernel, and `ending.py` unmounts.
-
-Start: the dataset is opened; the control socket listens, so that `.diesel` can name it; the mount
-is made, and the supervisor gets its device; then the tasks begin. After the kernel's first request
-the server waits a moment for its lease and for the worker's first message, reports READY, and sends
-the worker its descriptors.
+The control socket listens before the mount is made, so that `.diesel` can name it. After the
+kernel's first request the server waits a moment for its lease and for the worker's first message,
+reports READY, and sends the worker its descriptors.
 
 Concurrency. The main thread runs trio, and all state of this module belongs to it. One task of the
-session reads the kernel's requests and answers those that need not wait; every other request gets a
-task of its own. Beside these run tasks for signals, heartbeats, the link to the worker, the control
-socket, the metrics, the task's statistics, and the watcher of a mount that follows its dataset.
+session answers requests that need not wait; every other request gets a task of its own.
 
 - Between two waits a task runs alone. So a request that is answered at once sees one version, and
   `_on_switch` changes snapshot, lists and control socket in one step. During a wait the mount may
   switch to another version.
-- Threads do everything that blocks: reads from the store, lists of `.diesel`, leases, statistics of
-  the task. They return results and change no state of this module.
+- Threads do everything that blocks. They return results and change no state of this module.
 - The main thread never waits for its own mount, since nobody else could answer. Calls that may need
-  an answer of this process (mounting and unmounting a tree, dropping its pages) run in threads
-  while the session goes on answering. The main thread itself unmounts lazily, and only when serving
-  has ended or is to end at once.
+  an answer of this process (mounting and unmounting a tree, dropping its pages) run in threads. The
+  main thread itself unmounts lazily, and only when serving has ended or is to end at once.
 - Messages to the worker are queued, and lost if it does not read: it may wait for a page that only
   this process can fill. A task that waits for its answer has a deadline, or ends with the worker.
 
-End: the session returns when the mount is gone; then all tasks are cancelled, and the process exits
+The session returns when the mount is gone; then all tasks are cancelled, and the process exits
 without waiting for threads that a dead store holds.
 """
 
@@ -79,18 +71,16 @@ BEAT_S = 1.0
 """The interval of heartbeats to the supervisor."""
 
 TASK_STATS_S = 1.0
-"""How old the statistics of the task in `.diesel/stats` may be."""
+"""The greatest age of the task's statistics in `.diesel/stats`."""
 
 RELEASE_S = 0.3
-"""How long the end of the process waits until the readers are closed: a read may wait for a dead
-store."""
+"""How long the process waits at its end for its readers: a read may wait for a dead store."""
 
 READY = b"ready"
-"""The line to the supervisor that reports the mount as ready."""
+"""The line to the supervisor when the mount is ready."""
 
 CONNECTED = b"connected "
-"""The beginning of a line to the supervisor with the device number of a connection that has no
-mount yet."""
+"""Begins the line with the device number of a connection that has no mount yet."""
 
 Report = Callable[[Mapping[str, object]], None]
 """Reports an object of JSON (a step, a warning, an error) to the program that started the mount."""
@@ -107,13 +97,11 @@ def serve_mount(
     foreground: bool,
     grace_s: float,
 ) -> int:
-    """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
+    """Runs the server process, until the mount's end. Returns the exit code.
 
-    `report` reaches the program that started the mount. `supervisor_pipe` is a descriptor that gets
-    lines for the supervisor: perhaps `CONNECTED` and a device number; the mount's device number;
-    `READY`; and an empty line every `BEAT_S`. `link` is the socket to the prefetch worker.
-    `metrics` answers the supervisor's requests for metrics (`--metrics`). Reads under way at the
-    end get `grace_s` seconds to finish.
+    `supervisor_pipe` gets lines: perhaps `CONNECTED` and a device number; the mount's device
+    number; `READY`; and an empty line every `BEAT_S`. `link` is the socket to the prefetch worker.
+    Reads under way at the end get `grace_s` seconds to finish.
     """
     try:
         server = _Server(
@@ -142,7 +130,7 @@ class _ReportHandler(logging.Handler):
 
 @contextmanager
 def _task_warnings_reported(report: Report) -> Iterator[None]:
-    """While the block runs, reports warnings of the task's cache as warnings of the mount."""
+    """Warnings of the task's cache become warnings of the mount."""
     handler, task = _ReportHandler(report), logging.getLogger("diesel.task")
     task.addHandler(handler)
     try:
@@ -200,7 +188,7 @@ class _Server:
     # the life of the mount ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Returns when the mount has ended. Raises DieselError."""
+        """Raises DieselError."""
         trio.run(self._run)
         log.info("the mount on %s has ended", self._request.mountpoint)
 
@@ -247,7 +235,7 @@ class _Server:
             self._close()
 
     def _choose_session(self) -> ServedMount:
-        # The choice gets no local name: that would keep the first version in memory after a switch.
+        # The choice gets no local name: that would keep the first version in memory after a switch
         return SessionChoice(
             self._request,
             self._snapshot,
@@ -260,13 +248,11 @@ class _Server:
         ).mount()
 
     def _report_connection(self, device: str) -> None:
-        """Reports the device number of a connection to the supervisor. A native session uses its
-        connection itself while it mounts; if the server is killed then, it can end only when the
-        supervisor aborts the connection."""
+        """A native session uses its connection while it mounts. If the server is killed then, the
+        connection can end only when the supervisor aborts it."""
         os.write(self._supervisor_pipe, CONNECTED + device.encode() + b"\n")
 
     async def _become_ready(self) -> None:
-        """Reports READY, starts the worker, and runs the link to it."""
         session = self._mount.session
         self._report({"step": f"waiting for the kernel's first request ({session.name})"})
         await self._started.wait()
@@ -301,8 +287,7 @@ class _Server:
         session.set_open_callback(self._on_open)
 
     def _start_worker(self, session: Session) -> bool:
-        """Sends the worker the connection, the snapshot and the shared memory. Returns whether that
-        was possible."""
+        """Returns False if descriptors could not be had: then nothing is pushed."""
         begin: Message = {
             "do": "begin",
             "device": self._end.device,
@@ -365,15 +350,13 @@ class _Server:
         )  # fmt: skip
 
     def _on_switch(self, snapshot: Snapshot) -> None:
-        """Switches lists and control socket to another version. The watcher calls this when names
-        have begun to lead to that version."""
+        """Called when names have begun to lead to the version of `snapshot`."""
         self._snapshot = snapshot
         self._lists.switch_version(snapshot.version)
         if self._control is not None:
             self._control.set_hello(self._hello())
 
     async def _lease_and_follow(self) -> None:
-        """Takes the lease of the first version; then, if the mount follows, runs the watcher."""
         await trio.to_thread.run_sync(
             self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
         )
@@ -427,8 +410,7 @@ class _Server:
     # the control socket ---------------------------------------------------------------------------
 
     def _control_socket(self) -> ControlSocket | None:
-        """The control socket, which listens already; None if it cannot be made, and then the mount
-        goes on without plans."""
+        """Listens already. None if it cannot be made: then the mount goes on without plans."""
         try:
             made = ControlSocket(
                 runtime_folder(),

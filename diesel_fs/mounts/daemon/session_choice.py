@@ -1,7 +1,7 @@
 """Mounts by the best session that works here: native, otherwise kernel, otherwise pyfuse3.
 
-The server calls `SessionChoice.mount` once, before it serves. Each try makes a file system of its
-own, because sessions need different ones, and closes it if the session cannot be used.
+Each try makes a file system of its own, because sessions need different ones, and closes it if the
+session cannot be used.
 
 Concurrency: the server's thread, before any task runs. A native session mounts in a thread, and
 answers requests itself meanwhile.
@@ -35,11 +35,10 @@ from ..versions.watcher import VersionWatcher
 log = logging.getLogger("diesel.mount")
 
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
-"""The names of the sessions, the best first: `--session auto` takes the first that works here."""
+"""The best first, as `--session auto` tries them."""
 
 RETIRED_DIVISOR = 4
-"""In a mount that follows its dataset, this part (a quarter) of the server's memory is for all
-retired versions together."""
+"""The part of the server's memory for all retired versions of a mount that follows its dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +46,14 @@ class ServedMount:
     session: Session
     vfs: Vfs
     reader: ContentReader
-    """The reader of contents of the first version."""
+    """It reads contents of the first version."""
     image_file: int
     """A descriptor of the tree's image; -1 unless the mount is native."""
     watcher: VersionWatcher | None
-    """None unless the mount follows its dataset."""
     notes: Sequence[str]
-    """Why better sessions cannot be used, and the note of a native session; may be empty."""
+    """Why better sessions cannot be used, and the note of a native session."""
 
     def switching(self, request: MountRequest, link: WorkerLink) -> Switching:
-        """How this mount, which follows its dataset, switches to another version."""
         if isinstance(self.session, NativeSession):
             assert isinstance(self.vfs, VersionedVfs)
             return NativeSwitching(self.vfs, self.session, link, _shown(request))
@@ -77,11 +74,9 @@ class SessionChoice:
         report_step: Callable[[str], None],
         on_connection: Callable[[str], None],
     ) -> None:
-        """The functions are called while mounting. `hooks` gets the name of a session and returns
-        the hooks of its file system. `watch` gets the bytes of memory for the current version and
-        for all retired versions, and returns a watcher of the dataset. `report_step` gets a line
-        about each step. `on_connection` gets the device number of a connection that is used before
-        there is a mount."""
+        """`hooks` gets the name of a session, `watch` the bytes of memory for the current version
+        and for all retired versions, `report_step` a line about each step, and `on_connection` the
+        device number of a connection that is used before there is a mount."""
         self._request = request
         self._snapshot = snapshot
         self._source = source
@@ -92,8 +87,7 @@ class SessionChoice:
         self._on_connection = on_connection
 
     def mount(self) -> ServedMount:
-        """Mounts by the session that the request names, or by the best that works (`auto`). Raises
-        DieselError."""
+        """Raises DieselError."""
         wanted = self._request.session
         if wanted != "auto" and wanted not in SESSIONS:
             raise UsageError(
@@ -107,15 +101,14 @@ class SessionChoice:
             except SessionUnsupported as error:
                 reasons.append(f"the {name} session cannot be used: {error}")
                 if wanted == "auto":
-                    # Most users may not have the native session, and need no warning.
+                    # Most users may not have the native session, and need no warning
                     level = logging.INFO if name == NativeSession.name else logging.WARNING
                     log.log(level, "%s", reasons[-1])
         advice = "" if wanted == "auto" else "--session auto takes the best session that works here"
         raise PermissionDenied("; ".join(reasons), advice=advice)
 
     def _mount_by(self, name: str, reasons: Sequence[str]) -> ServedMount:
-        """Mounts by the session `name`. `reasons` tell why better sessions cannot be used. Raises
-        SessionUnsupported, DieselError; nothing is mounted then."""
+        """Raises SessionUnsupported, DieselError; nothing is mounted then."""
         if name == NativeSession.name:
             must_switch = self._request.follow and self._request.session == "auto"
             NativeSession.check_usable(must_switch=must_switch)
@@ -160,7 +153,7 @@ class SessionChoice:
         return vfs, reader, watcher
 
     def _make_native(self, vfs: Vfs) -> tuple[NativeSession, int]:
-        """The session, and a descriptor of its image. Raises SessionUnsupported, DieselError."""
+        """Also returns a descriptor of the image. Raises SessionUnsupported, DieselError."""
         self._report_step("making the tree of the native session")
         try:
             image, file = open_image(self._snapshot, _shown(self._request))
@@ -196,7 +189,7 @@ def _shown(request: MountRequest) -> Shown:
 
 
 def _pyfuse3_session() -> type[Session]:
-    """The class of the session. Raises SessionUnsupported if its package is not installed."""
+    """Raises SessionUnsupported if the package is not installed."""
     try:
         from ..sessions.pyfuse3 import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
     except ImportError as error:

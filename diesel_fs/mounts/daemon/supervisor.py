@@ -1,36 +1,31 @@
 """The supervisor, a mount's first process: it forks the other two, watches them, and ends last.
 
-`launcher.py` starts it. It prevents readers from hanging when the server (`server.py`) or the
-prefetch worker (`prefetch_worker.py`) dies or stops. It has no descriptor of the connection and
-never touches the mount, so nothing that happens in the mount can stop it.
+It prevents readers from hanging when the server (`server.py`) or the prefetch worker
+(`prefetch_worker.py`) dies or stops. It has no descriptor of the connection and never touches the
+mount, so nothing that happens in the mount can stop it.
 
-The supervisor aborts the connection, so that readers get an error, if the server ends, if the
-server gives no heartbeat for `WATCHDOG_S`, or if the server or the worker was killed but cannot end
-because it waits for a page lock. If this user may not abort connections, the supervisor kills the
-server, and fails the requests that the worker waits for (`processes.free_killed`). If only the
-worker ends, the mount goes on without pushing. A worker that still holds a mount that was unmounted
-is killed; otherwise the mount could not end.
+It aborts the connection, so that readers get an error, if the server ends, if the server gives no
+heartbeat for `WATCHDOG_S`, or if one of the two was killed but cannot end because it waits for a
+page lock. If this user may not abort connections, the supervisor kills the server, and fails the
+requests that the worker waits for (`processes.free_killed`). If only the worker ends, the mount
+goes on without pushing. A worker that still holds a mount that was unmounted is killed; otherwise
+the mount could not end.
 
 Signals: SIGTERM and SIGINT make the server unmount; a second signal ends it at once. They are
-passed on as SIGUSR1, because a terminal or a service manager sends SIGINT and SIGTERM to the
-children as well.
+passed on as SIGUSR1, because a terminal or a service manager sends them to the children as well.
 SIGHUP does the same in the foreground, and is ignored in the background. If the supervisor is
-killed, the kernel kills the worker and signals the server, which then aborts the connection itself.
+killed, the kernel kills the worker and signals the server, which then aborts the connection.
 
 Concurrency: one thread, one loop over poll(2), no locks. With `--metrics` another thread serves
-the metrics (`statistics/metrics_port.py`); it starts after both forks, and shares no state with the
-loop.
+the metrics; it starts after both forks, and shares no state with the loop.
 
-- The loop wakes for a signal, a line of the server, the end of a child, a change of the mount
-  table, and every `CHECK_INTERVAL_S`. It handles each event completely before the next poll, so the
-  methods never interleave.
+- The loop handles each event completely before the next poll, so the methods never interleave.
 - Server, worker and kernel run on meanwhile, so a fact may be outdated when it is used. Two facts
   are safe: a child's process ID stays its own until `waitpid`, which only this loop calls; and the
   open abort file belongs to this connection even if its device number is used again.
 - Nothing in the loop waits for a process that may live on. After the server's end, `_end` kills the
   worker, and then waits for it.
-- The mount's device arrives before READY. Until then there is nothing to abort, and the checks of
-  the children do nothing.
+- The mount's device arrives before READY. Until then there is nothing to abort.
 """
 
 import gc
@@ -63,13 +58,13 @@ from .server import CONNECTED, READY, Report, serve_mount
 log = logging.getLogger("diesel.mount")
 
 WATCHDOG_S = 20.0
-"""How long the server may go without a heartbeat. A turn of its loop takes milliseconds; a server
-that takes this long is stopped or broken, or the machine has no memory left."""
+"""How long the server may go without a heartbeat. A turn of its loop takes milliseconds; after this
+time it is stopped or broken, or the machine has no memory left."""
 
 LARGE_BYTES = 4 << 20
-"""Pieces of memory of at least this size return to the kernel when they are freed
-(`map_large_allocations`). Columns of datasets with a million entries are larger. By default glibc
-keeps freed pieces of up to 32 MiB: 24 MB after reading the snapshot of 1.28 million entries."""
+"""Pieces of memory of at least this size return to the kernel when they are freed. Columns of
+datasets with a million entries are larger. By default glibc keeps freed pieces of up to 32 MiB: 24
+MB after reading the snapshot of 1.28 million entries."""
 
 CHECK_INTERVAL_S = 0.5
 """The longest time between two checks of the children."""
@@ -83,8 +78,7 @@ WORKER_RELEASE_S = 0.5
 for the store."""
 
 WORKER_FREED_S = 20.0
-"""How long the supervisor goes on, at most, to fail the requests that keep a killed worker from
-ending."""
+"""How long the supervisor fails the requests that keep a killed worker from ending."""
 
 
 def main(
@@ -99,7 +93,7 @@ def main(
 
     In the background it reports on stdout, one JSON object a line: first its process ID, then its
     steps and warnings, and at last that it is ready or why it failed. The mount point is an
-    argument only so that `ps` shows it. Tests pass another `source` of contents, and other times.
+    argument only so that `ps` shows it. Tests pass another `source`, and other times.
     """
     open_buckets_directly()
     syscalls.map_large_allocations(LARGE_BYTES)
@@ -203,7 +197,7 @@ class _Supervisor:
         os.close(beat)
 
     def run(self) -> int:
-        """Watches until the server ends. Returns its exit code."""
+        """Returns the exit code, when the server has ended."""
         server, worker = os.pidfd_open(self._server), os.pidfd_open(self._worker)
         mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         watched = select.poll()
@@ -237,8 +231,7 @@ class _Supervisor:
         os.kill(self._server, UNMOUNT_SIGNAL)
 
     def _read_heartbeats(self) -> bool:
-        """Reads the server's pipe: the mount's device (perhaps first as CONNECTED, before there is
-        a mount), READY, then heartbeats. Returns False at the end of the pipe."""
+        """Reads the server's lines (`serve_mount`). Returns False at the end of the pipe."""
         with suppress(BlockingIOError):
             text = os.read(self._beats, 4096)
             if not text:
@@ -268,14 +261,13 @@ class _Supervisor:
         self._abort_file = syscalls.open_abort(device)
 
     def _check_starter(self) -> None:
-        """Ends the mount if its starter has ended before it was ready."""
         if self._starting and daemons.is_starter_gone():
             self._starting = False
             if not self._is_ending:
                 self._leave("the program that started it has ended")
 
     def _end_report(self) -> None:
-        """Closes the report. The starter sees its end once the server has closed it, too."""
+        """The starter sees the report's end once the server has closed it, too."""
         if not self._foreground:
             self._starting = False
             os.dup2(2, 1)
@@ -295,7 +287,6 @@ class _Supervisor:
             self._remove_created()
 
     def _check_children(self) -> None:
-        """Aborts the connection if one of the children cannot go on."""
         now_s = time.monotonic()
         pause_s, self._checked_s = now_s - self._checked_s, now_s
         if pause_s > 4 * CHECK_INTERVAL_S:  # all three were stopped: Ctrl-Z, a frozen container
@@ -324,7 +315,7 @@ class _Supervisor:
             os.kill(self._server, signal.SIGKILL)  # `_end` does without an abort
 
     def _end(self) -> int:
-        """Ends everything else after the server's end. Returns the exit code of the mount."""
+        """Returns the mount's exit code."""
         _, status = os.waitpid(self._server, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0 and not self._is_ending:
@@ -343,25 +334,21 @@ class _Supervisor:
         return 1 if code < 0 else code
 
     def _remove_created(self) -> None:
-        """Removes the folders that were made for this mount. Only once, since another mount may
-        make them again later."""
+        """Only once, since another mount may make the folders again later."""
         made, self._made_folders = self._made_folders, ()
         remove_created_folders(made)
 
 
 def _run_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs the prefetch worker, which writes no report, and which SIGTERM does not end: it ends
-    with the server."""
+    """The worker writes no report. SIGTERM does not end it: it ends with the server."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(2, 1)
     return run_prefetch_worker(request, source, link)
 
 
 def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Signals) -> int:
-    """Forks a child that calls `run` and exits with its code; it closes the descriptors `others`.
-
-    The child gets the signal `orphaned` when this process is killed.
-    """
+    """Forks a child that calls `run` and exits with its code; it closes the descriptors `others`,
+    and gets the signal `orphaned` when this process is killed."""
     parent = os.getpid()
     child = os.fork()
     if child:

@@ -1,8 +1,8 @@
 """Takes pages over from the page cache of the version before, after a mount has switched.
 
-A native mount has a file system for each version, so the pages of unchanged files must be copied
-into that of the new version; nothing is read from the store again. The worker calls `some` between
-its decisions, so readers of a plan do not wait for all of this. Used by the worker's one thread.
+A native mount has a file system for each version, so the pages of unchanged files must be copied;
+nothing is read from the store again. The worker calls `some` between its decisions, so readers of a
+plan do not wait for all of this. Used by the worker's one thread.
 """
 
 import time
@@ -17,8 +17,6 @@ from ..prefetch.planner import PrefetchPlanner
 
 
 class TakenOverPages:
-    """The files of one version that are left to take over from the version before."""
-
     def __init__(
         self,
         old: PageCache,
@@ -27,9 +25,8 @@ class TakenOverPages:
         page_cache: PageCache,
         planner: PrefetchPlanner,
     ) -> None:
-        """`old` is the page cache of the version before, which this object closes. `entries` are
-        left to take over; `was` gives the index in the version before of each entry of the new
-        version."""
+        """`old` is the page cache of the version before, which this object closes; `was` gives the
+        index there of each entry of the new version."""
         self._old = old
         self._page_cache = page_cache
         self._planner = planner
@@ -40,7 +37,6 @@ class TakenOverPages:
         return next(self._pieces, False)
 
     def close(self) -> None:
-        """Close the page cache of the version before."""
         self._pieces.close()
         self._old.close()
 

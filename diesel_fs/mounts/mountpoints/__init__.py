@@ -1,5 +1,4 @@
-"""Facts from the operating system about mounts: their places, and the processes that belong to
-them.
+"""Finds mounts, and the processes that belong to them, from the facts of the operating system.
 
 - `mountpoint.py` finds mounts of datasets, checks and makes folders, and ends mounts. Start here.
 - `processes.py` finds the daemon of a mount, the processes that use it, and killed ones that hang.

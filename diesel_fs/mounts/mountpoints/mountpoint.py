@@ -3,9 +3,8 @@
 A mount of a dataset is a FUSE mount, or it is *native*: a mount of EROFS, whose tree the kernel
 serves alone, and in it a FUSE mount on the folder `.diesel`, which delivers the contents.
 
-This process never touches a mount itself: a `stat` of a dead mount succeeds, since the kernel keeps
-its attributes, and a call to a mount that hangs never returns. If a mount must answer, a child
-process makes the call, with a deadline. Functions may be called from any thread.
+A `stat` does not tell whether a mount is alive: that of a dead mount succeeds. Functions may be
+called from any thread.
 """
 
 import errno
@@ -35,7 +34,7 @@ from ...system.mountinfo import MountEntry, mounts, topmost_at
 log = logging.getLogger("diesel.mount")
 
 SUBTYPE = "diesel"
-"""FUSE mounts of datasets have the type `fuse.diesel`, by which they are recognised."""
+"""FUSE mounts of datasets have the type `fuse.diesel`."""
 
 HIDDEN_FOLDER = ".diesel"
 
@@ -50,13 +49,10 @@ ANSWER_NOTICE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DatasetMount:
-    """A mount of a dataset, as the kernel lists it."""
-
     tree: MountEntry
     fuse: MountEntry | None
-    """The FUSE mount: `tree` itself, or in a native mount the mount on `.diesel`. If `tree` has no
-    such mount in it, but the same tree is mounted elsewhere with one, then that one. None if it was
-    unmounted."""
+    """The FUSE mount: `tree` itself, or in a native mount the mount on `.diesel`, possibly where
+    the same tree is mounted elsewhere. None if it was unmounted."""
 
     @property
     def path(self) -> str:
@@ -69,9 +65,8 @@ class DatasetMount:
 
     @property
     def device(self) -> str:
-        """The device number of the FUSE mount; "" if unknown. The number identifies the connection
-        with the kernel and the daemon, and stays the same when a native mount switches to another
-        tree."""
+        """The device number of the FUSE mount, or "". It identifies the connection with the kernel
+        and the daemon, and stays the same when a native mount switches to another tree."""
         return self.fuse.device if self.fuse else ""
 
     @property
@@ -80,27 +75,25 @@ class DatasetMount:
 
     @property
     def owner(self) -> int | None:
-        """The ID of the user who has mounted; None if unknown."""
+        """The user who has mounted; None if unknown."""
         options = self.fuse.options if self.fuse else ()
         ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
         return int(ids[0]) if ids and ids[0].isdigit() else None
 
     @property
     def hidden_mount(self) -> MountEntry | None:
-        """The FUSE mount on `.diesel` in this very tree; None if there is none."""
+        """The FUSE mount on `.diesel` in this very tree."""
         here = self.fuse is not None and self.fuse.parent_id == self.tree.mount_id
         return self.fuse if here and self.is_native else None
 
     @property
     def hidden_folder(self) -> str:
-        """The path of the folder `.diesel`."""
         if self.is_native and self.fuse is not None:
             return self.fuse.path
         return os.path.join(self.path, HIDDEN_FOLDER)
 
 
 def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
-    """The mounts of datasets among all mounts of a mount namespace."""
     entries = list(entries)
     trees = {each.mount_id: each for each in entries if _is_native_tree(each)}
     hidden_of_mount: dict[int, MountEntry] = {}
@@ -121,8 +114,7 @@ def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
 
 
 def _is_native_tree(entry: MountEntry) -> bool:
-    """Whether a mount is the tree of a native mount: EROFS with a dataset as its source, not a
-    path."""
+    """Such a tree is EROFS, and its source is a dataset, not a path."""
     name, at, version = entry.source.partition("@")
     if entry.kind != _EROFS or (at and not version.isdecimal()):
         return False
@@ -142,14 +134,14 @@ def mounted_at(path: str) -> DatasetMount | None:
 
 def is_mounted(path: str, device: str) -> bool:
     """Whether the topmost mount at a path is the dataset mount whose FUSE mount has this device
-    number. A native mount that has lost its FUSE mount, so that its number is unknown, counts."""
+    number. A native mount that has lost its FUSE mount, and so its number, counts."""
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
 
 
 def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
-    """The path of a mount now: its mount point, or the path that `mount --move` gave it; None if it
-    is gone or covered. `device` is the number of its FUSE mount."""
+    """The path of a mount: its mount point, or the path that `mount --move` gave it; None if it is
+    gone or covered. `device` is the number of its FUSE mount."""
     if is_mounted(mountpoint, device):  # during a switch this is another tree
         return mountpoint
     moved = (each.path for each in mounts() if each.mount_id == mount_id)
@@ -157,8 +149,7 @@ def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
 
 
 class MountPresence:
-    """Finds out whether a mount is still there, at any path that this process sees. Belongs to one
-    thread.
+    """Finds out whether a mount is still there, at any path that this process sees. For one thread.
 
     A native mount counts as present while its tree is there: `.diesel` may have been unmounted
     alone, and is missing for a moment while `umount` tries whether the tree is in use.
@@ -167,7 +158,7 @@ class MountPresence:
     def __init__(self, device: str) -> None:
         """`device` is the number of the FUSE mount."""
         self._device = device
-        self._trees: set[str] = set()  # device numbers of the mount's trees, when last seen
+        self._trees: set[str] = set()  # devices of the mount's trees, when last seen
 
     def is_mounted(self) -> bool:
         found = dataset_mounts(mounts())
@@ -187,7 +178,7 @@ def real_path(directory: str | os.PathLike[str]) -> str:
 
 
 def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
-    """The dataset mount on a directory. Raises UsageError if no dataset is mounted there."""
+    """Raises UsageError if no dataset is mounted there."""
     path = real_path(directory)
     if found := mounted_at(path):
         return found
@@ -251,11 +242,11 @@ def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
-    """Creates missing folders and unmounts a dead mount.
+    """Creates missing folders and unmounts a dead mount. Returns the created folders, for
+    `remove_created_folders` after the mount's end.
 
-    Returns the folders that it created, the outermost first; pass them to `remove_created_folders`
-    after the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
-    cache) nor lie in one of them. Raises UsageError, BusyError, PermissionDenied or DieselError.
+    The mount must neither hide the `forbidden_folders` nor lie in one of them. Raises UsageError,
+    BusyError, PermissionDenied or DieselError.
     """
     unmount_dead(mountpoint)
     if found := mounted_at(mountpoint):
@@ -282,15 +273,13 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
 
 
 def unmount_dead(mountpoint: str) -> None:
-    """Unmounts dead mounts of datasets at a path. Raises DieselError; DeadlineError if a mount does
-    not answer."""
+    """Unmounts dead mounts of datasets. Raises DieselError; DeadlineError if a mount hangs."""
     while mounted_at(mountpoint) is not None and not is_alive(mountpoint):
         unmount(mountpoint, lazy=True)
 
 
 def _create_folders(folder: str) -> Sequence[str]:
-    """Creates a folder and the missing ones above it. Returns those that it created, the outermost
-    first. Raises UsageError, PermissionDenied."""
+    """Returns the created folders, the outermost first. Raises UsageError, PermissionDenied."""
     missing = []
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -313,16 +302,15 @@ def _create_folders(folder: str) -> Sequence[str]:
 
 
 def remove_created_folders(folders: Sequence[str]) -> None:
-    """Removes folders that `prepare_mountpoint` has created. A folder that is not empty stays."""
+    """A folder that is not empty stays."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Unmounts the topmost mount at a path. With `lazy`, also a mount that is in use: it then lives
-    on without a path until its last user ends. Raises BusyError, PermissionDenied or
-    DieselError."""
+    """Unmounts the topmost mount. With `lazy`, also if it is in use: it then lives on without a
+    path until its last user ends. Raises BusyError, PermissionDenied or DieselError."""
     found = mounted_at(mountpoint)
     try:
         if found is not None and found.hidden_mount is not None and not lazy:
@@ -374,9 +362,8 @@ def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
     """Aborts a mount's connection with the kernel, so that calls that wait for the mount fail.
     Returns False if this user may not do that.
 
-    `abort_file` is a descriptor from `syscalls.open_abort`: it belongs to this connection even if
-    the device number is used again. If it is -1, root unmounts by force; for another user, the
-    connection ends with the processes that hold it (`processes.free_killed`).
+    `abort_file` comes from `syscalls.open_abort`. If it is -1, root unmounts by force; for another
+    user, the connection ends with the processes that hold it (`processes.free_killed`).
     """
     with suppress(OSError):
         if abort_file >= 0:
@@ -389,7 +376,7 @@ def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
 
 
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
-    """Runs fusermount3, without a deadline: the kernel may have millions of files to forget."""
+    """fusermount3 gets no deadline: the kernel may have millions of files to forget."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", mountpoint]
     found = mounted_at(mountpoint)
     try:
@@ -439,11 +426,8 @@ def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
 
 
 def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
-    """The content of a small file in a mount. The deadline is that of `is_alive`.
-
-    Raises PermissionDenied for another user's mount, DeadlineError if the mount hangs, and
-    DieselError for other errors.
-    """
+    """The content of a small file in a mount. The deadline is that of `is_alive`. Raises
+    PermissionDenied for another user's mount, DeadlineError if the mount hangs, DieselError."""
     number, content = _run_in_child(
         "sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path, deadline_s
     )
@@ -458,8 +442,8 @@ def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
 
 
 def _run_in_child(statement: str, path: str, deadline_s: float | None = None) -> tuple[int, bytes]:
-    """Runs one line of Python in a child process, so that only the child hangs if the mount does.
-    Returns the errno (0: success) and the output. Raises DeadlineError."""
+    """Runs one line of Python. Returns the errno (0: success) and the output. Raises
+    DeadlineError."""
     program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
@@ -478,7 +462,7 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
             answer, _ = child.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
         child.kill()
-        # A child that waits uninterruptibly ends when the mount does; a thread reaps it then.
+        # A child that waits uninterruptibly ends when the mount does; a thread reaps it then
         threading.Thread(target=child.wait, name="reap", daemon=True).start()
         assert child.stdout is not None
         child.stdout.close()

@@ -1,8 +1,7 @@
 """Finds the processes that serve a mount and those that keep it busy.
 
-Everything comes from /proc: open files by the mount ID in their fdinfo, mapped files by their
-device. No file of the mount is touched, so a dead or hung mount does no harm. Only root sees the
-processes of other users. Functions may be called from any thread.
+Open files are found by the mount ID in their fdinfo, mapped files by their device. Only root sees
+the processes of other users. Functions may be called from any thread.
 """
 
 import errno
@@ -22,21 +21,20 @@ _MARK = "diesel-mount-"
 _KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 _REQUEST_BYTES = 2 << 20
-"""The size of the buffer for a FUSE request: the kernel hands over a request only if the buffer
-could hold the longest possible one."""
+"""The kernel hands over a FUSE request only if the buffer could hold the longest possible one."""
 
 _FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
-"""Errors of a read after which the next request can be read."""
+"""After these errors of a read the next request can be read."""
 
 _FREED_S = 0.05
-"""How long a killed process gets to end, before the next attempt to free it."""
+"""The time between two attempts to free a killed process."""
 
 
 def mark_as_daemon(device: str) -> int:
     """Marks this process as the daemon of a mount for as long as the returned descriptor is open.
 
-    The mark is an empty memfd. Root and processes of the same user see its name in /proc. Unlike a
-    file with a process ID, it can neither be left behind nor be wrong.
+    The mark is an empty memfd; its name is in /proc. Unlike a file with a process ID, it can
+    neither be left behind nor be wrong.
     """
     return os.memfd_create(_MARK + device, os.MFD_CLOEXEC)
 
@@ -44,11 +42,11 @@ def mark_as_daemon(device: str) -> int:
 def daemon_of(device: str) -> int | None:
     """The process ID of a mount's supervisor; None if it has ended, or is invisible to this user.
 
-    If several processes have the mark, the newest counts: the kernel reuses a device number as soon
-    as its mount has ended, and the old supervisor may need some time to end.
+    The newest mark counts: the kernel reuses a device number at once, and the old supervisor may
+    need some time to end.
     """
     mark = f"/memfd:{_MARK}{device} (deleted)"
-    found: dict[int, int] = {}  # the processes, by the time of their mark
+    found: dict[int, int] = {}  # by the time of the mark
     for pid in _processes():
         with suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -77,8 +75,8 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def was_killed(thread: int) -> bool:
-    """Whether a fatal signal is pending for a thread, so that the thread ends as soon as it stops
-    waiting. `thread` is its ID. False if the thread is invisible to this user."""
+    """Whether a fatal signal is pending for a thread, so that it ends as soon as it stops waiting.
+    False if the thread is invisible to this user."""
     return _status_of(thread)[1]
 
 
@@ -91,9 +89,8 @@ def is_killed_but_waits(pid: int) -> bool:
 
 
 def killed_servants_of(mountpoint: str) -> list[int]:
-    """The IDs of processes of a mount at this path that were killed but cannot end. The mount's
-    supervisor may have ended before them, so they are recognised by their last argument, the mount
-    point."""
+    """The processes of a mount at this path that were killed but cannot end. The mount's supervisor
+    may have ended before them, so they are recognised by their last argument, the mount point."""
     return [
         pid
         for pid in _processes()
@@ -129,9 +126,9 @@ def free_killed(pid: int, within_s: float) -> bool:
 
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
-    """The other mounts that the same daemon serves, at another path or in another mount namespace
-    (of a container), each with the ID of a process that sees it. `retired` maps the mount IDs of
-    trees of earlier versions to their devices. Mounts that this user may not see are left out."""
+    """The other mounts that the same daemon serves, at another path or in another mount namespace,
+    each with a process that sees it. `retired` maps the mount IDs of trees of earlier versions to
+    their devices. Mounts that this user may not see are left out."""
     return {
         each.tree: pid
         for pid, entries in _tables_of(_processes())
@@ -145,16 +142,16 @@ def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[Mou
 
 
 def holders_of(mount: DatasetMount) -> list[int]:
-    """The IDs of processes that have a file or folder of the mount open, mapped, or as working
-    folder, at this path or through another mount of the same file system."""
+    """The processes that have a file or folder of the mount open, mapped, or as working folder, at
+    this path or through another mount of the same file system."""
     return holders_of_trees(
         {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
     )
 
 
 def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
-    """As `holders_of`, for file systems that may not be mounted any more. `trees` maps the present
-    or past ID of each mount to the device of its file system."""
+    """As `holders_of`, but also for file systems that are unmounted. `trees` maps the present or
+    past ID of each mount to the device of its file system."""
     if not trees:
         return []
     devices = set(trees.values())
@@ -170,14 +167,12 @@ def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
 
 
 def openers_of(mount: DatasetMount) -> list[int]:
-    """As `holders_of`, but without processes that only have files mapped, and only for files opened
-    through this very mount."""
+    """As `holders_of`, but only for open files and folders, and only through this very mount."""
     mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
 def ends_within(pid: int, within_s: float) -> bool:
-    """Whether a process has ended, or ends within this time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -189,7 +184,7 @@ def ends_within(pid: int, within_s: float) -> bool:
 
 
 def processor_ticks(pids: Sequence[int]) -> int:
-    """The processor time of these processes so far, in clock ticks."""
+    """Their processor time so far, in clock ticks."""
     found = 0
     for pid in pids:
         with suppress(OSError, ValueError, IndexError):
@@ -227,7 +222,7 @@ def _has_open(pid: int, mount_ids: set[int]) -> bool:
                     return True
     for folder in ("cwd", "root"):
         with suppress(OSError), ExitStack() as stack:
-            # O_PATH names a folder without opening it, so the file system gets no request.
+            # O_PATH names a folder without opening it, so the file system gets no request
             stack.callback(os.close, named := os.open(f"/proc/{pid}/{folder}", os.O_PATH))
             if _mount_id(f"/proc/self/fdinfo/{named}") in mount_ids:
                 return True

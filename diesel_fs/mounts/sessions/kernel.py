@@ -1,10 +1,7 @@
 """The kernel session: it speaks the FUSE protocol on /dev/fuse itself.
 
 The session refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a
-request and keeps their pages, and names that were looked up are valid for ever. So a file with
-pages in the kernel's cache is opened, read and closed without any request; any other file costs one
-READ.
-`protocol.py` has the bytes of requests and replies, `tree/vfs.py` their meaning.
+request. A file with pages in the kernel's cache costs no request, any other file one READ.
 
 Concurrency: trio. One task reads the device and answers at once every request that need not wait; a
 request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
@@ -40,17 +37,15 @@ log = logging.getLogger("diesel.mount")
 INIT_DEADLINE_S = 5.0
 
 KILLED_LOOK_S = 0.05
-"""How often a task checks whether the interrupted thread of a request has been killed."""
+"""How often a task checks whether the interrupted thread of a request was killed."""
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 Content = Bytes | Sequence[Bytes]
-"""The content of a reply, perhaps in pieces."""
 Answer = Content | None
-"""The result of a handler: the content of the reply, or None if there is no reply, or a task will
-send it later."""
+"""The content of the reply; None if there is no reply, or a task will send it later."""
 Handler = Callable[[RequestHeader, memoryview], Answer]
-"""Handles one request, given its header and its whole message. Raises FuseErrno to refuse it."""
+"""Handles one request, given its header and whole message, or raises FuseErrno."""
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 """These get ENOSYS, after which the kernel never sends them again."""
@@ -58,13 +53,11 @@ _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
 _PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""Errors of reading the device after which the session goes on. The usual cause is that a request
-was withdrawn, because its process was killed."""
+"""The session goes on after these errors of reading the device: usually a request was withdrawn,
+because its process was killed."""
 
 
 def _refuse(number: int) -> Handler:
-    """A handler that replies with this errno."""
-
     def refuse(_: RequestHeader, __: memoryview) -> NoReturn:
         raise FuseErrno(number)
 
@@ -76,11 +69,10 @@ def _pieces(content: Content) -> Sequence[Bytes]:
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
-"""The name and handler of unknown requests."""
 
 
 class _Waiting(NamedTuple):
-    """A request that a task will answer: its thread, the task's scope, and its measured wait."""
+    """A request that a task will answer."""
 
     thread: int
     scope: trio.CancelScope
@@ -88,18 +80,15 @@ class _Waiting(NamedTuple):
 
 
 class KernelSession:
-    """The kernel session (see the module); the interface is `Session` in `session.py`."""
-
     name: ClassVar[str] = "kernel"
 
     def __init__(
         self, vfs: Vfs, mountpoint: str, options: Sequence[str], *, device: int = -1
     ) -> None:
-        """`device` is the descriptor of a connection that is open already, for tests without
-        `mount`."""
+        """`device` is an open connection, for tests without `mount`."""
         self._vfs = vfs
         self._waits = vfs.waits
-        self._begun_s = 0.0  # when the request that is being handled was read
+        self._begun_s = 0.0  # when the current request was read
         self._mountpoint = mountpoint
         self._options = options
         self._device = device
@@ -134,8 +123,8 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Mounts, and answers the kernel's first request (INIT). Raises PermissionDenied,
-        DeadlineError; SessionUnsupported, with nothing mounted, if the kernel lacks something."""
+        """Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
+        kernel lacks something."""
         self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
             self._negotiate()
@@ -145,7 +134,7 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Answers INIT. Raises SessionUnsupported."""
+        """Answers the first request, INIT. Raises SessionUnsupported."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
@@ -191,7 +180,7 @@ class KernelSession:
                     return
 
     def _answer_one(self, buffer: memoryview) -> bool:
-        """Reads one request and answers it, or begins to. Returns False if the mount has ended."""
+        """Reads and answers one request. Returns False if the mount has ended."""
         try:
             length = os.readv(self._device, (buffer,))
         except OSError as error:
@@ -199,7 +188,7 @@ class KernelSession:
                 return False
             if error.errno not in _PASSING_ERRNOS:
                 raise
-            return True  # the request was withdrawn
+            return True
         self._answer(buffer[:length])
         return True
 
@@ -242,8 +231,8 @@ class KernelSession:
                 self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """Sends a reply: content, or the errno `number`. The kernel may have withdrawn the request
-        meanwhile, which is no error."""
+        """Sends content, or the errno `number`. A request that was withdrawn meanwhile is no
+        error."""
         header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
@@ -254,7 +243,6 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest) -> None:
-        """Answers a READ at once from memory, or in a task, so that it delays no other request."""
         unique, node, offset, size, thread = read
         vfs, worker = self._vfs, self.worker
         vfs.requests["read"] += 1
@@ -283,8 +271,8 @@ class KernelSession:
     def _later(
         self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
     ) -> None:
-        """Starts a task that answers a request with `content`; before `serve` has begun, only then.
-        INTERRUPT can end the task from now on, even before it runs."""
+        """Starts a task that answers with `content`, at the latest when `serve` begins. INTERRUPT
+        can end it from now on, even before it runs."""
         unique, node = request.unique, request.node
         cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
         wait = self._waits.begin(request.thread, cause, self._begun_s)
@@ -302,7 +290,7 @@ class KernelSession:
         request: str,
         content: Awaitable[Content],
     ) -> None:
-        """Waits for the content of a reply; a cancelled request gets a reply, too."""
+        """A cancelled request gets a reply, too."""
         answer: Sequence[Bytes] = ()
         number = 0
         with observer_set(waiting.wait), waiting.scope:
@@ -312,7 +300,7 @@ class KernelSession:
                 if waiting.scope.cancel_called:
                     number = errno.EINTR
                 elif trio.current_effective_deadline() == -math.inf:
-                    number = errno.EIO  # cancelled since the mount is ending
+                    number = errno.EIO  # the mount is ending
                 else:
                     number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
@@ -324,10 +312,9 @@ class KernelSession:
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
         """Ends a request with EINTR if its thread was killed. INTERRUPT itself gets no reply.
 
-        The kernel sends INTERRUPT after any signal, also a signal that the thread handles, or that
-        stops it for a while. Then the request goes on, since EINTR would fail the read of an intact
-        file (with EIO in a native mount). The kernel reports only the first signal, so a task
-        checks whether the thread is killed later.
+        The kernel sends INTERRUPT after any signal. If the thread lives on, so does the request,
+        since EINTR would fail the read of an intact file (with EIO in a native mount). The kernel
+        reports only the first signal, so a task checks whether the thread is killed later.
         """
         unique = protocol.parse_interrupt(message)
         if unique in self._waiting and self._nursery is not None:
@@ -335,8 +322,6 @@ class KernelSession:
         return None
 
     async def _end_if_killed(self, unique: int) -> None:
-        """Ends a waiting request once its thread has been killed. Returns then, or when the request
-        has been answered."""
         while (waiting := self._waiting.get(unique)) is not None:
             if was_killed(waiting.thread):
                 waiting.scope.cancel()

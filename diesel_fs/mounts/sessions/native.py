@@ -1,18 +1,16 @@
 """The native session: the kernel answers everything except the first read of a content.
 
-Users see a *tree* that the kernel's own EROFS serves from an image of the snapshot
-(`native_tree.py`), so names, attributes, listings, opens and ioctls never reach a process of ours.
-Contents come from one virtual file, the *content file* (`mounts/tree/content_file.py`), on a FUSE
-mount that this session serves as the kernel session does. Users see the root of that FUSE mount as
-`.diesel`; the content file is not listed there, and only root can open it.
+Users see a *tree* that the kernel's own EROFS serves from an image (`native_tree.py`). Contents
+come from one virtual file, the *content file* (`mounts/tree/content_file.py`), on a FUSE mount that
+this session serves. Users see the root of that FUSE mount as `.diesel`; the content file is not
+listed there, and only root can open it.
 
-The tree holds the content file open. When the kernel closes that (RELEASE), the tree has been
-unmounted and none of its files is open any more; when this has happened to all trees, the session
-ends.
+The tree holds the content file open. When the kernel closes it (RELEASE), none of the tree's files
+is open any more. After the last tree, the session ends.
 
-If a mount follows its dataset, a new tree replaces the current one (`switch_tree`): the new tree is
-mounted beneath the current one, which is then detached. So all look-ups meet the new tree from one
-moment on. Open files and working folders keep the old tree alive.
+If a mount follows its dataset, `switch_tree` mounts a new tree beneath the current one, and then
+detaches the current one. So all look-ups meet the new tree from one moment on. Open files and
+working folders keep the old tree alive.
 
 Concurrency: as the kernel session. Mounting a tree opens the content file, so a thread does it
 while the session goes on answering.
@@ -57,21 +55,21 @@ from .session import SessionUnsupported, SwitchUnsupported
 log = logging.getLogger("diesel.mount")
 
 PRIVATE_NODE = HIDDEN_ROOT - 1
-"""The node of the first content file. Later content files and images (`_mount_image`) have lower
-nodes; no node is used twice."""
+"""The node of the first content file. Later ones and images have lower nodes; no node is used
+twice."""
 
 TREE_READ_AHEAD_KIB = 1024
 """How far the kernel reads ahead in a file of the tree."""
 
 CONTENT_READ_AHEAD_KIB = 1024
-"""How far the kernel then reads ahead in the content file. Next to pushed files it reads ahead even
-for a reader in random order; with this size that takes one READ, not several."""
+"""How far it reads ahead in the content file. Next to pushed files it does so even for a reader in
+random order; with this size that takes one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
 THREADS_MAX = 1024
-"""The most reading threads that are remembered; beyond that all are forgotten."""
+"""Reading threads to remember; beyond that all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -83,9 +81,8 @@ def _drop_fuse_descriptors() -> None:
     """Gives the calling thread descriptors of its own, without those of FUSE connections. Raises
     OSError.
 
-    The thread waits for answers of this process. If the process is killed meanwhile, the thread
-    ends only when the connection does, and the connection ends only when no thread has its device
-    open.
+    The thread waits for answers of this process. If the process is killed, the thread ends only
+    when the connection does, and that ends only when no thread has its device open.
     """
     syscalls.own_descriptors()
     for name in os.listdir("/proc/thread-self/fd"):
@@ -96,25 +93,20 @@ def _drop_fuse_descriptors() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeVersion:
-    """A version of the dataset as a tree shows it: its image, and the `Vfs` that reads its
-    contents."""
-
     image: Image
     file: int
-    """A descriptor of the image's file. It stays open until `on_end`."""
-    vfs: Vfs
+    """A descriptor of the image, open until `on_end`."""
+    vfs: Vfs  # reads its contents
     on_end: Callable[[], None] = _ignore
-    """Called when no file of the tree is open any more, or the tree could not be mounted."""
+    """Called when no file of the tree is open any more, or it could not be mounted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """A tree that is being mounted, is mounted, or was mounted and still has an open file."""
-
     version: TreeVersion
     content_node: int  # of the content file
     content: ContentVersion
-    image_node: int = 0  # of the image's file, if the session can serve it; else 0
+    image_node: int = 0  # of the image's file; 0 if the session cannot serve it
     mount_id: int = 0  # in mountinfo
     device: str = ""  # the number of its file system
     is_being_mounted: bool = True
@@ -122,7 +114,7 @@ class _Tree:
 
 
 class _OwnThread(Generic[_T]):
-    """A thread for one piece of work, which may change the thread's own working folder and
+    """A thread for one piece of work that changes the thread's own working folder and
     descriptors."""
 
     def __init__(self, work: Callable[[], _T], on_end: Callable[[], object] = _ignore) -> None:
@@ -142,7 +134,7 @@ class _OwnThread(Generic[_T]):
             self._on_end()
 
     def result(self) -> _T:
-        """Waits for the end of the work. Returns its result, or raises its error."""
+        """Waits for the work. Returns its result, or raises its error."""
         self._thread.join()
         if self._failure:
             raise self._failure[0]
@@ -150,8 +142,6 @@ class _OwnThread(Generic[_T]):
 
 
 class NativeSession(KernelSession):
-    """The native session (see the module); the interface is `Session` in `session.py`."""
-
     name: ClassVar[str] = "native"
 
     def __init__(
@@ -163,8 +153,8 @@ class NativeSession(KernelSession):
         *,
         on_connection: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`version` is the version to show first. `on_connection` is called with the device number
-        of the FUSE mount before `mount` uses the connection."""
+        """`on_connection` gets the FUSE mount's device number before `mount` uses the
+        connection."""
         super().__init__(vfs, mountpoint, options)
         self._on_connection = on_connection
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
@@ -174,17 +164,16 @@ class NativeSession(KernelSession):
         self._trees: list[_Tree] = []  # the oldest first
         self._handles = itertools.count(1)  # of opens of content files
         self._openers: dict[int, _Tree] = {}  # by handle
-        self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
-        # The thread that mounts the newest tree, else 0. The content file that it opens is held
-        # open by the tree
+        self._read_offsets: dict[int, int] = {}  # by thread; see `_is_ahead`
+        # The thread that mounts the newest tree, else 0. Its opens of the content file are the
+        # tree's own
         self._mounter = 0
-        # `_missed`: the tree whose READs are reported to the worker as misses
+        # `_missed`: the tree whose misses the worker gets
         self._current = self._missed = self._add_tree(version)
         self.private_mount = -1
-        """A descriptor of a FUSE mount at no path, in which the content file can be opened; -1 if
-        there is none."""
+        """A FUSE mount at no path, in which the content file can be opened; or -1."""
         self.note = ""
-        """Why the tree is not mounted in the best way; "" if it is."""
+        """Why the tree is not mounted in the best way, or ""."""
 
     @staticmethod
     def check_usable(*, must_switch: bool = False) -> None:
@@ -197,7 +186,6 @@ class NativeSession(KernelSession):
 
     @property
     def content_node(self) -> int:
-        """The node of the content file of the current tree."""
         return self._current.content_node
 
     @property
@@ -229,11 +217,10 @@ class NativeSession(KernelSession):
             raise
 
     async def switch_tree(self, version: TreeVersion) -> None:
-        """Shows another version in the place of the current one; all look-ups meet the new version
-        from one moment on.
+        """Replaces the current version; all look-ups meet the new one from one moment on.
 
         Raises DieselError if a mount of somebody else is in the way, SwitchUnsupported if the
-        kernel cannot replace a tree, SessionUnsupported, and OSError. Then nothing has changed.
+        kernel cannot replace a tree, SessionUnsupported, OSError. Then nothing has changed.
         """
         tree = self._add_tree(version)
         try:
@@ -247,8 +234,7 @@ class NativeSession(KernelSession):
         self._end_if_unused(tree)
 
     def retired_trees(self) -> dict[int, str]:
-        """The earlier trees that are still in use: their devices, by the IDs that their mounts
-        had."""
+        """The devices of earlier trees that are still in use, by their former mount IDs."""
         return {
             each.mount_id: each.device
             for each in self._trees
@@ -270,7 +256,7 @@ class NativeSession(KernelSession):
                 raise DieselError(f"{each.source} is mounted inside, on {each.path}")
 
     def _add_tree(self, version: TreeVersion) -> _Tree:
-        """Makes the contents of a version readable. Its tree is mounted later."""
+        """Makes the contents of a version readable, before its tree is mounted."""
         chain = version.image.chain
         node = next((node for node, each in self._contents.items() if each.chain == chain), 0)
         if not node:
@@ -294,28 +280,24 @@ class NativeSession(KernelSession):
         self._served_images.pop(tree.image_node, None)
         tree.version.on_end()
         if not self._trees and self.private_mount >= 0:
-            # The kernel ends the connection when nothing uses it any more.
+            # The kernel ends the connection when nothing uses it any more
             threading.Thread(target=os.close, args=(self.private_mount,), daemon=True).start()
             self.private_mount = -1
 
     def _replace_tree(self, new: _Tree) -> None:
-        """Puts a tree in the place of the current one. For a thread. Raises the errors of
-        `switch_tree`."""
+        """Called in a thread. Raises as `switch_tree`."""
         self.check_place()
         self._drop_zeros(new)
         _OwnThread(lambda: self._mount_tree(new, beneath=True)).result()
         ours = self._current.mount_id, new.mount_id
         top = topmost_at(self._mountpoint, mounts())
-        # The old tree is detached. If somebody has just unmounted it, the new tree goes instead.
+        # Detach the old tree; the new one if somebody has just unmounted the old one
         if top is not None and top.mount_id in ours:
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _drop_zeros(self, new: _Tree) -> None:
-        """Makes the kernel drop its pages at the addresses of new contents: the kernel also reads
-        ahead past the end of contents, and got zeros there.
-
-        Waits for earlier READs of these pages. Raises OSError.
-        """
+        """Makes the kernel drop its pages at the addresses of new contents: it has read ahead past
+        the end of contents, and got zeros. Waits for READs of these pages. Raises OSError."""
         node = new.content_node
         *before, _ = [each for each in (*self._trees,) if each.content_node == node]
         if not before:
@@ -325,9 +307,8 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """Mounts a tree with `.diesel` in it. The calling thread gets a working folder and
-        descriptors of its own, and must end afterwards. Raises OSError, SwitchUnsupported,
-        SessionUnsupported."""
+        """The calling thread gets a working folder and descriptors of its own, and must end
+        afterwards. Raises OSError, SwitchUnsupported, SessionUnsupported."""
         syscalls.own_working_folder()
         _drop_fuse_descriptors()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
@@ -347,8 +328,8 @@ class NativeSession(KernelSession):
             mounted.close()
 
     def _mount_image(self, tree: _Tree) -> Tree:
-        """Mounts the image of a tree. EROFS cannot use files of some file systems (tmpfs,
-        overlayfs); then the kernel reads the image through the FUSE mount, too."""
+        """EROFS cannot use files of some file systems (tmpfs, overlayfs). Then the kernel reads the
+        image through the FUSE mount, too."""
         private = f"/proc/thread-self/fd/{self.private_mount}"
         files = [f"/proc/thread-self/fd/{tree.version.file}"]
         if tree.image_node:
@@ -357,7 +338,6 @@ class NativeSession(KernelSession):
         return mount_tree(tree.version.image, files, self._source, content)
 
     def _attach(self, tree: Tree, beneath: bool) -> None:
-        """Attaches a tree at the mount point, and the FUSE mount on `.diesel` in the tree."""
         hidden = self._copy_private_mount(is_attached=beneath)
         try:
             try:
@@ -365,7 +345,7 @@ class NativeSession(KernelSession):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Before Linux 6.15 nothing can be mounted in a tree that is attached nowhere.
+                # Before Linux 6.15 nothing can be mounted in a tree that is attached nowhere
                 self._attach_tree(tree, beneath)
                 syscalls.attach_mount(hidden, HIDDEN_FOLDER, folder=tree.mount)
                 tree.hide()
@@ -387,15 +367,14 @@ class NativeSession(KernelSession):
             ) from error
 
     def _copy_private_mount(self, *, is_attached: bool) -> int:
-        """A second mount of the FUSE file system, to put on `.diesel`; returns its descriptor. The
-        tree holds a file of the first mount open, which would keep that busy. `is_attached`: the
-        current tree has a mount on `.diesel`."""
+        """A second mount of the FUSE file system, for `.diesel`: the tree holds a file of the first
+        one open, which would keep it busy. `is_attached`: the current tree has such a mount."""
         try:
             return syscalls.copy_mount(self.private_mount)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        # Before Linux 6.15 only a mount that is attached can be copied.
+        # Before Linux 6.15 only a mount that is attached can be copied
         if is_attached:
             return syscalls.clone_mount(f"{self._mountpoint}/{HIDDEN_FOLDER}")
         syscalls.attach_mount(self.private_mount, self._mountpoint)
@@ -405,7 +384,7 @@ class NativeSession(KernelSession):
             syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread, and answers requests until it has ended."""
+        """Runs `work` in a thread, and answers requests meanwhile."""
         done = os.eventfd(0, os.EFD_CLOEXEC)
         working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()
@@ -433,7 +412,7 @@ class NativeSession(KernelSession):
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
-        """Those of `KernelSession`, with `.diesel` as the root, and with OPEN and RELEASE."""
+        """Adds OPEN and RELEASE, and makes `.diesel` the root."""
         handlers = dict(super()._make_handlers())
         handlers[Op.OPEN] = "open", self._open
         handlers[Op.RELEASE] = "release", self._release
@@ -468,7 +447,7 @@ class NativeSession(KernelSession):
         return Attributes(node, 0o100400, size, 0, FOREVER_S)
 
     def _open(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Answers every OPEN: after a refusal the kernel would report no other open."""
+        """Never refuses: the kernel would report no later open."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
         if request.node not in self._contents or request.thread != self._mounter:
@@ -524,7 +503,7 @@ class NativeSession(KernelSession):
 
     def _is_ahead(self, thread: int, offset: int) -> bool:
         """Whether a READ was probably sent ahead of a reader, and so does not show where readers
-        are: it lies a little after the thread's last READ that was not sent ahead."""
+        are: it lies a little after the thread's last other READ."""
         if 0 < offset - self._read_offsets.get(thread, offset) <= CONTENT_READ_AHEAD_KIB << 10:
             return True
         if len(self._read_offsets) >= THREADS_MAX:
@@ -542,7 +521,6 @@ class NativeSession(KernelSession):
 
 
 def reason_of(error: OSError) -> str:
-    """The reason for the user why a tree cannot be mounted."""
     if error.errno == errno.ENODEV:
         return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"
     if error.errno == errno.EPERM:
@@ -551,15 +529,13 @@ def reason_of(error: OSError) -> str:
 
 
 def _can_serve_images() -> bool:
-    """Whether the kernel can mount an image that it reads from a FUSE file system. The first
-    versions of Linux 6.12 crash then."""
+    """Whether the kernel can mount an image that it reads through FUSE. The first versions of Linux
+    6.12 crash then."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return found is not None and (int(found[1]), int(found[2])) >= (6, 13)
 
 
 def _with_hidden_root(handler: Handler) -> Handler:
-    """A handler for which the FUSE mount's root is `.diesel`."""
-
     def handle(request: RequestHeader, message: memoryview) -> Answer:
         if request.node == ROOT:
             request = request._replace(node=HIDDEN_ROOT)

@@ -1,16 +1,14 @@
 """The tree of a native mount: an EROFS file system that the kernel serves from an image.
 
-`mount_tree` makes the tree from an image (`format/image/`), which is its first device. The contents
-lie on a second device, the *content file* of the mount's FUSE file system; the blocks of the root
-folder lie on a third one, a file in memory. The kernel reads the devices from the files themselves
-(from Linux 6.12 on, if it was built so), or through loop devices.
+The tree has three devices: the image (`format/image/`); the *content file* of the mount's FUSE file
+system; and a file in memory with the blocks of the root folder. The kernel reads them from the
+files themselves (from Linux 6.12 on, if it was built so), or through loop devices.
 
-`.diesel` is found by name and listed nowhere. At first the root folder has an entry for it. The
-FUSE file system is mounted on `.diesel`, so the kernel keeps the name; then the root folder is
-replaced by one without the entry (`Tree.hide`).
+`.diesel` is found by name and listed nowhere. At first the root folder has an entry for it. When
+the FUSE file system is mounted on it, the kernel keeps the name, and the entry is removed
+(`Tree.hide`).
 
-Concurrency: everything here may wait, so a thread calls it: mounting opens the content file, which
-the mount's server must answer.
+Concurrency: for threads. Mounting opens the content file, which the mount's server must answer.
 """
 
 import errno
@@ -25,7 +23,7 @@ from ...system.loop_devices import open_loop_device
 from .session import SessionUnsupported
 
 _OPTIONS = (("ro", ""), ("noacl", ""))
-"""No entry has access control lists. If the file system says so, `ls -l` requests none."""
+"""Without `noacl`, `ls -l` would request access control lists, and there are none."""
 
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME
@@ -33,11 +31,11 @@ _ATTRIBUTES = (
 
 
 class Tree:
-    """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount;
-    `note` is the reason if it is not mounted in the best way, else ""."""
+    """The tree of one version, attached at no path yet. `mount` is a descriptor; `note` says why it
+    is not mounted in the best way, or ""."""
 
     def __init__(self, mount: int, image: Image, root: int) -> None:
-        """`root` is a descriptor of the file with the blocks of the root folder."""
+        """`root` is the file with the blocks of the root folder."""
         self.mount = mount
         self.note = ""
         self._image = image
@@ -64,9 +62,8 @@ class Tree:
         bytes. Also writes the blocks of the root folder, whose file is empty before.
 
         A faulty kernel fills up with zeros and keeps them: a reader that is killed while it waits
-        would leave zeros to all others. To find out, this method first writes the file of the root
-        folder without its last bytes, and looks up a name that the kernel searches in the last
-        block.
+        would leave zeros to all others. To find out, this method first writes the file without its
+        last bytes, and looks up a name that the kernel searches in the last block.
         """
         content = self._image.root_folder(hidden=False)
         os.pwrite(self._root, content[: os.fstat(self.mount).st_size - 1], 0)
@@ -82,15 +79,15 @@ class Tree:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.mount)
 
     def close(self) -> None:
-        """Closes the descriptors, which would keep the mount busy. A tree that is attached nowhere
-        ends with that."""
+        """Closes the descriptors: they keep the mount busy, or a tree alive that is attached
+        nowhere."""
         os.close(self.mount)
         os.close(self._root)
 
 
 def mount_tree(image: Image, files: Sequence[str], source: str, content: str) -> Tree:
-    """Mounts an image. `files` are paths of the image's file; the first one that this kernel can
-    mount is used. `content` is the path of the content file, `source` the text for the mount table.
+    """Mounts the first of `files`, paths of the image's file, that this kernel can mount. `content`
+    is the path of the content file, `source` the text for the mount table.
 
     Raises OSError, and SessionUnsupported if this kernel cannot have the tree. Changes the working
     folder of the calling thread, or of the process unless the thread has one of its own.
@@ -114,7 +111,7 @@ def mount_tree(image: Image, files: Sequence[str], source: str, content: str) ->
 
 
 class _NotMountableError(Exception):
-    """This kernel can mount no file, or no file of this file system."""
+    """This kernel can mount no file, or none of this file system."""
 
 
 class _UnsafeFilesError(Exception):
@@ -122,8 +119,7 @@ class _UnsafeFilesError(Exception):
 
 
 def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tree:
-    """Mounts a tree whose devices are files. Raises OSError, _NotMountableError,
-    _UnsafeFilesError."""
+    """Raises OSError, _NotMountableError, _UnsafeFilesError."""
     root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
     try:
         tree = _mount((file, content, _path_of(root)), source, image, root)
@@ -143,14 +139,14 @@ def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tre
 
 
 def _mount_from_loops(image: Image, file: str, source: str, content: str) -> Tree:
-    """Mounts a tree whose devices are loop devices, which end with the tree. Raises OSError."""
+    """The loop devices end with the tree. Raises OSError."""
     with ExitStack() as stack:
         root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
         stack.callback(os.close, root)
         os.pwrite(root, image.root_folder(hidden=False), 0)
         devices = []
         # The image, too, gets a loop device for this tree alone: if its device was mounted already,
-        # the kernel would return the existing tree.
+        # the kernel would return the existing tree
         for path in (file, content, _path_of(root)):
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -167,12 +163,12 @@ def _path_of(descriptor: int) -> str:
 
 
 def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree:
-    """Mounts a tree. `devices` are paths: of the image, the content file and the root folder.
-    `root` is a descriptor of the root folder's file, which the caller closes. Raises OSError."""
+    """`devices` are paths: of the image, the content file and the root folder. The caller closes
+    `root`, the root folder's file. Raises OSError."""
     first, content, root_folder = devices
     with ExitStack() as stack:
         # The kernel shows the path that it opened as the source of the mount. So the path is a
-        # relative link with the name `source`, in a file system that vanishes afterwards.
+        # relative link with the name `source`, in a file system that vanishes afterwards
         links = syscalls.new_mount("tmpfs", (), _ATTRIBUTES & ~syscalls.MOUNT_READ_ONLY)
         stack.callback(os.close, links)
         os.symlink(first, source, dir_fd=links)

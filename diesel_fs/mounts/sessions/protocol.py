@@ -1,10 +1,9 @@
 """The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-The module has every number and layout that a read-only tree needs, from
-`include/uapi/linux/fuse.h` (version 7.31 of Linux 5.4, and later). A notification is a message to
-the kernel that answers no request: it changes the kernel's caches. Pure: bytes in, values out. For
-a message that contradicts its own header, the functions raise `Malformed`; the session drops the
-message and goes on.
+The numbers and layouts are from `include/uapi/linux/fuse.h` (version 7.31 of Linux 5.4, and later).
+A notification is a message to the kernel that answers no request: it changes the kernel's caches.
+Pure. For a message that contradicts its own header, parsers raise `Malformed`; the session drops
+the message and goes on.
 """
 
 import struct
@@ -13,15 +12,14 @@ from typing import NamedTuple
 
 KERNEL_MAJOR = 7
 KERNEL_MINOR = 41
-"""The version of the protocol that is used here; with an older kernel, that kernel's own."""
+"""The newest version that is used; older kernels get their own."""
 
 KERNEL_MINOR_MIN = 31
-"""The version of Linux 5.4, the first that stops sending OPENDIR once it was refused
-(FUSE_NO_OPENDIR_SUPPORT)."""
+"""Linux 5.4, the first that stops sending OPENDIR once it was refused."""
 
 
 class Op(IntEnum):
-    """The kernel's requests that are known here; others get ENOSYS."""
+    """The session answers all others with ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -46,7 +44,7 @@ class Op(IntEnum):
 
 
 class Flag(IntFlag):
-    """Abilities of the kernel that the first request, INIT, negotiates."""
+    """Abilities that INIT, the first request, negotiates."""
 
     ASYNC_READ = 1 << 0
     DO_READDIRPLUS = 1 << 13
@@ -67,7 +65,7 @@ PAGES_MAX = 256
 """The largest READ, in pages (1 MiB): the kernel's own limit, unless root changes it."""
 
 WRITE_BYTES_MAX = 4096
-"""Nothing is ever written, but the kernel demands a size that is not 0."""
+"""Nothing is written, but the kernel demands a size that is not 0."""
 
 REQUEST_BYTES = 1 << 16
 """The buffer for a request. The longest is a BATCH_FORGET, which the kernel cuts to fit."""
@@ -104,20 +102,18 @@ HEADER_BYTES = IN_HEADER.size
 
 
 class Malformed(Exception):
-    """A message that contradicts its header."""
+    """A message contradicts its header."""
 
 
 class RequestHeader(NamedTuple):
-    """The header of any request."""
-
     op: int
-    unique: int  # the number of the request, which its reply repeats
+    unique: int  # the request's number, which its reply repeats
     node: int
-    thread: int  # the thread that made the request; 0 if it is invisible to us
+    thread: int  # made the request; 0 if it is invisible to us
 
 
 class Offer(NamedTuple):
-    """The protocol version and abilities that the kernel offers in INIT."""
+    """The kernel's side of the negotiation in INIT."""
 
     major: int
     minor: int
@@ -125,7 +121,7 @@ class Offer(NamedTuple):
 
 
 def parse_header(message: memoryview) -> RequestHeader:
-    """The header of a request. Raises Malformed."""
+    """Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
@@ -135,18 +131,16 @@ def parse_header(message: memoryview) -> RequestHeader:
 
 
 class ReadRequest(NamedTuple):
-    """A READ: the kernel requests bytes of a file."""
-
-    unique: int  # the number of the request
+    unique: int
     node: int
     offset: int
     size: int
-    thread: int  # the thread that reads; 0 if it is invisible to us
+    thread: int  # reads; 0 if it is invisible to us
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """The READ in a message; None if it is another request. READs are parsed in one step, since
-    they are the most frequent requests. Raises Malformed."""
+    """None for other requests. READs, the most frequent, are parsed in one step. Raises
+    Malformed."""
     if len(message) != _READ_REQUEST_BYTES:
         return None
     length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
@@ -179,7 +173,7 @@ def parse_read(message: memoryview) -> tuple[int, int]:
 
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
-    """Nodes, and how many references the kernel drops of each. Raises Malformed."""
+    """Nodes, each with the number of references that the kernel drops. Raises Malformed."""
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
@@ -195,29 +189,27 @@ def parse_interrupt(message: memoryview) -> int:
 
 
 def open_answer(handle: int) -> bytes:
-    """The reply to OPEN. The kernel keeps its pages of the file.
+    """The kernel keeps its pages of the file.
 
-    The kernel also sends no FLUSH when a descriptor is closed. If the server itself has the file
-    open and is killed, FLUSH would wait for ever, since the exiting process still holds the
-    connection.
+    It also sends no FLUSH when a descriptor is closed. If the server itself has the file open and
+    is killed, FLUSH would wait for ever, since the exiting process still holds the connection.
     """
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE | _FOPEN_NOFLUSH, 0)
 
 
 def parse_release(message: memoryview) -> int:
-    """The handle (of `open_answer`) in a RELEASE, after which the kernel has closed that open.
-    Raises Malformed."""
+    """The handle (of `open_answer`) that the kernel has closed. Raises Malformed."""
     return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
-    """The content of an INIT. Raises Malformed."""
+    """Raises Malformed."""
     major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, Flag(flags))
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
-    """The reply to INIT. `background` is the number of READs ahead that may wait at once."""
+    """`background` is the number of READs ahead that may wait at once."""
     congested = background * 3 // 4
     return _INIT_OUT.pack(
         KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
@@ -226,8 +218,6 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
 
 
 class CommonAttributes(NamedTuple):
-    """The attributes that all entries have in common."""
-
     uid: int
     gid: int
     block_bytes: int
@@ -254,8 +244,8 @@ def entry_answer(
     valid_s: int,
     common: CommonAttributes,
 ) -> bytes:
-    """The reply to LOOKUP; node 0 means that the name does not exist. The kernel may keep the name
-    for `name_valid_s`, the attributes for `valid_s`."""
+    """Node 0 means that the name does not exist. The kernel may keep the name for `name_valid_s`,
+    the attributes for `valid_s`."""
     attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
@@ -263,42 +253,37 @@ def entry_answer(
 def attributes_answer(
     node: int, mode: int, size: int, mtime_ns: int, valid_s: int, common: CommonAttributes
 ) -> bytes:
-    """The reply to GETATTR."""
     return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, common))
 
 
 def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
-    """An entry of a listing. `following` is the offset of the next entry; `kind` has the type bits
-    of the mode, shifted right by 12."""
+    """`following` is the offset of the next entry; `kind` has the type bits of the mode, shifted
+    right by 12."""
     return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
 
 
 def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
-    """The reply to STATFS: nothing is free."""
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
 def reply_header(unique: int, size: int, number: int = 0) -> bytes:
-    """The header of a reply with `size` bytes of content, or with the errno `number` and no
-    content."""
+    """`number` is the errno of a reply without content."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, -number, unique)
 
 
 def invalidate_node(node: int) -> bytes:
-    """The notification that makes the kernel drop the pages and attributes of a node, or the
-    listing of a folder. The names in the folder stay."""
+    """Makes the kernel drop a node's pages and attributes, or a folder's listing but not the names
+    in it."""
     return invalidate_pages(node, 0, 0)
 
 
 def invalidate_pages(node: int, offset: int, size: int) -> bytes:
-    """The notification that makes the kernel drop pages of a node, and its attributes. Size 0: all
-    pages from `offset` on."""
+    """Makes the kernel drop pages and attributes. Size 0: all pages from `offset` on."""
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, offset, size)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:
-    """The notification that makes the kernel drop a name in a folder, also a name that it remembers
-    as missing."""
+    """Makes the kernel drop a name, also one that it remembers as missing."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (
         _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"

@@ -3,22 +3,17 @@
 The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
 overtakes the worker, each next file would cost a READ request. So the server *holds* the READ of a
 file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. If
-the worker waits for a slow store, the READ is held until the contents arrive, and the worker hands
-over its bytes: so a READ and a push make one request to the store. The worker leaves out files with
-held READs, since it would wait for the page that the READ has locked. The READ of a file that the
-worker is storing now is answered at once. Each process writes its mark before it reads the mark of
-the other process, so at least one of them sees the other's mark.
+the store is slow, the READ is held until the worker hands over the contents: so a READ and a push
+make one request to the store. The worker does not push files with held READs, since it would wait
+for the page that the READ has locked. The READ of a file that it is storing now is answered at
+once. Each process writes its mark before it reads the other's, so at least one of them sees the
+other's mark.
 
-The server reports misses (READs that arrived) to the worker. If no memory is left and nothing is
-planned, these reports change nothing. The worker then wants few of them, which leaves the
-processors to the readers.
-
-Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry (a file by its
-index in the snapshot), the first written by the worker, the second by the server; room for the
-bytes of held READs, in *slots*; then the addresses of entries in order logs
-(`cache/order_logs/addresses.py`), which take memory only if there are logs. A torn or late value
-costs a moment, but does no harm: bytes that are handed over have a checksum, and a slot is filled
-for one READ, by the number that the kernel has given to it and uses only once.
+Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry, the first
+written by the worker, the second by the server; room for the bytes of held READs, in *slots*; then
+the addresses of entries in order logs (`cache/order_logs/addresses.py`), which take memory only if
+there are logs. A torn or late value does no harm: bytes that are handed over have a checksum, and a
+slot is filled for one READ, by the kernel's number of it, which is used only once.
 """
 
 import math
@@ -42,42 +37,41 @@ HOLD_STEP_S = 0.001
 """How often a held READ checks the memory; trio's clock has no shorter step."""
 
 STILL_STEPS = 2
-"""A hold ends after this number of steps without progress of the worker. With many readers, the
-worker does not run in every step."""
+"""A hold ends after these steps without progress of the worker, which does not run in every step if
+there are many readers."""
 
 HOLD_STEPS = 5
-"""The greatest number of steps of a hold. In this time some thousand small files are pushed."""
+"""The longest hold. In this time some thousand small files are pushed."""
 
 SLOW_HOLD_STEPS = 1_000
-"""The same while the worker waits for a slow store: a second. Then the server reads by itself."""
+"""The longest hold while the worker waits for a slow store: a second."""
 
 READ_SLOTS, SLOT_BYTES = 16, 256 << 10
-"""How many held READs may get their bytes from the worker, and how many bytes each. READs that are
-larger, or come when all slots are taken, are read by the server after the hold."""
+"""How many held READs may get their bytes from the worker, and how many bytes each."""
 
 MISS_INTERVAL_S = 0.01
-"""The time between two reported misses if the worker wants few."""
+"""The time between two reported misses if the worker wants few. It wants few if no memory is left
+and nothing is planned: then reports change nothing, and the readers need the processors."""
 
 _SOON, _NOW = 1, 2  # the worker's mark of an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""The bytes before the marks: the count of the worker's progress, in 8 bytes; byte 8 is not 0 if
-the worker wants few misses, byte 9 if a READ has failed, byte 10 if the store is slow; at 16 the
-number of entries, in 8 bytes."""
+"""The bytes before the marks: the count of the worker's progress, in 8 bytes; flags in bytes 8 (the
+worker wants few misses), 9 (a READ has failed) and 10 (the store is slow); at 16 the number of
+entries, in 8 bytes."""
 _FEW_AT, _FAILED_AT, _SLOW_AT, _ENTRIES_AT = 8, 9, 10, 16
 
 _HELD = np.dtype(
     [(name, np.uint64) for name in ("unique", "entry", "offset", "size", "filled", "checksum")]
 )
 """A held READ: the kernel's number of it; its entry + 1 (0: the slot is free); its place in the
-file, and its bytes; then, written by the worker when the bytes are in the slot: the number again,
-and their checksum."""
+file, and its bytes; then, when the worker has filled the slot, the number again, and the
+checksum."""
 _MARKS_AT = _COUNT_BYTES + READ_SLOTS * _HELD.itemsize
 
 
 def push_status_file(entry_count: int) -> int:
-    """Makes the shared memory for a version of `entry_count` entries. Returns its descriptor.
-    Raises OSError."""
+    """Makes the shared memory. Returns its descriptor. Raises OSError."""
     descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
     os.truncate(descriptor, _addresses_at(entry_count) + address_bytes(entry_count))
     os.pwrite(descriptor, entry_count.to_bytes(8, sys.byteorder), _ENTRIES_AT)
@@ -93,7 +87,7 @@ def _addresses_at(entry_count: int) -> int:
 
 
 class HeldBytes(NamedTuple):
-    """The bytes that a READ wants, as a part of one file; `unique` is the kernel's number of it."""
+    """The bytes of one file that a READ wants; `unique` is the kernel's number of the READ."""
 
     unique: int
     offset: int
@@ -101,10 +95,10 @@ class HeldBytes(NamedTuple):
 
 
 class PushStatusMap:
-    """The shared memory of one mount, as one of its two processes uses it."""
+    """The shared memory, as one of the two processes uses it."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor` comes from `push_status_file`; the caller may close it afterwards."""
+        """The caller may close `descriptor` (of `push_status_file`) afterwards."""
         shared = mmap.mmap(descriptor, 0)
         entries = int(np.frombuffer(shared, np.uint64, 1, _ENTRIES_AT)[0])
         self.log_addresses = LogAddresses(memoryview(shared)[_addresses_at(entries) :])
@@ -123,22 +117,21 @@ class PushStatusMap:
     # for the worker
 
     def mark_soon(self, entries: Entries) -> None:
-        """Marks the entries that are pushed soon, and no others."""
+        """Marks these entries, and no others."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
         self._marked = entries
 
     def clear_soon(self) -> None:
-        """Removes all marks: nothing is pushed next, so no READ needs to wait."""
+        """Nothing is pushed next, so no READ needs to wait."""
         if len(self._marked):
             self.mark_soon(NO_ENTRIES)
 
     def set_wants_all_misses(self, *, each_miss: bool) -> None:
-        """Sets whether the server shall report each miss, or only one every `MISS_INTERVAL_S`."""
+        """If not, the server reports one miss every `MISS_INTERVAL_S`."""
         self._few[0] = not each_miss
 
     def count_progress(self) -> None:
-        """Counts progress of the worker, which held READs look at."""
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -148,7 +141,7 @@ class PushStatusMap:
         return self._being_read[entries].astype(np.bool_)
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
-        """Sets whether READs are held until their contents arrive from the store."""
+        """READs are held until their contents arrive from a slow store."""
         self._slow[0] = is_slow
 
     def hand_over(self, entry: int, start: int, content: memoryview) -> bool:
@@ -169,19 +162,17 @@ class PushStatusMap:
         return got_all
 
     def end_soon(self, entries: npt.NDArray[np.int64]) -> None:
-        """Removes the marks of these entries: their held READs got no bytes, so the server reads
-        them."""
+        """Removes the marks of these entries, so that the server reads for their held READs."""
         self._soon[entries] = 0
 
     @property
     def reads_failed(self) -> bool:
-        """Whether a READ has failed: its pages may be in the page cache without contents."""
+        """If so, pages may be in the page cache without contents."""
         return bool(self._failed[0])
 
     # for the server
 
     def note_failed_read(self) -> None:
-        """Notes that a READ has failed (see `reads_failed`)."""
         self._failed[0] = 1
 
     def takes_miss(self) -> bool:
@@ -195,8 +186,8 @@ class PushStatusMap:
         return True
 
     def try_hold(self, entry: int, wanted: Callable[[], HeldBytes | None]) -> "HeldRead | None":
-        """Begins to hold the READ of an entry; None if it need not wait, or the number is no entry.
-        `wanted` returns which bytes of the file it wants; None: bytes of other files, too."""
+        """Holds the READ of an entry; None if it need not wait, or the number is no entry. `wanted`
+        returns which bytes of the file the READ wants; None: bytes of other files, too."""
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
             return None
         read = wanted()
@@ -216,17 +207,15 @@ class PushStatusMap:
         return slot
 
     def end_hold(self, entry: int, slot: int) -> None:
-        """Ends a hold (`HeldRead.end`)."""
         if slot >= 0:
             self._held["entry"][slot] = 0
         self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
-        """Whether the worker pushes the entry soon, or is storing it now."""
         return self._soon_seen[entry] != 0
 
     def handed_over(self, slot: int, unique: int) -> bytes | None:
-        """The bytes that the worker has given to a held READ; None if it has not."""
+        """None if the worker has given no bytes."""
         held = self._held[slot]
         if int(held["filled"]) != unique:
             return None
@@ -236,12 +225,10 @@ class PushStatusMap:
 
     @property
     def progress(self) -> int:
-        """A count of the worker's progress."""
         return int(self._count[0])
 
     @property
     def store_is_slow(self) -> bool:
-        """Whether the worker waits for a slow store."""
         return bool(self._slow[0])
 
 
@@ -255,8 +242,8 @@ class HeldRead:
     read: HeldBytes | None
 
     async def wait(self) -> bytes | None:
-        """Waits until the worker has handed over the bytes, and returns them; or until it makes no
-        progress, the entry is pushed, or the steps are over: then None."""
+        """The bytes that the worker hands over. None once it makes no progress, the entry is
+        pushed, or the steps are over."""
         before, still = self.status.progress, 0
         for step in range(SLOW_HOLD_STEPS):
             await trio.sleep(HOLD_STEP_S)
@@ -279,15 +266,14 @@ class HeldRead:
 
 
 def share_logs(reader: object, descriptor: int) -> None:
-    """Lets the server's reader read from the order logs whose addresses are in this memory.
-    `descriptor` comes from `push_status_file`. Does nothing for a reader that knows no logs."""
+    """Lets the server's reader read from the order logs with addresses in this memory."""
     if isinstance(reader, LogEntryReader):
         reader.share(PushStatusMap(descriptor).log_addresses)
 
 
 class NodePushStatusMap(PushStatusMap):
-    """The server's side in a FUSE mount that follows its dataset: the methods' `entry` is a node
-    - 1, not an index in the snapshot."""
+    """The server's side in a FUSE mount that follows its dataset: the methods' `entry` is the
+    number of a node minus 1, not an index in the snapshot."""
 
     def __init__(self, descriptor: int, entry_of: Callable[[int], int]) -> None:
         """`entry_of` returns the entry of a node in the version of this memory, or -1."""

@@ -2,18 +2,16 @@
 tests.
 
 pyfuse3 does not pass the inode number to `read`, so files are opened by OPEN: to open, read and
-close a file costs three requests. FLUSH and extended attributes are refused once with ENOSYS, after
-which the kernel does not request them again.
+close a file costs three requests.
 
-pyfuse3 takes its parts of trio from its own module attribute `trio`. For each request it takes
-a trio lock and waits for the kernel by trio, which costs more than most replies. So `installed`
-puts a `TrioStandIn` into that attribute: a task that comes back for the lock gets it without
-waiting for its turn, and `RequestWait` waits for the kernel.
+For each request pyfuse3 takes a trio lock and waits for the kernel by trio, which costs more than
+most replies. So `installed` replaces pyfuse3's module attribute `trio` by a `TrioStandIn`: a
+task may take its lock again at once, and it waits for the kernel by `RequestWait`.
 
-Concurrency: everything runs in trio's thread; pyfuse3 runs a trio task for each request that waits.
-Only `read` and the requests for `.diesel` wait, and nothing waits between filling a reply and
-returning it. So the reply objects are reused: pyfuse3 copies them before another task runs. A
-process has one session, because pyfuse3 keeps its state in globals.
+Concurrency: everything runs in trio's thread. Only `read` and the requests for `.diesel` wait, and
+nothing waits between filling a reply and returning it. So the reply objects are reused: pyfuse3
+copies them before another task runs. A process has one session, because pyfuse3 keeps its state in
+globals.
 """
 
 import errno
@@ -45,7 +43,7 @@ TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
 
 PART_ENTRIES = 1024
-"""Children of a folder that are prepared together; one READDIR reply holds 24 to some 6,000."""
+"""Children of a folder prepared together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
 
@@ -55,8 +53,7 @@ vanish, since its process was killed. Then pyfuse3's read(2) would block the loo
 request; the signal ends it with EINTR, which pyfuse3 expects."""
 
 _UNSEEN = 0
-"""The thread ID that all requests get in the count of waiting readers: pyfuse3 does not pass the
-real one."""
+"""The thread ID of all requests, since pyfuse3 does not pass it."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -66,7 +63,7 @@ _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, 
 
 def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
     """Turns a handler that does not wait into the coroutine that pyfuse3 needs, and counts and
-    times its calls as `request`."""
+    times its calls."""
 
     def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
         @functools.wraps(handler)
@@ -86,7 +83,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
 
 
 class _Operations(pyfuse3.Operations):
-    """The handlers of requests. pyfuse3 refuses requests without a handler here with ENOSYS."""
+    """pyfuse3 refuses requests without a handler here with ENOSYS."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -104,12 +101,11 @@ class _Operations(pyfuse3.Operations):
         self.on_open: Callable[[int], object] = int
 
     def init(self) -> None:
-        """Called by pyfuse3 while the kernel's first request is answered."""
+        """pyfuse3 calls it during the kernel's first request."""
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """The error to raise to pyfuse3, for any exception of a request: an exception that is no
-        FUSEError would end the mount."""
+        """For any exception of a request: one that is no FUSEError would end the mount."""
         return pyfuse3.FUSEError(self.vfs.errno_of(fault, request, node))
 
     def _blank(self) -> pyfuse3.EntryAttributes:
@@ -213,7 +209,7 @@ class _Operations(pyfuse3.Operations):
         return node
 
     async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        """Lists a folder from an offset on: 0 is `.`, 1 is `..`, and child k has offset k + 2."""
+        """Offset 0 is `.`, 1 is `..`, and child k has offset k + 2."""
         hidden = None
         if node >= HIDDEN_ROOT:
             hidden = await self._waited("readdir", node, self.vfs.hidden_listing(node))
@@ -251,7 +247,7 @@ class _Operations(pyfuse3.Operations):
     def _children(
         self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
     ) -> int:
-        """Adds children from `position` on, as many as fit. Returns the position after them."""
+        """Returns the position after the children that fit."""
         skip = position - found.position
         entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
         behind = base + 3
@@ -273,8 +269,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """The part of a folder's listing that has child `position`; None if there is no such
-        child."""
+        """None if there is no child `position`."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)
@@ -314,7 +309,6 @@ class _Operations(pyfuse3.Operations):
 
 
 def _listing(position: int, found: ChildColumns) -> Listing:
-    """The columns as Python values, for pyfuse3."""
     bounds = (found.name_start - found.name_start[0]).tolist()
     letters = found.names[found.name_start[0] : found.name_start[-1]].tobytes()
     return Listing(
@@ -330,8 +324,7 @@ def _listing(position: int, found: ChildColumns) -> Listing:
 
 @contextmanager
 def _stderr_kept(lines: list[str]) -> Iterator[None]:
-    """Adds the lines that are written to stderr inside the `with` to `lines`: libfuse explains its
-    failures there."""
+    """Adds the lines on stderr to `lines`: libfuse explains its failures there."""
     before = os.dup(2)
     with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b") as kept:
         os.dup2(kept.fileno(), 2)
@@ -378,8 +371,6 @@ class _Lock:
 
 
 class TrioStandIn:
-    """The parts of trio that pyfuse3 uses, made cheaper."""
-
     Lock = _Lock
     ClosedResourceError = trio.ClosedResourceError
     open_nursery = staticmethod(trio.open_nursery)
@@ -394,8 +385,7 @@ class TrioStandIn:
 
 @contextmanager
 def installed(loop: TrioStandIn) -> Iterator[None]:
-    """Gives pyfuse3 `loop` in the place of trio. pyfuse3 keeps a lock of it for ever, so use this
-    once in a process."""
+    """pyfuse3 keeps a lock of `loop` for ever, so use this once in a process."""
     pyfuse3.trio = loop  # type: ignore[attr-defined]  # its stub leaves that out
     try:
         yield
@@ -404,8 +394,6 @@ def installed(loop: TrioStandIn) -> Iterator[None]:
 
 
 class Pyfuse3Session:
-    """The session through pyfuse3 (see the module); the interface is `Session` in `session.py`."""
-
     name: ClassVar[str] = "pyfuse3"
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
@@ -416,10 +404,10 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Mounts through libfuse. Raises PermissionDenied, with libfuse's message."""
+        """Raises PermissionDenied, with libfuse's message."""
         reason: list[str] = []
         try:
-            # libfuse starts fusermount3 with the environment of this process.
+            # libfuse starts fusermount3 with this environment
             with minimal_environment_set(), _stderr_kept(reason):
                 pyfuse3.init(self._operations, self._mountpoint, set(self._options))
         except RuntimeError as error:

@@ -1,9 +1,8 @@
 """Replies to READDIRPLUS: the names and attributes of a folder's children, in the kernel's format.
 
-The bytes are made for many children at once (a *part*) from the snapshot's columns, without a
-Python object for each entry. Parts are kept while readers list the folder, and a reply is a slice
-of a part. The kernel requests the entries after an offset; the offset after child k is k + 3, since
-`.` and `..` come first. So a reply can begin anywhere. One thread.
+The bytes of many children (a *part*) are made at once from the snapshot's columns, without a Python
+object for each; a reply is a slice of a part. The offset after child k is k + 3, since `.` and `..`
+come first. One thread.
 """
 
 from bisect import bisect_right
@@ -23,7 +22,7 @@ PART_ENTRIES = 4096
 """Children of one part: 0.8 MB, made in 2 ms. A reply waits for one part at most."""
 
 PARTS_KEPT = 16
-"""Parts that are kept: 13 MB, so that many readers can list large folders at once."""
+"""13 MB, so that many readers can list large folders at once."""
 
 _ENTRY = np.dtype(
     [
@@ -50,16 +49,13 @@ class _Part(NamedTuple):
 
 
 class ReaddirReplies:
-    """Makes the replies of one session, and keeps parts."""
-
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._parts: OrderedDict[tuple[int, int, int, int], _Part | None] = OrderedDict()
 
     def reply(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
-        """The children of a folder from `offset` on, as many as fit in `room_bytes`, in pieces;
-        empty at the folder's end.
+        """The children from `offset` on that fit in `room_bytes`, in pieces; empty at the end.
 
         By the reply the kernel gets a reference to each node except those of `.` and `..`, so these
         references are counted here. Raises FuseErrno.
@@ -76,8 +72,7 @@ class ReaddirReplies:
         return dots, part.content[start : part.bounds[end]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        # The key has the version, since children of an unchanged folder may have other modes and
-        # times in another version.
+        # Another version may have other modes and times of an unchanged folder's children
         key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)
@@ -116,8 +111,7 @@ class ReaddirReplies:
         )
 
     def hidden_reply(self, found: Listing, folder: int, offset: int, room_bytes: int) -> bytes:
-        """As `reply`, for `.diesel` and the folders below it, which have few entries. `found` has
-        all of them."""
+        """For `.diesel` and the folders below it; `found` has all their entries."""
         reply = [self._dots(folder, offset)] if offset < DOTS else []
         room_bytes -= sum(map(len, reply))
         for at in range(max(offset - DOTS, 0), len(found.names)):
@@ -142,7 +136,7 @@ def _joined(
     np.cumsum(padded + fixed.itemsize, out=bounds[1:])
     content = np.empty(int(bounds[-1]), np.uint8)
     head = fixed.view(np.uint8).reshape(len(fixed), fixed.itemsize)
-    for width in np.unique(padded).tolist():  # together all names of one padded width
+    for width in np.unique(padded).tolist():  # all names of one padded width at once
         which = np.flatnonzero(padded == width)
         letters = found.names[
             np.minimum(found.name_start[which][:, None] + np.arange(width), len(found.names) - 1)

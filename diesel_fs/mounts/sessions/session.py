@@ -1,9 +1,8 @@
 """The interface of the FUSE sessions, their mount options, and their wait for requests.
 
-A session connects one `Vfs` to the kernel at one mount point: it turns the kernel's FUSE requests
-into calls of the `Vfs`, and the results into replies. It knows no snapshots, readers or
-repositories; the `Vfs` knows no FUSE. A session does not unmount: the server process does that, and
-`serve` returns once the kernel has closed the connection.
+A session turns the kernel's requests at one mount point into calls of a `Vfs`, and the results into
+replies. It does not unmount: the server process does that, and `serve` returns once the kernel has
+closed the connection.
 
 Concurrency: `mount` is called before trio runs, `serve` in trio, and `close` after `serve`.
 """
@@ -27,24 +26,22 @@ SLICE_S = 0.002
 SPIN_S = 0.000_05
 """How long a session looks for the next request after a reply without sleeping. To wake up on
 another processor takes about as long: with this, small files were read 1.7 times as fast on two
-virtual processors, for no more processor time, because sleeping and waking cost processor time,
-too. If a program works between files, this time is wasted once or twice a file.
-"""
+virtual processors, for no more processor time. If a program works between files, this time is
+wasted once or twice a file."""
 
 POLL_S = 0.001
-"""How long poll(2) then waits for the next request before trio does. poll(2) takes whole
-milliseconds, so this is the shortest wait."""
+"""How long poll(2) then waits before trio does: whole milliseconds, so this is the shortest."""
 
 
 def mount_options(
     dataset: str, version: int, *, allow_other: bool = False, follows: bool = False
 ) -> Sequence[str]:
-    """The options for mount(2) or fusermount3. With `follows` the version will change, so the
-    mount's source, `DATASET@VERSION` otherwise, does not contain it.
+    """With `follows` the version will change, so the mount's source, `DATASET@VERSION` otherwise,
+    does not contain it.
 
-    The list is fixed. The only text of a user's in it is the dataset's name, which has neither
-    comma nor backslash and so cannot become an option. The mount is `ro` and `noatime`, because the
-    kernel would otherwise request attributes again after each read. Raises UsageError.
+    The only text of a user's here is the dataset's name, which has neither comma nor backslash and
+    so cannot become an option. Without `noatime` the kernel would request attributes again after
+    each read. Raises UsageError.
     """
     name = check_dataset_name(dataset)
     source = name if follows else f"{name}@{version}"
@@ -61,43 +58,38 @@ class SwitchUnsupported(Exception):
 
 
 class Session(Protocol):
-    """A session (see the module). The same tests run over every implementation."""
+    """The interface; the same tests run over every implementation."""
 
     name: ClassVar[str]
     worker: WorkerSide
     """The session's side of the prefetch worker."""
     negotiated: str
-    """The version and abilities that session and kernel agreed upon, for the log."""
+    """What session and kernel agreed upon, for the log."""
 
     def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None: ...
 
     def mount(self) -> None:
-        """Mounts the file system. Requests wait until `serve`.
-
-        Raises DieselError; SessionUnsupported, with nothing mounted, if another session may work.
-        """
+        """Requests wait until `serve`. Raises DieselError; SessionUnsupported, with nothing
+        mounted, if another session may work."""
         ...
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Answers requests until the kernel has closed the connection.
-
-        Calls `started` once the kernel's first request is being answered. A cancelled `serve`
-        answers the requests that still wait with EIO.
-        """
+        """Answers requests until the kernel has closed the connection. Calls `started` at the
+        kernel's first request. If cancelled, answers the requests that still wait with EIO."""
         ...
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Makes the session call `opened` with each entry (its index) that is opened from now on.
-        It is never called if the kernel opens files without a request."""
+        """Calls `opened` with the index of each entry that is opened from now on. Never called if
+        the kernel opens files without a request."""
         ...
 
     def clone(self) -> int:
-        """Returns another descriptor of the connection, for notifications to the kernel. The caller
-        closes it. Raises OSError."""
+        """Another descriptor of the connection, for notifications to the kernel. The caller closes
+        it. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Closes the connection; the kernel fails the calls that still wait for a reply."""
+        """The kernel fails the calls that still wait for a reply."""
         ...
 
 
@@ -105,16 +97,14 @@ class RequestWait:
     """Waits for the kernel's next request, mostly without a turn of trio's loop and without
     sleeping.
 
-    While requests keep coming, a short poll(2) in trio's own thread waits for them, and trio's loop
-    gets a turn every `slice_s`. Other tasks (READs, signals, deadlines) run at the latest `slice_s`
-    + `SPIN_S` + `poll_s` after they are ready. While a task has still to answer a request (`idle`
-    returns False), poll(2) does not wait.
+    While requests keep coming, a short poll(2) in trio's own thread waits for them. Other tasks run
+    at the latest `slice_s` + `SPIN_S` + `poll_s` after they are ready.
     """
 
     def __init__(
         self, idle: Callable[[], bool], *, slice_s: float = SLICE_S, poll_s: float = POLL_S
     ) -> None:
-        """`idle` returns whether the session waits for nothing but the next request."""
+        """poll(2) does not wait unless `idle` returns True: the session waits only for requests."""
         self._idle = idle
         self._slice_s = slice_s
         self._poll_ms = poll_s * 1000
@@ -123,7 +113,7 @@ class RequestWait:
         self._descriptor = -1
 
     async def readable(self, descriptor: int) -> None:
-        """Waits until there is a request, or the connection has ended."""
+        """Returns when there is a request, or the connection has ended."""
         if descriptor != self._descriptor:
             self._poll.register(descriptor, select.POLLIN)
             self._descriptor = descriptor

@@ -67,9 +67,8 @@ class WorkerSide:
     async def held_or_read(
         self, held: HeldRead, read: Callable[[], Awaitable[Bytes | Sequence[Bytes]]]
     ) -> Bytes | Sequence[Bytes]:
-        """The bytes that the worker hands over to a held READ; if it hands nothing over, those that
-        `read` gets. The worker does not push the file until then: it would wait for the page that
-        the READ has locked."""
+        """The bytes that the worker hands over, or else those of `read`. Until then the worker does
+        not push the file, since it would wait for the page that the READ has locked."""
         self._vfs.reads["held"] += 1
         try:
             with waiting_for(WaitCause.PREFETCH):

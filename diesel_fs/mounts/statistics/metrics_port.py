@@ -1,8 +1,8 @@
 """Serves the metrics of a mount to Prometheus.
 
-The supervisor of the mount listens on the port, in a thread of its own, so that the process that
-answers readers does not speak HTTP. The supervisor requests the statistics as text from that
-process over a pair of sockets, at most once in `MAX_AGE_S` however many clients there are.
+The mount's supervisor listens on the port, in a thread of its own, so that the process that answers
+readers does not speak HTTP. It requests the statistics from that process over a pair of sockets, at
+most once in `MAX_AGE_S`.
 """
 
 import logging
@@ -22,25 +22,24 @@ from ...urls import HostPort
 log = logging.getLogger("diesel.mount")
 
 MAX_AGE_S = 1.0
-"""The greatest age of the metrics that a client gets."""
+"""The greatest age of metrics."""
 
 ANSWER_DEADLINE_S = 4.0
-"""How long the mount's server may take to answer the supervisor, so that a client of the port gets
-its answer within 5 s."""
+"""How long the mount's server may take, so that a client of the port gets its answer within 5 s."""
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
 
 
 class MetricsSource:
-    """The server's end of the pair of sockets: it answers the supervisor's requests."""
+    """The server's end of the pair of sockets."""
 
     def __init__(self, url: str, end: socket.socket) -> None:
         self.url = url
         self._end = end
 
     async def serve(self, text: Callable[[], str]) -> None:
-        """Answers each request with the metrics that `text` returns, until the supervisor ends."""
+        """Answers each request with the result of `text`, until the supervisor ends."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._end))
         try:
             while await stream.receive_some(1):
@@ -55,12 +54,11 @@ class MetricsSource:
 
 
 class MetricsPort:
-    """The port, and the supervisor's end of the pair of sockets. Made before the processes are
-    forked."""
+    """The port, and the supervisor's end of the pair of sockets. Made before the forks."""
 
     def __init__(self, place: HostPort) -> None:
-        """Opens the port at `place`. Raises ConflictError if another program listens there,
-        ConfigError if the address cannot be used."""
+        """Raises ConflictError if another program listens at `place`, ConfigError if the address
+        cannot be used."""
         self._sockets = listen(place)
         port = self._sockets[0].getsockname()[1]
         self._end, server_end = socket.socketpair()
@@ -73,16 +71,16 @@ class MetricsPort:
 
     @property
     def own_descriptors(self) -> Sequence[int]:
-        """The supervisor's descriptors, which the forked processes must close."""
+        """The descriptors that forked processes must close."""
         return [self._end.fileno(), *(each.fileno() for each in self._sockets)]
 
     @property
     def server_descriptor(self) -> int:
-        """The descriptor of the server's end; all processes but the server must close it."""
+        """All processes but the server must close it."""
         return self._server_end.fileno()
 
     def start(self) -> None:
-        """Starts to serve the port in a thread. Call it after both forks."""
+        """Serves the port in a thread. Call it after both forks."""
         self._server_end.close()
         self._end.settimeout(ANSWER_DEADLINE_S)
         threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -95,8 +93,8 @@ class MetricsPort:
             log.exception("the metrics are not served any more (a bug)")
 
     def _newest_text(self) -> str | None:
-        """The metrics; None if the server does not deliver them. This may wait, as the thread does
-        nothing else."""
+        """None if the server does not deliver the metrics. May wait, as the thread does nothing
+        else."""
         if time.monotonic() >= self._made_s + MAX_AGE_S:
             try:
                 self._text = self._request_text() or None
@@ -106,8 +104,7 @@ class MetricsPort:
         return self._text
 
     def _request_text(self) -> str:
-        """The metrics from the server. If its answer to an earlier request was late, this waits for
-        that answer and returns it. Raises OSError."""
+        """If an answer of the server was late, this waits for that answer. Raises OSError."""
         if not self._has_requested:
             self._end.sendall(_ASK)
             self._has_requested = True
@@ -121,7 +118,7 @@ class MetricsPort:
         return text
 
     def _length(self) -> int | None:
-        """The length of the arriving answer with its head; None if the head has not arrived yet."""
+        """The length of the arriving answer with its head, once that has arrived."""
         if len(self._answer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._answer)

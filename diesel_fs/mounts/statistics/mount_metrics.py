@@ -1,7 +1,6 @@
-"""Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus.
+"""Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus (METRICS.md).
 
-METRICS.md lists the metrics. A figure that a mount does not have (of a task; of the page cache with
-pyfuse3) gives no line. Pure functions.
+A figure that a mount does not have gives no line. Pure functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from ...metrics import Sample, metric_lines
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""Where a range of a chunk was when it was read through the task's shared cache."""
+"""Where ranges of chunks were when they were read through the task's shared cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,6 @@ class MountMetric:
 
 
 def metrics_text(stats: Stats) -> str:
-    """The metrics of a mount in the text format of Prometheus."""
     lines: list[str] = []
     for metric in TABLE:
         samples = list(metric.samples(stats))
@@ -51,7 +49,7 @@ def _number(path: str, **labels: str) -> Callable[[Stats], Iterator[Sample]]:
 
 
 def _each(path: str, label: str) -> Callable[[Stats], Iterator[Sample]]:
-    """Samples of all values of a map, with their names as the label."""
+    """The names of a map's values become the label."""
 
     def samples(stats: Stats) -> Iterator[Sample]:
         values = _at(stats, path)
@@ -72,7 +70,7 @@ def _info(stats: Stats) -> Iterator[Sample]:
 
 
 def _of_ranks(path: str, label: str = "") -> Callable[[Stats], Iterator[Sample]]:
-    """Samples of each rank: a number, or with a label all values of a map."""
+    """For each rank: a number, or with a label all values of a map."""
 
     def samples(stats: Stats) -> Iterator[Sample]:
         readers = _at(stats, "waits.readers")

@@ -3,13 +3,12 @@ workers.
 
 The kernel names the thread that made a request. /proc gives the rest: the rank is in the
 environment with which the process was started (a forked worker has its parent's), and the workers
-of a script run the same program as the script, in the same session. A process of another user, or
-in another PID namespace, may be invisible.
+of a script run the same program, in the same session.
 
 Concurrency: `group_of` runs in the server's thread, so it reads only files of /proc that the kernel
 serves without a lock of the process. The environment is read under the lock of the process's
-memory, which a thread that waits for a page of the mount may hold; a thread of its own reads that,
-and calls `on_found`. `reader_group` may wait; any thread may call it.
+memory, which a thread that waits for a page of the mount may hold; so another thread reads it.
+`reader_group` may wait; any thread may call it.
 """
 
 import os
@@ -23,15 +22,14 @@ from typing import NamedTuple
 from .waits import UNSEEN, ReaderGroup
 
 RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
-"""The variables in which launchers pass the rank to a process; the first one that is set counts."""
+"""Launchers pass the rank to a process in these; the first one that is set counts."""
 
 MOUNT_GENERATIONS = 3
-"""The generations of a mount's own processes: the supervisor, its two children (server and worker),
-and their helpers."""
+"""A mount's own processes: the supervisor, its children (server and worker), their helpers."""
 
 _RANK_DIGITS_MAX = 7
 _ANCESTORS_MAX = 64
-_KNOWN_MAX = 4096  # processes that are remembered; when it is reached, all are forgotten
+_KNOWN_MAX = 4096  # processes; when it is reached, all are forgotten
 
 
 class _Process(NamedTuple):
@@ -55,11 +53,12 @@ class ReaderProcesses:
         self._thread: threading.Thread | None = None
 
     def group_of(self, thread: int) -> ReaderGroup | None:
-        """The group of the process that a thread belongs to. Takes some 0.1 ms.
+        """The group of the process that a thread belongs to, or of that process alone while its
+        group is not known. Takes some 0.1 ms.
 
-        While the group is not known yet, this returns a group of that process alone. Returns UNSEEN
-        if the process is invisible, and None for the mount's own processes: they look up the files
-        that they push, and no reader waits for that.
+        Returns UNSEEN if the process is invisible (another user's, or in another PID namespace),
+        and None for the mount's own processes: they look up the files that they push, and no reader
+        waits for that.
         """
         process = _process_of(thread)
         if process is None or not process.program:
@@ -91,7 +90,7 @@ class ReaderProcesses:
 
 
 def reader_group(pid: int) -> ReaderGroup:
-    """The group of a process; UNSEEN if the process is invisible. May wait (see the module)."""
+    """UNSEEN if the process is invisible. May wait."""
     process = _process_of(pid)
     return UNSEEN if process is None else _group_of(process)
 
@@ -123,7 +122,7 @@ def _descends_from(process: _Process, ancestor: int) -> bool:
 
 
 def _process_of(thread: int) -> _Process | None:
-    """The process of a thread; None if it is invisible."""
+    """None if it is invisible."""
     with suppress(OSError, ValueError, IndexError):
         pid = _process_number(thread)
         before, _, after = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
@@ -137,7 +136,7 @@ def _process_of(thread: int) -> _Process | None:
 
 
 def _process_number(thread: int) -> int:
-    """The process of this thread. Raises OSError, ValueError."""
+    """Raises OSError, ValueError."""
     for line in Path(f"/proc/{thread}/status").read_bytes().splitlines():
         if line.startswith(b"Tgid:"):
             return int(line[5:])
@@ -145,7 +144,7 @@ def _process_number(thread: int) -> int:
 
 
 def _rank_of(pid: int) -> int | None:
-    """The rank of a process; None if it has none, or its environment is hidden. May wait."""
+    """None if there is none, or the environment is hidden. May wait."""
     with suppress(OSError):
         variables = dict(
             each.split(b"=", 1)

@@ -1,14 +1,12 @@
 """Counts how long the readers of a mount have waited, and for what (SEMANTICS.md, "Waiting").
 
 Most requests are answered at once, and counted afterwards by one call (`Waits.answered`). Any other
-request is a `Wait`, from `Waits.begin` to `Waits.end`; meanwhile threads mark the cause of the wait
-(`cache/waiting.py`).
+request is a `Wait`; meanwhile threads mark the cause of the wait (`cache/waiting.py`).
 
 If n requests wait at one moment, each of them accounts for 1/n of it. So a `WaitClock` has a
-virtual time that runs n times slower than real time; a request adds to its cause the virtual time
-that passed. (It is the virtual time of processor sharing: Parekh and Gallager, "A generalized
-processor sharing approach to flow control", 1993, section III.) An event then costs the same
-however many requests wait.
+virtual time that runs n times slower than real time (as in processor sharing: Parekh and Gallager,
+"A generalized processor sharing approach to flow control", 1993, section III). A request adds to
+its cause the virtual time that passed. An event then costs the same however many requests wait.
 
 Concurrency: the server's trio thread makes all calls except `Wait.enter`, `Wait.leave` and
 `Waits.regroup`, which any thread may call. One lock guards the clocks while anything waits.
@@ -27,14 +25,14 @@ from ...cache.waiting import WaitCause
 log = logging.getLogger("diesel.mount")
 
 READERS_MAX = 64
-"""The most groups of processes that are remembered. For a further group, the one that was seen
-longest ago is forgotten; a rank only if all others are ranks, too."""
+"""Groups of processes to remember. For a further one, the group that was seen longest ago is
+forgotten; a rank only if all others are ranks, too."""
 
 THREADS_MAX = 4096
-"""How many threads are remembered; then all are forgotten, and looked up again."""
+"""Threads to remember; then all are forgotten, and looked up again."""
 
 THREADS_MAX_AGE_S = 60.0
-"""How long a thread is remembered; the kernel may give its number to another process later."""
+"""The kernel may give a thread's number to another process later."""
 
 _CAUSES = tuple(WaitCause)
 
@@ -44,7 +42,7 @@ CAUSE_NAMES = ("metadata", "mount", "prefetch", "decompression", "peer", "store"
 
 class ReaderGroup(NamedTuple):
     """The processes that count as one reader: a rank of a training job, or a program and its
-    workers. Process 0 stands for all invisible ones."""
+    workers."""
 
     rank: int | None
     pid: int
@@ -56,25 +54,23 @@ class ReaderGroup(NamedTuple):
 
 
 UNSEEN = ReaderGroup(None, 0, "")
-"""The group of all invisible processes, and of requests whose thread is unknown."""
+"""All invisible processes, and requests whose thread is unknown."""
 
 
 class WaitClock:
-    """How long some requests have waited, in seconds: the time in which at least one of them
-    waited, divided among their causes, and the sum of their waiting times."""
+    """All times are in seconds."""
 
     __slots__ = ("at_s", "causes_s", "requests_s", "virtual_s", "waited_s", "waiting")
 
     def __init__(self) -> None:
-        self.waiting = 0  # how many requests wait now
+        self.waiting = 0  # requests that wait now
         self.at_s = 0.0  # while a request waits: all time before this is counted
         self.virtual_s = 0.0  # see the module
         self.waited_s = 0.0  # the time in which at least one request waited
-        self.causes_s = [0.0] * len(_CAUSES)  # `waited_s` by cause
+        self.causes_s = [0.0] * len(_CAUSES)  # `waited_s`, divided among the causes
         self.requests_s = [0.0] * len(_CAUSES)  # by cause: the sum over all requests
 
     def advance(self, now_s: float) -> None:
-        """Count the time up to now."""
         if self.waiting and now_s > self.at_s:
             passed_s = now_s - self.at_s
             self.waited_s += passed_s
@@ -98,7 +94,7 @@ class WaitClock:
         self.causes_s[cause] += self.virtual_s - before_s
 
     def figures(self, alone_s: Sequence[float]) -> dict[str, object]:
-        """`alone_s` is the time by cause of requests that waited alone, which this clock has not
+        """`alone_s` has the requests that waited alone, by cause, which this clock has not
         counted."""
         return {
             "waited_s": round(self.waited_s + sum(alone_s), 6),
@@ -109,8 +105,6 @@ class WaitClock:
 
 
 class _Reader:
-    """The figures of one group of processes."""
-
     __slots__ = ("alone_s", "clock", "clocks", "group", "requests", "seen_s")
 
     def __init__(self, group: ReaderGroup, mount: WaitClock | None) -> None:
@@ -135,7 +129,7 @@ class _Reader:
 
 
 class Wait:
-    """A request that is not answered at once. The greatest cause that is marked counts."""
+    """A request that is not answered at once. The greatest marked cause counts."""
 
     __slots__ = ("_base", "_before_s", "_cause", "_clocks", "_marks", "_owner", "_since_s")
 
@@ -150,14 +144,14 @@ class Wait:
         self._before_s = [clock.virtual_s for clock in clocks]
 
     def enter(self, cause: WaitCause) -> None:
-        """Marks a cause; has no effect after the end of the request. Any thread."""
+        """Marks a cause. Callable from any thread, and after the end of the request."""
         with self._owner.lock:
             self._marks[cause] += 1
             if cause > self._cause:
                 self._change(cause)
 
     def leave(self, cause: WaitCause) -> None:
-        """Removes a mark that `enter` has made. Any thread."""
+        """Removes a mark. Callable from any thread."""
         with self._owner.lock:
             self._marks[cause] -= 1
             if cause == self._cause and not self._marks[cause]:
@@ -182,7 +176,7 @@ class Wait:
 
 
 class _DecodingInline:
-    """Observes requests that are answered at once: only decompression is measured for them."""
+    """Of requests that are answered at once, only the decompression is measured."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -199,20 +193,17 @@ class _DecodingInline:
 
 
 class Waits:
-    """How long the readers of one mount have waited (see the module)."""
-
     def __init__(
         self,
         identify: Callable[[int], ReaderGroup | None] = lambda _: UNSEEN,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`identify` returns the group of a thread, or None if the thread's requests do not count.
-        `now` is a clock in seconds that never goes back."""
+        """`identify` returns the group of a thread, or None if its requests do not count."""
         self.now = now
         self.lock = threading.Lock()
         self.inline = _DecodingInline(now)
-        """Observes the work that the server's thread does while it answers a request."""
+        """Observes the server's thread while it answers a request."""
         self._identify = identify
         self._clock = WaitClock()
         self._waiting: set[Wait] = set()
@@ -225,7 +216,7 @@ class Waits:
         self._regrouped: deque[tuple[ReaderGroup, ReaderGroup]] = deque()
 
     def answered(self, thread: int, cause: WaitCause, begun_s: float) -> None:
-        """Counts a request of a thread (0: unknown) that was answered at once."""
+        """Counts a request that was answered at once. Thread 0: unknown."""
         now_s = self.now()
         reader = self._by_thread.get(thread)
         if reader is None or now_s > self._forget_at_s:
@@ -262,7 +253,6 @@ class Waits:
         return wait
 
     def end(self, wait: Wait) -> None:
-        """Ends a request: it has been answered."""
         with self.lock:
             wait.settle(self.now())
             self._waiting.discard(wait)
@@ -270,11 +260,11 @@ class Waits:
                 clock.waiting -= 1
 
     def is_waiting(self, wait: Wait) -> bool:
-        """Whether a request has not ended yet. The caller holds the lock."""
+        """The caller holds the lock."""
         return wait in self._waiting
 
     def figures(self) -> dict[str, object]:
-        """The figures of all readers and of each, as `waits` in `.diesel/stats`."""
+        """The value of `waits` in `.diesel/stats`."""
         self._merge_regrouped()
         with self.lock:
             now_s = self.now()
@@ -301,9 +291,9 @@ class Waits:
             }
 
     def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
-        """Moves the counts of the group `before` to `group`, soon. Any thread."""
+        """Moves the counts of `before` to `group`, soon. Any thread."""
         self._regrouped.append((before, group))
-        self._forget_at_s = -math.inf  # so that the next request moves them
+        self._forget_at_s = -math.inf  # the next request moves them
 
     def _find_reader(self, thread: int, now_s: float) -> _Reader:
         if now_s > self._forget_at_s or len(self._by_thread) >= THREADS_MAX:

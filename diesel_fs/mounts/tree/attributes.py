@@ -1,8 +1,6 @@
 """Plain values that the parts of a mount exchange: attributes, listings, errnos, node numbers.
 
-A node is FUSE's name for an inode: the number in the kernel's requests. The file system (`vfs.py`)
-and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the sessions turn them into
-FUSE replies.
+A node is FUSE's name for an inode: the number in the kernel's requests.
 """
 
 import errno
@@ -12,18 +10,18 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`. This node and greater ones belong to `.diesel`, smaller ones to the
-dataset's entries (in a native mount also to files that only the kernel reads)."""
+"""The node of `.diesel`, to which greater ones belong, too. Smaller ones are the dataset's entries
+(in a native mount also files that only the kernel reads)."""
 
 HIDDEN_NAME = b".diesel"
 
 FOREVER_S = 1e9
-"""How long the kernel may keep replies about an immutable tree: 31 years, which the kernel can
-count in its clock ticks (jiffies)."""
+"""How long the kernel may keep replies about an immutable tree: 31 years, which it can count in its
+clock ticks."""
 
 
 class FuseErrno(Exception):
-    """An errno to reply to a request. It is a regular answer, or its cause has been logged."""
+    """The errno to reply. It is a regular answer, or its cause has been logged."""
 
     def __init__(self, number: int) -> None:
         super().__init__(errno.errorcode.get(number, number))
@@ -31,20 +29,19 @@ class FuseErrno(Exception):
 
 
 class Attributes(NamedTuple):
-    """The attributes of a node, for replies to the kernel. Node 0 means that the name does not
-    exist."""
+    """Node 0 means that the name does not exist."""
 
     node: int
     mode: int  # with the type bits
     size: int
     mtime_ns: int
-    name_valid_s: float  # how long the name leads to this node; its content never changes
+    name_valid_s: float  # how long the name leads to this node
 
 
 ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
-"""The reply for a name that a version does not have. The kernel may remember that."""
+"""For a name that a version does not have. The kernel may remember that."""
 ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
-"""The reply for a name that does not exist now; the kernel must look it up again next time."""
+"""For a name that does not exist now; the kernel must look it up again next time."""
 
 
 class Listing(NamedTuple):
@@ -61,7 +58,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user and group that all files show, and the permissions that they do not show."""
+    """The user and group of all files, and the permissions that they do not show."""
 
     uid: int
     gid: int

@@ -1,29 +1,25 @@
 """The content file of a native mount: all contents of a dataset as one virtual file.
 
-The tree of a native mount is an EROFS image in the kernel (`format/image/`), in which each file
-has an address: a place in this virtual file. The kernel reads contents there, through a FUSE mount
-that only the kernel and the prefetch worker use. The gap between a file's end and the next block of
-4 KiB reads as zeros.
+In the mount's EROFS image (`format/image/`) each file has an address: a place in this virtual file.
+The kernel reads contents there, through a FUSE mount that only the kernel and the prefetch worker
+use. The gap between a file's end and the next block of 4 KiB reads as zeros.
 
 A mount that follows its dataset serves several versions at once. Images of one *chain* share a
 content file: in a chain an address keeps its content for ever, so any version that has a file there
-can answer a READ. An image of another chain gets a content file of its own.
+can answer a READ.
 
-The kernel reads ahead in the content file, and so past the ends of the dataset's files: one READ
-may cover many files. If one of these files cannot be read, the READ fails, and the kernel requests
-single pages as they are needed. So the other files stay readable.
+The kernel reads ahead past the ends of the dataset's files: one READ may cover many files. If one
+of them cannot be read, the READ fails, and the kernel requests single pages as they are needed. So
+the other files stay readable.
 
-Concurrency: everything here runs in the trio thread of the mount's server. The native session calls
-`read_nowait` for each READ, and if that returns None, `read` in a task of that READ. The session
-adds a version before it mounts the version's tree, and removes the version after the kernel has
-closed the tree's files.
+Concurrency: everything runs in the trio thread of the mount's server. The native session adds a
+version before it mounts the version's tree, and removes it after the kernel has closed the tree's
+files.
 
 - Only the two methods `read` wait. Everything else, and every stretch between two waits, is atomic.
-  Bytes come from threads of `Vfs.read`, which touch nothing here.
 - A READ is cut into pieces when it begins; later changes of the versions do not matter to it.
-- Up to `_FILES_AT_ONCE` tasks read the pieces; each writes only the places that it takes. The first
-  failure, or `PATIENCE_S`, cancels the others; a thread under way goes on, and its result is
-  dropped.
+- The first failure of a piece, or `PATIENCE_S`, cancels the others; a thread under way goes on, and
+  its result is dropped.
 - READs of one extent (a run of a file's bytes in one chunk) form a group (`waiting`). A READ looks
   for a recent failure and joins the group without a wait between; a failure marks the extent and
   cancels the group in one step. So no READ slips in between, and readers do not wait for one
@@ -47,11 +43,11 @@ from .attributes import HIDDEN_ROOT, FuseErrno
 from .vfs import Vfs
 
 CONTENT_BYTES = 1 << 44
-"""The size of the content file: all addresses that an image can have."""
+"""All addresses of an image lie below this."""
 
 PATIENCE_S = 0.5
-"""How long a READ of several files waits for all of them. Then the READ fails, since a file that
-hangs must not delay readers of the other files for longer."""
+"""How long a READ of several files waits for all of them. Then it fails, since a file that hangs
+must not delay readers of the others for longer."""
 
 REFUSED_S_MAX = 1.0
 """After an extent could not be read, READs of it fail at once for as long as the attempt took, but
@@ -59,49 +55,43 @@ no longer than this. The kernel sends two more READs for each page that it wante
 each of them would wait for a store that hangs."""
 
 _FAILED_MAX = 4096
-"""Failed extents that are remembered; then all are forgotten."""
+"""Failed extents to remember; then all are forgotten."""
 
 _FILES_AT_ONCE = 16
-"""Files of one READ that are read at once."""
+"""The files that one READ reads at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
 def private_name(node: int) -> str:
-    """The name of a content file, by its node, in the root of the native mount's FUSE mount. No
-    listing shows it."""
+    """The name in the root of the native mount's FUSE mount."""
     return f"content-{HIDDEN_ROOT - node}"
 
 
 class _Attempt(NamedTuple):
-    """A READ that waits for an extent."""
-
     begun_s: float  # trio's clock
     scope: trio.CancelScope
 
 
 @dataclass(slots=True, eq=False)
 class ContentVersion:
-    """One version of the dataset in a content file: the addresses of its contents, and its
-    READs."""
-
     vfs: Vfs
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entry of each of these contents
     failed: dict[tuple[int, int], float] = field(default_factory=dict)
     """Until when (trio's clock) READs of an extent fail at once, by entry and offset."""
     waiting: dict[tuple[int, int], set[_Attempt]] = field(default_factory=dict)
-    """The group of READs that wait for an extent. Those that began together fail together."""
+    """The group of READs that wait for an extent."""
 
     def read_nowait(self, entry: int, offset: int, size: int) -> Bytes | None:
-        """As `Vfs.read_nowait`, for an entry. Raises only FuseErrno."""
+        """Raises only FuseErrno."""
         try:
             return self.vfs.read_nowait(entry + 1, offset, size)
         except BaseException as fault:
             raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
 
     async def read(self, entry: int, offset: int, size: int) -> list[Bytes]:
-        """The bytes of an entry, in pieces. Raises only FuseErrno."""
+        """Returns the bytes in pieces. Raises only FuseErrno."""
         found: list[Bytes] = []
         for extent in self.vfs.snapshot.extents(entry, offset, offset + size):
             start, end = max(extent.start, offset), min(extent.start + extent.size, offset + size)
@@ -129,8 +119,8 @@ class ContentVersion:
         return found
 
     def _fail(self, key: tuple[int, int], failed: _Attempt) -> None:
-        """Fails the READs of an extent that began at about the same time as the READ that failed.
-        READs that began later may still succeed."""
+        """Fails the READs of an extent that began at about the same time as the failed one. Later
+        ones may still succeed."""
         now_s = trio.current_time()
         took_s = now_s - failed.begun_s
         if len(self.failed) >= _FAILED_MAX:
@@ -141,14 +131,14 @@ class ContentVersion:
                 each.scope.cancel()
 
     def entry_at(self, offset: int) -> int:
-        """The entry whose content begins at `offset`, or last before it; -1 if there is none."""
+        """The entry whose content begins at `offset`, or last before it; or -1."""
         rank = bisect_right(self.starts, offset // BLOCK_BYTES) - 1
         return int(self.order[rank]) if rank >= 0 else -1
 
 
 def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
-    """The ranges (offset, size) of contents that are in `after` but not in `before`. Both images
-    belong to one chain."""
+    """The ranges (offset, size) of contents that are in `after` but not in `before`, which is of
+    the same chain."""
     is_new = ~np.isin(after.start_blocks, before.start_blocks)
     edges = np.flatnonzero(np.diff(is_new, prepend=False, append=False))
     firsts, lasts = edges[::2], edges[1::2] - 1
@@ -158,8 +148,6 @@ def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
 
 
 class Piece(NamedTuple):
-    """A part of a READ: bytes of one entry, or zeros."""
-
     version: ContentVersion | None  # None: zeros
     entry: int
     offset: int  # in the entry
@@ -167,8 +155,7 @@ class Piece(NamedTuple):
 
 
 class ContentFile:
-    """The content file of one chain of images, with the versions that it serves (see the
-    module)."""
+    """Serves the versions of one chain of images."""
 
     def __init__(self, chain: UUID) -> None:
         self.chain = chain
@@ -176,24 +163,21 @@ class ContentFile:
 
     @property
     def is_used(self) -> bool:
-        """Whether it serves any version."""
         return bool(self._versions)
 
     def add(self, vfs: Vfs, image: Image) -> ContentVersion:
-        """Adds a version, whose contents `vfs` reads. Its image must belong to this file's
-        chain."""
+        """`vfs` reads the contents. The image must belong to this file's chain."""
         assert image.chain == self.chain
         added = ContentVersion(vfs, image.start_blocks.data, image.order.data)
         self._versions.insert(0, added)
         return added
 
     def remove(self, version: ContentVersion) -> None:
-        """Removes a version, of which no file is open any more."""
+        """No file of the version may be open any more."""
         self._versions.remove(version)
 
     def read_nowait(self, offset: int, size: int) -> Sequence[Bytes] | None:
-        """The bytes of a READ, in pieces, if all are in memory; otherwise None. Raises
-        FuseErrno."""
+        """Returns pieces if all bytes are in memory. Raises FuseErrno."""
         found: list[Bytes] = []
         for version, entry, start, length in self._pieces(offset, size):
             if version is None:
@@ -206,8 +190,8 @@ class ContentFile:
         return found
 
     async def read(self, offset: int, size: int) -> Sequence[Bytes]:
-        """The bytes of a READ, in pieces. Raises FuseErrno(EIO) if a file cannot be read, or if the
-        READ covers several files and does not end within `PATIENCE_S`."""
+        """Returns pieces. Raises FuseErrno(EIO) if a file cannot be read, or if the READ covers
+        several files and does not end within `PATIENCE_S`."""
         pieces = self._pieces(offset, size)
         found: list[Sequence[Bytes]] = [()] * len(pieces)
         waiting = iter(range(len(pieces)))
@@ -237,7 +221,7 @@ class ContentFile:
         return [part for parts in found for part in parts]
 
     def only_file(self, offset: int, size: int) -> tuple[int, int] | None:
-        """The place in its file, and the bytes, of a READ that begins in a file of the newest
+        """The place in its file, and the size, of a READ that begins in a file of the newest
         version and covers no other; None for other READs."""
         first, *rest = self._pieces(offset, size)
         if first.version is not self._versions[0] or any(each.version for each in rest):
@@ -249,8 +233,7 @@ class ContentFile:
 
 
 def _pieces(versions: Sequence[ContentVersion], start: int, end: int) -> Iterator[Piece]:
-    """Cuts a range of the content file into pieces. Each comes from the first of the versions that
-    has a file there; a place without a file in any version has zeros."""
+    """Each piece comes from the first version that has a file there, or else is zeros."""
     if not versions:
         if end > start:
             yield Piece(None, -1, 0, end - start)

@@ -5,17 +5,13 @@ dataset. A file in it gets a new node (inode number) if and only if its content 
 kernel keeps the pages of a node. There are two kinds of files:
 
 - A **generated file** (`stats`, `snapshot`; class `HiddenFile`) is made whole when it is looked up.
-  Each content is a `_FileVersion` with a node of its own.
 - A **list** (`filelist`, `shuffle/...`) is an order of the dataset's files as text. Its node is a
   hash of its name and version, and its size can be computed. The content is made at the first READ,
-  in a thread, one list at a time. If memory is short, contents of lists that no read waits for are
-  dropped, and made again when needed.
+  one list at a time. If memory is short, lists that no read waits for are dropped, and made again
+  when needed.
 
-After a switch to another version (`switch_version`), names lead to new nodes; the nodes that the
-kernel knows keep their content.
-
-Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; all other methods answer at
-once. The threads that make lists use nothing but the snapshot.
+Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait. The threads that make lists
+use nothing but the snapshot.
 """
 
 import errno
@@ -59,15 +55,14 @@ _FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, ascending
 _LISTS_FROM = HIDDEN_ROOT + (1 << 61)  # nodes of lists, by hash
 _LIST_BITS = (1 << 60) - 1
 _NODES_SWEPT = 4096
-"""When there are this many nodes, nodes that the kernel does not know are removed: an interrupted
+"""From this number of nodes on, those that the kernel does not know are removed: an interrupted
 lookup leaves a node that no FORGET request of the kernel will free."""
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """A generated file. `content` makes its bytes at a lookup; lookups within `max_age_s` after
-    that get the same bytes."""
+    """Lookups within `max_age_s` after `content` was called get the same bytes."""
 
     content: Callable[[], Bytes]
     max_age_s: float = math.inf
@@ -86,18 +81,17 @@ class ListRef:
 class ListObserver:
     """Learns which lists programs read, and so which files they will read next.
 
-    In this class the calls do nothing, and `filelist` is always the same list. The subclass in
+    Here the calls do nothing, and `filelist` is always the same list. The subclass in
     `plans/list_plans.py` makes plans of what it learns.
     """
 
     async def current_list(self) -> ListName:
-        """The name of the list that `filelist` shows now. May wait a moment to learn which files
-        were opened."""
+        """The list that `filelist` shows now. May wait a moment to learn which files were
+        opened."""
         return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """Called when a list that was read before is looked up again, perhaps to read it a second
-        time."""
+        """Called when a list that was read is looked up again, perhaps to be read again."""
 
     def on_read(self, ref: ListRef) -> None:
         """Called when a program begins to read a list."""
@@ -106,14 +100,12 @@ class ListObserver:
         """Called when the content of a list has been made. `tail` has its last entries."""
 
     def stats(self) -> dict[str, object]:
-        """Figures for the part `lists` of `.diesel/stats`."""
+        """The value of `lists` in `.diesel/stats`."""
         return {}
 
 
 @dataclass(slots=True)
 class _FileVersion:
-    """One content of a generated file."""
-
     node: int
     name: bytes
     content: memoryview
@@ -133,7 +125,7 @@ class _ListNode:
     node: int
     ref: ListRef
     paths: PathLists  # of its version
-    nul: bool  # whether a NUL byte ends each path, rather than a newline
+    nul: bool  # NUL bytes end the paths, not newlines
     size: int
     mtime_ns: int
     lookup_count: int = 0
@@ -154,8 +146,8 @@ class HiddenFolder:
         clock: Callable[[], float] = time.monotonic,
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
-        """`files` are the generated files by name. `control_path` returns the target of the link
-        `control`, which exists unless that is empty."""
+        """`control_path` returns the target of the link `control`; it exists unless that is
+        empty."""
         self._files = files
         self._owner = owner
         self._observer = list_observer or ListObserver()
@@ -173,7 +165,7 @@ class HiddenFolder:
         self._generator_limiter = trio.CapacityLimiter(1)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """From now on, names lead to contents of this version."""
+        """From now on, names lead to contents of this version; known nodes keep theirs."""
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         for each in tuple(self._current.values()):
@@ -184,8 +176,7 @@ class HiddenFolder:
     # names ----------------------------------------------------------------------------------------
 
     async def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of a name in `.diesel` or a folder in it; `ABSENT_NOW` if there is
-        none."""
+        """`ABSENT_NOW` if there is no such name."""
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
@@ -204,7 +195,7 @@ class HiddenFolder:
         return ABSENT_NOW
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for an unknown node."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
             return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
@@ -216,7 +207,7 @@ class HiddenFolder:
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """The target of the link `control`. Raises FuseErrno(EINVAL) for any other node."""
+        """The target of `control`. Raises FuseErrno(EINVAL) for any other node."""
         target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
             raise FuseErrno(errno.EINVAL)
@@ -226,8 +217,7 @@ class HiddenFolder:
         return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
 
     async def listing(self, folder: int) -> Listing:
-        """The entries of `.diesel` or a folder in it. `shuffle` lists none, since every order has a
-        name there."""
+        """`shuffle` lists nothing, since every order has a name there."""
         names: list[bytes] = []
         if folder == HIDDEN_ROOT:
             names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
@@ -244,13 +234,12 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
-        """Notes that the kernel got the node once more."""
+        """Called when the kernel got the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """Notes that the kernel has dropped `count` of the lookups. A node without any lookup is
-        freed."""
+        """Called when the kernel has dropped `count` lookups. A node without a lookup is freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:
@@ -277,12 +266,10 @@ class HiddenFolder:
             "held_bytes": self._contents_bytes,
         }
 
-    # generated files
-    # -------------------------------------------------------------------------------------
+    # generated files ------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The present content of a generated file, made again if it is too old; None if there is no
-        file of this name."""
+        """The present content, made again if it is too old; None if there is no such file."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -350,10 +337,8 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a list, fewer at its end. Makes its content if that is not in memory.
-        Raises FuseErrno: ENOMEM if it would take too much memory, EILSEQ if a path in a list of
-        lines has a newline.
-        """
+        """The bytes of a list, fewer at its end. Raises FuseErrno: ENOMEM if the content would take
+        too much memory, EILSEQ if a path in a list of lines has a newline."""
         found = self._node(node)
         assert isinstance(found, _ListNode)
         found.waiting += 1
@@ -392,8 +377,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Counts the memory for the content of a list, and drops others if needed. Raises
-        FuseErrno(ENOMEM)."""
+        """Counts memory for a list, and drops others if needed. Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:

@@ -1,15 +1,12 @@
 """Keeps the EROFS images of native mounts, one file each in the user's own folder.
 
-An image (`format/image/`) is the tree of a version as a file system for the kernel. It is built
-once per node, user, version and `Shown` (owner and permissions), and then shared by all mounts. As
-with private copies of snapshots (`repository/private_copies.py`), only files in the user's private
-folder are mapped and mounted. The files are not synced, so they are used only until the machine
-boots again.
+An image (`format/image/`) is built once per node, user, version and `Shown` (owner and
+permissions), and then shared by all mounts. Only files in the user's private folder are mapped and
+mounted. They are not synced, so they are used only until the machine boots again.
 
 Images of one dataset form a *chain*: each continues the addresses of the one before. To prevent two
 continuations of one image, images are built under a lock, and the locked file records the last
-image. An image is continued only if it is the recorded one; if that has been lost, a new chain
-begins.
+image. Only that is continued; if it has been lost, a new chain begins.
 
 A process holds a shared lock on each image file that it has open or mapped. Another process removes
 an image only with the file's exclusive lock: nodes may share the folder, and a file that another
@@ -44,8 +41,7 @@ from ...system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""The images of a dataset that are kept per node and user, besides images in use: those that were
-opened last."""
+"""How many images of a dataset are kept per node and user, besides those in use."""
 
 UNUSED_S_MAX = 7 * 86_400
 """After this time without use, any image is removed."""
@@ -55,9 +51,9 @@ BUILD_DEADLINE_S = 30.0
 mount may have to build its own image after that, within the time for one step of its start."""
 
 UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
-"""Folders for images that cannot be kept, tried in this order; None is the default folder for
-temporary files. If all fail, the image is in memory. From memory and from a tmpfs, the kernel
-mounts only through a loop device."""
+"""Folders for images that cannot be kept; None is the default folder for temporary files. If all
+fail, the image is in memory. From memory and from a tmpfs, the kernel mounts only through a loop
+device."""
 
 _POLL_S = 0.02
 _REPORT_S = 5.0
@@ -67,8 +63,7 @@ def open_image(
     snapshot: Snapshot, shown: Shown, *, deadline_s: float = BUILD_DEADLINE_S
 ) -> tuple[Image, int]:
     """Opens the image of a snapshot, and builds it if this node has none. Returns the mapped image
-    and a descriptor of its file, which the caller closes when no mount of its own needs it any
-    more.
+    and a descriptor of its file, which the caller closes when no mount of its own needs it.
 
     If the folder of images cannot be used, or another process builds for longer than `deadline_s`,
     the image is built for this caller alone, in a chain of its own. Raises the errors of
@@ -97,9 +92,8 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """The file name of an image. It contains the mark of the snapshot, since a user may have a
-    forged snapshot with the same version; and the version of the format, so that images of earlier
-    formats are built again."""
+    """Contains the mark of the snapshot, since a user may have a forged snapshot with the same
+    version; and the version of the format, so that images of earlier formats are built again."""
     parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
     digest = xxh3_64_hexdigest(b"".join(parts))
     return f"{snapshot.identity.hex}-{snapshot.version:016x}-{digest}.{boot_id()}"
@@ -108,7 +102,7 @@ def _name(snapshot: Snapshot, shown: Shown) -> str:
 def _open_kept(
     path: Path, snapshot: Snapshot, shown: Shown, *, warn: bool = False
 ) -> tuple[Image, int] | None:
-    """The kept image, fully checked; None if there is none, or it is damaged. Raises OSError."""
+    """The image, fully checked; None if there is none, or it is damaged. Raises OSError."""
     try:
         image, descriptor = _open(path)
     except (FileNotFoundError, BlockingIOError):  # there is none, or it is just being removed
@@ -129,8 +123,8 @@ def _open_kept(
 
 
 def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
-    """Opens and maps an image, and locks its file against removal. Returns the image and the
-    descriptor, which holds the lock. Raises OSError, FormatError."""
+    """Opens and maps an image. The descriptor holds the lock against removal. Raises OSError,
+    FormatError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,7 +137,7 @@ def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
 
 
 def _mapped(descriptor: int) -> memoryview:
-    """Maps all of a file. Raises OSError."""
+    """Raises OSError."""
     if not os.fstat(descriptor).st_size:
         return memoryview(b"")
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, to be checked
@@ -154,7 +148,7 @@ def _mapped(descriptor: int) -> memoryview:
 
 
 def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
-    """Builds an image in the dataset's chain. Raises OSError and the errors of `build_image`."""
+    """Builds in the dataset's chain. Raises OSError and the errors of `build_image`."""
     earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
     try:
         pieces = build_image(snapshot, shown, earlier)
@@ -170,8 +164,7 @@ def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -
 
 
 def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Builds an image in a chain of its own. Raises the errors of `build_image`, and
-    NoSpaceError."""
+    """Builds in a chain of its own. Raises the errors of `build_image`, NoSpaceError."""
     for folder in UNNAMED_IN:
         with suppress(OSError):
             return _build_in(_unnamed_file(folder), snapshot, shown)
@@ -182,8 +175,8 @@ def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
 
 
 def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Builds an image, in a chain of its own, in an open file, which is closed if that fails.
-    Raises OSError and the errors of `build_image`."""
+    """Builds in a chain of its own, in an open file, which is closed if that fails. Raises OSError
+    and the errors of `build_image`."""
     try:
         with open(descriptor, "wb", closefd=False) as file:
             _write(file, build_image(snapshot, shown, uuid4()), snapshot)
@@ -194,14 +187,13 @@ def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image,
 
 
 def _unnamed_file(folder: str | None) -> int:
-    """Makes a file without a name, which lasts as long as its descriptors. Returns a descriptor.
-    Raises OSError."""
+    """A file without a name, which lasts as long as its descriptors. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
 
 
 def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:
-    """Writes the pieces of an image to a file. Raises OSError."""
+    """Raises OSError."""
     began = time.monotonic()
     file.writelines(pieces)
     file.flush()
@@ -240,7 +232,7 @@ def _prune(folder: Path, identity: UUID) -> None:
 
 
 def _remove_unused(path: Path) -> None:
-    """Removes a file of the folder. Raises OSError, also if a process has the image open."""
+    """Raises OSError, also if a process has the image open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what can be written
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,12 +251,11 @@ class _Chain:
         self._descriptor = descriptor
 
     def is_last(self, image: Image) -> bool:
-        """Whether an image is the recorded one."""
         record = self._text(image.chain, image.sequence)
         return os.pread(self._descriptor, len(record) + 1, 0) == record
 
     def record_next(self, earlier: Image | UUID) -> None:
-        """Records the image that is being built: it continues `earlier`, or is the first of that
+        """Records an image that is being built: the one after `earlier`, or the first of that
         chain."""
         if isinstance(earlier, Image):
             text = self._text(earlier.chain, earlier.sequence + 1)
@@ -280,8 +271,7 @@ class _Chain:
 
 @contextmanager
 def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
-    """Locks the record of a dataset's chain for the `with`. Raises BusyError after the deadline,
-    OSError."""
+    """Raises BusyError after the deadline, OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, path, deadline_s)

@@ -1,16 +1,16 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-A `Vfs` answers the requests of a file system (lookup, attributes, listing, read) from a snapshot,
-the index of all entries of a version, and from a `ContentReader`, which returns checked bytes. It
-knows no FUSE: a session (`sessions/`) calls it for each request, and tests call it without a mount.
+A `Vfs` answers the requests of a file system from a snapshot, the index of all entries of a
+version, and from a `ContentReader`, which returns checked bytes. It knows no FUSE: a session
+(`sessions/`) or a test calls it.
 
 A node (FUSE's name for an inode number) is the entry's index in the snapshot + 1. So the root is 1,
 there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
-belong to `.diesel` (`dot_diesel.py`); such a node never gets other content.
+belong to `.diesel` (`dot_diesel.py`).
 
 Concurrency: everything runs in one trio thread; many tasks may call. Only `read`, `lookup_hidden`,
-`hidden_listing` and `drain` wait. The first three wait for threads (at most `READ_THREADS` for
-reads of the dataset), which touch nothing of this object.
+`hidden_listing` and `drain` wait. The first three wait for threads, which touch nothing of this
+object.
 """
 
 import errno
@@ -60,10 +60,10 @@ this long after a read has missed its deadline, the next read of the same file f
 otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""The most files of which a missed deadline is remembered; beyond that all are forgotten."""
+"""Files of which a missed deadline is remembered; beyond that all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
-"""For this long `.diesel/stats` does not change, so that a program that calls stat on it, opens and
+"""`.diesel/stats` does not change for this long, so that a program that calls stat on it, opens and
 reads it finds one content."""
 
 BLOCK_BYTES = 4096
@@ -79,20 +79,20 @@ class ContentReader(Protocol):
         ...
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory, otherwise None. Never blocks."""
+        """The same bytes if they are in memory. Never blocks."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counts of the reads, for the part `cache` of `.diesel/stats`."""
+        """Shown as `cache` in `.diesel/stats`."""
         ...
 
     def close(self) -> None:
-        """Frees the reader's memory. Reads under way may fail."""
+        """Reads under way may fail."""
         ...
 
 
 class ChildColumns(NamedTuple):
-    """n consecutive children of a folder, as columns of the snapshot."""
+    """Consecutive children of a folder."""
 
     nodes: npt.NDArray[np.uint64]
     name_start: npt.NDArray[np.int64]
@@ -100,13 +100,13 @@ class ChildColumns(NamedTuple):
     names: npt.NDArray[np.uint8]
     """At least 8 bytes longer than the last name needs."""
     mode: npt.NDArray[np.uint32]
-    """With the type bits."""
+    """The permissions with the type bits."""
     size: npt.NDArray[np.uint64]
     mtime_ns: npt.NDArray[np.int64]
 
 
 class Space(NamedTuple):
-    """The reply to statfs. Nothing is free, because nothing can be written."""
+    """Nothing is free, because nothing can be written."""
 
     blocks: int
     entries: int
@@ -114,27 +114,23 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MountHooks:
-    """The parts that the server process adds to the file system."""
-
     mount_info: Mapping[str, object] = field(default_factory=dict)
     """Constants for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
-    """The generated files of `.diesel` besides `stats`, by name."""
+    """The generated files of `.diesel` besides `stats`."""
     list_observer: ListObserver | None = None
-    """Learns which lists programs read; None: nobody does."""
+    """Learns which lists programs read."""
     control_path: Callable[[], bytes] = bytes
-    """Returns the target of the link `.diesel/control`; empty without a control socket."""
+    """The target of `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
-    """The prefetch worker's figures for `.diesel/stats`; None if the mount has no worker."""
+    """The prefetch worker's figures for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """Further keys for `.diesel/stats`."""
     waits: Waits | None = None
-    """Measures the waits of requests. By default, they are not grouped by process."""
+    """By default, waits are not grouped by process."""
 
 
 class Vfs:
-    """The file system of one dataset version (see the module)."""
-
     first_counted_node = HIDDEN_ROOT
     """Sessions must call `count_lookup` and `forget` for the nodes from this one on."""
 
@@ -175,10 +171,8 @@ class Vfs:
     # names and attributes ---------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of `name` in a folder of the dataset; `ABSENT` if there is none.
-
-        A session that passes the node on to the kernel also calls `count_lookup`. Raises FuseErrno.
-        """
+        """`ABSENT` if the folder of the dataset has no such name. A session that passes the node on
+        to the kernel also calls `count_lookup`. Raises FuseErrno."""
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
         index = self.snapshot.child(self._index(folder), name)
@@ -192,7 +186,7 @@ class Vfs:
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for an unknown node."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         if node < HIDDEN_ROOT:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
@@ -200,18 +194,18 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """Notes that the kernel got the node once more."""
+        """Called when the kernel got the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Notes that the kernel has dropped `count` of the counted lookups of a node."""
+        """Called when the kernel has dropped `count` of the counted lookups."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Calls `forget` for pairs of node and count. Returns the indices of the dataset's entries
-        among them: the kernel has dropped their pages, too."""
+        """Calls `forget` for pairs of node and count. Returns the dataset's entries among them: the
+        kernel has dropped their pages, too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -219,24 +213,24 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Notes that the kernel got `count` children of a folder, from child `place` on. Only a
-        file system of several versions needs this."""
+        """Called when the kernel got `count` children, from child `place` on. Only a file system of
+        several versions needs this."""
 
     def link_target(self, node: int) -> bytes:
-        """The target of a symbolic link. Raises FuseErrno."""
+        """Raises FuseErrno."""
         if node >= HIDDEN_ROOT:
             return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
-        """The reply to statfs. It never has 0 blocks, because tools divide by their number."""
+        """Never 0 blocks, because tools divide by their number."""
         blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
         return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
 
     # listings ---------------------------------------------------------------------------------
 
     def folder_parent(self, node: int) -> int:
-        """The node that `..` leads to; the root's is the root."""
+        """The node of `..`; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return self._hidden.parent(node)
         if node == ROOT:
@@ -244,9 +238,9 @@ class Vfs:
         return self.snapshot.parent(self._index(node)) + 1
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """Splits an offset in a listing, which the kernel sends to go on with it, into a base and
-        the offset without the base. Replies must add the base to all offsets of the folder. The
-        base is 0 here; a file system of several versions numbers its listings by it."""
+        """Splits an offset in a listing into a base and the offset without it. Replies must add the
+        base to all offsets of the folder. The base is 0 here; a file system of several versions
+        numbers its listings by it."""
         return 0, offset
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
@@ -269,15 +263,14 @@ class Vfs:
         )
 
     async def hidden_listing(self, folder: int) -> Listing:
-        """All entries of `.diesel` or a folder below it. May wait."""
+        """All entries of `.diesel`, or a folder in it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes of a file, up to its end, if they are in memory; None if `read` must get
-        them."""
+        """The bytes up to the end of the file, if they are in memory."""
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
@@ -294,12 +287,9 @@ class Vfs:
         return found
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a file, in full up to its end. Raises FuseErrno(EIO) if the store or the
-        checksum fails, or if the deadline passes.
-
-        `read` never returns fewer bytes: a short reply would make the kernel cut off the file for
-        ever.
-        """
+        """Never returns fewer bytes than there are: a short reply would make the kernel cut off the
+        file for ever. Raises FuseErrno(EIO) if the store or the checksum fails, or if the deadline
+        passes."""
         if node >= HIDDEN_ROOT:
             return await self._read_hidden(node, offset, size)
         found = self.read_nowait(node, offset, size)
@@ -334,7 +324,7 @@ class Vfs:
         return view
 
     def note_handed_over(self, size: int) -> None:
-        """Counts a READ that the prefetch worker has given these bytes to."""
+        """Counts a READ that the prefetch worker has answered."""
         self.reads["hits"] += 1
         self.reads["bytes"] += size
 
@@ -352,7 +342,7 @@ class Vfs:
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """Counts a request as waiting during the `with`. `lookups` is 1 if it is no read."""
+        """`lookups` is 1 if the request is no read."""
         self.waiting += 1
         self._lookups_waiting += lookups
         try:
@@ -374,7 +364,7 @@ class Vfs:
     # errors and statistics -----------------------------------------------------------------------
 
     def errno_of(self, fault: BaseException, request: str, node: int) -> int:
-        """The errno to answer for any exception of a request: a bug never ends the mount."""
+        """For any exception of a request: a bug never ends the mount."""
         if isinstance(fault, FuseErrno):
             return fault.errno
         name = self._describe_node(node)
@@ -406,7 +396,6 @@ class Vfs:
         }
 
     def close(self) -> None:
-        """Closes the reader of contents."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
@@ -430,7 +419,7 @@ class Vfs:
         return FuseErrno(errno.EIO)
 
     def _describe_node(self, node: int) -> str:
-        """The name of a node in messages; never raises."""
+        """For messages; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"
