@@ -1,9 +1,9 @@
 """Checks the arguments of the Python API, and words errors for that API.
 
-Each check returns the value, or raises UsageError, which names the argument and describes it; the
-error never repeats a value of a wrong type, which may be a secret or very long. Messages of the
-library name options as `dlcmd` does (`--listen`); `keyword_errors` replaces them by keyword
-arguments. Pure, except that `local_path` calls `__fspath__` of objects.
+Each check returns the value, or raises UsageError, which never repeats a value of a wrong type: it
+may be a secret or very long. Messages of the library name options as `dlcmd` does (`--listen`);
+`keyword_errors` replaces them by keyword arguments. Pure, except that `local_path` calls
+`__fspath__` of objects.
 """
 
 import difflib
@@ -32,17 +32,15 @@ _KEYWORDS = {
         )
     },
 }
-"""The keyword argument for each option of `dlcmd` that a Python call has, too."""
 
 _FLAGS = frozenset({"peer_tls", "peers_through_master", "allow_other"})
-"""The keyword arguments that are True or False."""
 
 _OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
 """An option, and the word for its value if one follows: `--listen ADDRESS:0`."""
 
 
 def in_keywords(text: str) -> str:
-    """A message with keyword arguments instead of options of `dlcmd`, except in command lines."""
+    """Replace options of `dlcmd` by keyword arguments, except in command lines."""
     parts = re.split("(`[^`]*`)", text)  # every second part is in backticks
     parts[::2] = [_OPTION.sub(_keyword, part) for part in parts[::2]]
     return "".join(parts)
@@ -68,13 +66,13 @@ def keyword_errors() -> Iterator[None]:
 
 
 def words_of(signature: inspect.Signature) -> list[str]:
-    """The names of a call's arguments, without `**kwargs`."""
+    """The names of the arguments, without `**kwargs`."""
     parameters = signature.parameters.values()
     return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def near_word(word: str, known: Sequence[str]) -> str:
-    """The known word that was probably meant, or "" if none is near."""
+    """The known word that was probably meant, or ""."""
     option = _KEYWORDS.get(f"--{word.replace('_', '-')}")  # as `dlcmd` calls it
     if option is not None and option in known:
         return option
@@ -84,7 +82,6 @@ def near_word(word: str, known: Sequence[str]) -> str:
 
 
 def check_words(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UsageError for a keyword that a call does not take."""
     for word in given:
         if word not in known:
             near = near_word(word, known)
@@ -107,7 +104,7 @@ def flag(word: str, value: object) -> bool:
 
 
 def whole_number(word: str, value: object, low: int = 0, high: int | None = None) -> int:
-    """A whole number from `low` to `high` (None: without end)."""
+    """`high` None: without end."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise wrong_type(word, "a whole number", value)
     try:
@@ -121,7 +118,6 @@ def whole_number(word: str, value: object, low: int = 0, high: int | None = None
 
 
 def local_path(word: str, value: object) -> Path:
-    """The path of a file or folder of this machine."""
     if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
         raise wrong_type(word, "a path of this machine (str or os.PathLike)", value)
     path = os.fspath(value)

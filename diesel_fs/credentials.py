@@ -18,14 +18,12 @@ KEY_PREFIX = "diesel-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """`seed` has the 32 bytes of the user's key."""
-
     user: str
     seed: bytes = field(repr=False)
 
     @property
     def key_text(self) -> str:
-        """The seed as text. It is secret."""
+        """This text is secret."""
         return key_text(self.seed)
 
 
@@ -34,10 +32,8 @@ def key_text(seed: bytes) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    """The seed in the text of a key; white space around it is ignored.
-
-    Raises ConfigError with a message that repeats nothing of the text.
-    """
+    """The seed in a key's text; white space around it is ignored. Raises ConfigError with a message
+    that repeats nothing of the text."""
     stripped = text.strip()
     try:
         seed = b64decode(stripped.removeprefix(KEY_PREFIX), validate=True)
@@ -49,7 +45,7 @@ def parse_key(text: str) -> bytes:
 
 
 def no_user_named(url: object) -> ConfigError:
-    """The error for the URL of a server without a user, to be raised before connecting."""
+    """To be raised before connecting to a server for which no user is named."""
     return ConfigError(
         f"{url} is the address of a server, and no user is named",
         advice="name a user by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"

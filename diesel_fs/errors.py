@@ -40,14 +40,14 @@ DETAIL = "  | "
 
 
 class DieselError(Exception):
-    """An error: the message names the failure and its object, `advice` a remedy."""
+    """`message` names the failure and its object, `advice` a remedy."""
 
     exit_code = 1
     errno = errno.EIO
     retry = False
 
     details = ""
-    """More lines after the message, such as the end of a log."""
+    """More lines for the user, such as the end of a log."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class PartialError(DieselError):
 
 
 class NotFoundError(DieselError):
-    """The named thing does not exist. (It is not merely unreachable.)"""
+    """The named thing does not exist; it is not merely unreachable."""
 
     exit_code = 10
     errno = errno.ENOENT
@@ -230,11 +230,8 @@ class DeadlineError(DieselError):
 
 
 def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
-    """The error that another process reported by the name of its class.
-
-    If its constructor needs other arguments, the nearest ancestor that does not is used; for an
-    unknown name, DieselError.
-    """
+    """The error that another process reported. An unknown class becomes DieselError; one whose
+    constructor needs other arguments becomes its nearest ancestor that does not."""
     known = [DieselError]
     for kind in known:  # the list grows while it is read
         known.extend(kind.__subclasses__())

@@ -1,16 +1,13 @@
 """The metrics of a server: a fixed table, counters in shared memory, and text for Prometheus.
 
-`metric_lines` writes the text of any metric; those of a mount are in
-`mounts/statistics/mount_metrics.py`.
+`metric_lines` also writes those of a mount (`mounts/statistics/mount_metrics.py`).
 
 The table lists the values of each label, so the memory has a fixed size: no client can add a label
 value, and no value names a user or a dataset. Each process counts in *cells* (one number for each
 combination of label values) that only it writes; the text shows the sums over all processes. A
 restarted process continues the cells of the one before, since a counter of Prometheus must not go
-back. The text format (0.0.4) takes 40 lines here, and importing `prometheus-client` for it would
-slow the server's start.
-
-Callable from any thread.
+back. Importing `prometheus-client` for the text format (0.0.4) would slow the server's start. Any
+thread.
 """
 
 import itertools
@@ -22,7 +19,7 @@ from dataclasses import dataclass
 CELL_BYTES = 8
 
 OTHER = "other"
-"""The label value of all unlisted values."""
+"""Stands for all unlisted label values."""
 
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
@@ -30,7 +27,7 @@ REQUESTS = (
     *("users", "set_user", "remove_user", "import_users", "grant"),
     *("archives", "record_archive", OTHER),
 )
-"""The requests of a client (`net/WIRE.md`), by the text in their field `do`."""
+"""The texts in the field `do` of a client's requests (`net/WIRE.md`)."""
 
 OUTCOMES = ("ok", "refused", "error", "busy", "bug", "gone")
 """How a request ends: done; not permitted; another DieselError; the server is overloaded; a bug;
@@ -47,13 +44,11 @@ line: a limit was reached, or the server is about to end (`going`)."""
 TIERS = ("memory", "disk", "store")
 
 BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
-"""The upper bounds of a histogram's buckets, from a hit in memory to a slow store."""
+"""Upper bounds, from a hit in memory to a slow store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its name, its kind, and the values of each label."""
-
     name: str
     kind: str  # "counter", "gauge" or "histogram"
     help: str
@@ -61,7 +56,7 @@ class Metric:
 
     @property
     def cell_labels(self) -> Iterable[tuple[str, ...]]:
-        """The label values of each cell. A histogram has a cell for each bucket and for the sum."""
+        """A histogram has a cell for each bucket and for the sum."""
         values = list(self.labels.values())
         if self.kind == "histogram":
             values.append([*map(str, BUCKETS_S), "+Inf", "sum"])
@@ -146,7 +141,6 @@ class MetricCells:
         self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
-        """Count a value in its bucket of a histogram, and add it to the sum."""
         bucket = bisect_left(BUCKETS_S, value)
         text = str(BUCKETS_S[bucket]) if bucket < len(BUCKETS_S) else "+Inf"
         self.add(name, *labels, text)
@@ -156,7 +150,7 @@ class MetricCells:
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """Set all gauges to 0, after the process has ended."""
+        """Call it after the process has ended."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -179,12 +173,12 @@ def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
 
 
 def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
-    """Cells that this process does not share, for the supervisor."""
+    """The supervisor's cells."""
     return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 
 def exposition(processes: Sequence[MetricCells]) -> str:
-    """The sums over all processes in Prometheus's text format."""
+    """The sums over all processes, as text for Prometheus."""
     lines: list[str] = []
     for metric in processes[0].table:
         lines.append(f"# HELP {metric.name} {metric.help}")
@@ -204,13 +198,13 @@ def exposition(processes: Sequence[MetricCells]) -> str:
 
 
 Sample = tuple[Mapping[str, str], float]
-"""The label values by the labels' names, and the value of the metric."""
+"""Label values by the labels' names, and the metric's value."""
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metric_lines(name: str, kind: str, help_text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """The text of one metric for Prometheus. Values of labels may be any text."""
+    """Text for Prometheus. Values of labels may be any text."""
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

@@ -11,7 +11,7 @@ from .errors import UsageError
 _VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 
 SHOWN_CHARS = 300
-"""The length at which messages cut a path or name."""
+"""Messages cut paths and names at this length."""
 
 DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 

@@ -1,7 +1,8 @@
 """Loads the user's settings, reads files with secrets, and names the user's own folders.
 
 Flags win over the environment, the environment over `~/.config/diesel/config.toml`, and that over
-the defaults. Unknown keys are errors. Loaded settings do not change.
+the defaults. Unknown keys are errors. Loaded settings do not change. Functions that need a home
+folder raise ConfigError without one.
 """
 
 import logging
@@ -24,7 +25,6 @@ KEY_FILE_BYTES_MAX = 4096
 """A limit for files with one secret; a key has 57 characters."""
 
 READ_DEADLINE_S = 30.0
-"""How long a read may wait for the object store."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -32,7 +32,7 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's settings. An empty text means that a setting is not given."""
+    """An empty text means that a setting is not given."""
 
     url: str = ""
     user: str = ""
@@ -41,15 +41,12 @@ class Settings:
 
     @property
     def repository_url(self) -> str:
-        """The URL of the repository; by default the one in the user's data folder."""
+        """The default is the one in the user's data folder."""
         return self.url or data_folder().as_uri()
 
     @property
     def credentials(self) -> Credentials | None:
-        """The user and the key for the repository's server, or None for other repositories.
-
-        Raises ConfigError, PermissionDenied.
-        """
+        """None if the repository has no server. Raises ConfigError, PermissionDenied."""
         url = parse_url(self.repository_url)
         if url.scheme not in SERVER_SCHEMES:
             return None
@@ -70,8 +67,8 @@ _ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER", "key": "DIESEL_KEY"}
 def load_settings(
     flags: Mapping[str, str | None], environment: Mapping[str, str] | None = None
 ) -> Settings:
-    """The settings from `flags` (None: not given), the environment (None: this process's) and the
-    configuration file. Raises ConfigError for unknown keys and wrong types in the file."""
+    """Read `flags` (None: not given), the environment (None: this process's) and the configuration
+    file. Raises ConfigError for unknown keys and wrong types in the file."""
     env = os.environ if environment is None else environment
     try:
         file = config_file()
@@ -134,7 +131,7 @@ def _warn_others_may_read(path: Path, what: str) -> None:
 
 
 def private_text(path: Path, what: str, bytes_max: int) -> str:
-    """The content as `private_bytes` reads it, as text; a byte that is not ASCII becomes U+FFFD."""
+    """As `private_bytes`; a byte that is not ASCII becomes U+FFFD."""
     return private_bytes(path, what, bytes_max).decode("ascii", errors="replace")
 
 
@@ -165,20 +162,17 @@ def _from_file(path: Path) -> dict[str, str]:
 
 
 def config_file() -> Path:
-    """The path of the user's configuration file, which may be missing. Raises ConfigError without a
-    home folder."""
+    """The file may be missing."""
     return _home("XDG_CONFIG_HOME", ".config") / "diesel" / "config.toml"
 
 
 def data_folder() -> Path:
-    """The folder of the user's own repository, which may be missing. Raises ConfigError without a
-    home folder."""
+    """The folder of the user's own repository; it may be missing."""
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 
 def user_folders() -> dict[str, Path]:
-    """The folders of this user's files by content: `config`, `data`, `state`, `cache`. They may be
-    missing. Raises ConfigError without a home folder."""
+    """The folders of `config`, `data`, `state` and `cache`; they may be missing."""
     return {
         "config": config_file().parent,
         "data": data_folder(),
@@ -188,15 +182,13 @@ def user_folders() -> dict[str, Path]:
 
 
 def state_folder() -> Path:
-    """The folder of the logs of background programs; made if missing."""
+    """Holds logs of background programs; made if missing."""
     return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")
 
 
 def runtime_folder() -> Path:
-    """The folder of the sockets of running programs; made if missing.
-
-    Raises PermissionDenied if other users can enter it.
-    """
+    """Holds sockets of running programs; made if missing. Raises PermissionDenied if other users
+    can enter it."""
     value = os.environ.get("XDG_RUNTIME_DIR", "")
     if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
         folder = private_folder(Path(value) / "diesel")
@@ -209,15 +201,12 @@ def runtime_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of copies that can be fetched again, such as snapshots; made if missing."""
+    """Holds copies that can be fetched again, such as snapshots; made if missing."""
     return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")
 
 
 def private_folder(path: Path) -> Path:
-    """Make sure that `path` is a folder that only this user can write to, and return it.
-
-    Raises PermissionDenied if it belongs to another user or lets others write.
-    """
+    """Make sure that only this user can write to the folder `path`. Raises PermissionDenied."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
@@ -231,8 +220,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _home(variable: str, default: str) -> Path:
-    """The folder that an XDG variable names, or else `default` in the home folder. Raises
-    ConfigError without a home folder."""
+    """The folder that an XDG variable names, or else `default` in the home folder."""
     value = os.environ.get(variable, "")
     if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)

@@ -5,8 +5,8 @@
     s3://bucket/prefix?meta=...          an object store (gs://, az:// likewise)
     diesel://host:port                   a server (diesel+tls:// encrypted)
 
-Such a URL may hold a password. `str` and `repr` omit it; `full_url`, which is passed to other
-processes of DIESEL-FS, contains it.
+`str` and `repr` of a URL omit its password; `full_url`, which is passed to other processes of
+DIESEL-FS, contains it.
 """
 
 import re
@@ -30,7 +30,7 @@ unescaped `/`, `?` or `#`; digits after the first colon then show whether they a
 
 
 def shown_url(text: str) -> str:
-    """The text with `***` in place of the user and password of each URL."""
+    """Replace the user and password of each URL by `***`."""
     return _SECRET.sub("***@", text)
 
 
@@ -42,7 +42,7 @@ def passwords_in(text: str) -> Iterator[str]:
 
 
 class HostPort(NamedTuple):
-    """A host and a port. `host` has no brackets; `str` puts them around an IPv6 address."""
+    """`host` has no brackets; `str` puts them around an IPv6 address."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class HostPort(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, default_port: int | None = None) -> Self:
-        """Parse HOST:PORT, or HOST alone with a default port. Raises ValueError."""
+        """HOST alone needs a default port. Raises ValueError."""
         parts = urlsplit(f"//{text}")
         port = default_port if parts.port is None else parts.port
         if not parts.hostname or port is None or parts.netloc != text or "@" in text:
@@ -62,11 +62,8 @@ class HostPort(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepositoryUrl:
-    """The parsed URL of a repository.
-
-    `path` is set for the scheme `file`; for others `host` is the bucket, or the server's address.
-    `prefix` is the prefix of the repository's keys in the bucket, without slashes around it.
-    """
+    """`path` is set for the scheme `file`; for others `host` is the bucket, or the server's
+    address. `prefix` is that of the repository's keys in the bucket, without slashes around it."""
 
     scheme: str
     path: Path = Path()
@@ -76,14 +73,14 @@ class RepositoryUrl:
 
     @property
     def objects_url(self) -> str:
-        """The URL without its metadata store."""
+        """Omits the metadata store."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
     def full_url(self) -> str:
-        """The whole URL, with its password."""
+        """Contains the password."""
         return (
             f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
             if self.meta
@@ -99,7 +96,7 @@ class RepositoryUrl:
 
 
 def parse_url(text: str) -> RepositoryUrl:
-    """Parse the URL of a repository. Raises ConfigError."""
+    """Raises ConfigError."""
     shown = repr(shown_url(text))
     if "://" not in text:
         shown = repr(shown_url(f"://{text}")[3:])

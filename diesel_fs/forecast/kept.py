@@ -4,13 +4,11 @@ rows, pushes and accesses. A *unit* is a chunk or a file, whichever the cache ke
 
 A cache has one of three layouts:
 
-- **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes, which
-  keeps it in memory or on its SSD. On a miss the owner fetches the chunk whole if there is free
-  room. In a full cache the policy decides whether the chunk replaces others, or ski rental if the
-  policy cannot decide (`cache/policies/admission.py`). After any other miss, only the wanted bytes
-  are read from the store, and the cache does not keep them.
-- **files**: single files in a node's memory. After each read of a file, the policy decides
-  whether the cache keeps the file.
+- **chunks**: the cache of a task (`peers/node/`). Each chunk's owner among the nodes keeps it in
+  memory or on its SSD. On a miss the owner fetches the chunk whole if there is free room, or if the
+  policy (or ski rental, if the policy cannot decide) lets it replace others. Otherwise only the
+  wanted bytes are read from the store, and not kept.
+- **files**: single files in a node's memory. The policy decides after each read of a file.
 - **log**: the order log (LCache, section III-B). A node's SSD holds the start of its order in the
   next epoch, limited to files that the node reads in this one, and is read in sequence.
 
@@ -50,7 +48,6 @@ NAMES = (*POLICIES, ORDER_LOG)
 Sizes = npt.NDArray[np.float64]
 
 Sources = npt.NDArray[np.uint8]
-"""The tier that served each read: `MEMORY`, `DISK`, `PEER` or `STORE`."""
 
 MEMORY, DISK, PEER, STORE = range(4)
 TIERS = ("memory", "disk", "peer", "store")
@@ -67,9 +64,8 @@ class EpochSources:
 
     By row: `source`, and `is_resident` (a cache of files has the file, so the mount need not load
     it). By push: `requests` to the store, and the bytes from the store, over the network and from
-    the node's own SSD. If another node owns the fetched chunk, the fetch is counted for the push
-    that the owner was loading then, not for the reader's. `written_bytes` went to the SSDs of all
-    nodes.
+    the node's own SSD. If another node owns a fetched chunk, the fetch counts for the push that the
+    owner was loading then. `written_bytes` went to the SSDs of all nodes.
     """
 
     source: Sources
@@ -82,7 +78,7 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """Return `name` if a policy has it. Raises UsageError otherwise."""
+    """Return `name`. Raises UsageError if no policy has it."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name
@@ -107,11 +103,10 @@ def replay(
     following: EpochReads | None = None,
     progress: OnProgress = lambda _: None,
 ) -> list[EpochSources]:
-    """Find the sources of the reads of all `epochs`, one result for each.
+    """The sources of the reads of each of the `epochs`. The caches are empty before the first.
 
-    The caches are empty before the first epoch. `following` is the epoch after the last: the order
-    log and policies that know the future (`looks_ahead`) need it, others take None. `progress` gets
-    the fraction done. Raises UsageError if units and reads are too many for `FutureUses`.
+    `following` is the epoch after the last: the order log and policies that know the future
+    (`looks_ahead`) need it. Raises UsageError if units and reads are too many for `FutureUses`.
     """
     if layout == "log":
         return _replay_log(job, files, epochs, following)
@@ -121,13 +116,12 @@ def replay(
 
 
 class UnitCache:
-    """One cache of units (chunks or files): which units it holds, and which replace which.
+    """A cache of units (chunks or files): which units it holds, and which replace which.
 
     Units fill the `memory_bytes` before the `disk_bytes`. With `costs`, a unit replaces others only
-    if the policy or ski rental (`cache/policies/admission.py`) finds the replacement worth its
-    cost; without, each unit that is read replaces others, unless the policy refuses. Caches of
-    chunks also pass `chunks`, for policies that know the future: the live bytes of each chunk, and
-    the bytes of one read of it. Caches of files do not.
+    if the policy or ski rental (`cache/policies/admission.py`) finds that worth its cost; without,
+    each unit that is read does, unless the policy refuses. Caches of chunks also pass `chunks`, for
+    policies that know the future: each chunk's live bytes, and the bytes of one read of it.
     """
 
     def __init__(
@@ -153,7 +147,7 @@ class UnitCache:
         if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
-        self._position = 0  # the number of reads that have come
+        self._position = 0  # reads that have come
         self._future: FutureUses | None = None
         self._chunk_future: ChunkFuture | None = None
         # For each chunk, a time until which too little of it will have been read to fetch it
@@ -161,8 +155,8 @@ class UnitCache:
         self.written_bytes = 0
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
-        """Tell a policy that knows the future all reads to come: the number of the unit of each
-        read, in order. Unit numbers are below `unit_count`. For other policies does nothing."""
+        """Give a policy that knows the future the unit of each coming read, in order. Unit numbers
+        are below `unit_count`."""
         if self._knows_future:
             self._future = FutureUses([UnitOrder(units)], unit_count)
             self._policy.set_future(self._future)
@@ -182,8 +176,8 @@ class UnitCache:
             self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
-        """Simulate one access to `wanted` bytes of a unit. Returns the tier that served it, and
-        whether the unit was fetched whole, so that the cache has it now."""
+        """Read `wanted` bytes of a unit. Returns the tier that served them, and whether the unit
+        was fetched whole, so that the cache has it now."""
         if unit in self._held:
             self._policy.record_access(unit)
             if self._admission is not None:
@@ -215,8 +209,8 @@ class UnitCache:
 
     def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
         """Whether too little of a chunk will be read before `victim`, the first unit that it would
-        replace, is needed again. A result from an earlier call is reused while its time has not
-        passed; so in a full shuffle most walks over the victims are avoided."""
+        replace, is needed again. An earlier result is reused until its time has passed; in a full
+        shuffle this avoids most walks over the victims."""
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
@@ -318,8 +312,8 @@ def _replay_chunks(
 def _pushes_of_nodes(
     job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
-    """For each fetch (`push` has the reader's push, `node` the owner): the owner's own push at that
-    moment, its last that is not later than `push`, or else its first."""
+    """For each fetch (`push` has the reader's push, `node` the owner): the owner's last push that
+    is not later than `push`, or else its first."""
     found = push.copy()
     for each in range(job.nodes):
         mine = np.flatnonzero(reads.rank // job.ranks == each).astype(np.int32)
@@ -398,8 +392,8 @@ def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """The result of one epoch's accesses (of its rows in a cache of files or the order log): the
-    tier of each, whether its unit was fetched whole, and the bytes written to SSDs in all."""
+    """For each access of one epoch (or row, in a cache of files or the order log): its tier, and
+    whether its unit was fetched whole; and the bytes written to SSDs."""
 
     source: Sources
     is_fetched: Mask
@@ -445,8 +439,8 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """For each access of one epoch: its push, its unit, the wanted bytes, the number of the cache
-    (and node) that serves it, and the number of files that it reads."""
+    """For each access of one epoch: its push, its unit, the wanted bytes, the cache (and node) that
+    serves it, and the number of files that it reads."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]
@@ -455,7 +449,7 @@ class _Accesses:
     reads: Numbers
 
     def pushes(self) -> Numbers:
-        """The index of the first access of each push, and at the end the number of accesses."""
+        """The first access of each push, and at the end the number of accesses."""
         starts = np.flatnonzero(np.diff(self.push, prepend=-1))
         return np.append(starts, len(self.push))
 
@@ -467,8 +461,7 @@ def _run(
     unit_count: int,
     progress: OnProgress,
 ) -> list[_Found]:
-    """Replay the accesses of the first `epoch_count` epochs of `known`. Policies that know the
-    future know all epochs of `known`."""
+    """Policies that know the future know all of `known`."""
     for number, cache in enumerate(caches):
         mine = [each.cache == number for each in known]
         units = [

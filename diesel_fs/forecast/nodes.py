@@ -1,6 +1,6 @@
 """Describes a training job to the forecast: its nodes, the store, and how it reads.
 
-Rates are in bytes per second and times in seconds, for one node unless a field says otherwise.
+Rates are in bytes per second, for one node unless a field says otherwise.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,20 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""The number of parallel requests of a node: `FETCH_THREADS` of
-`cache/fetching/stored_parts.py`."""
+"""Requests at once of a node: `FETCH_THREADS` of `cache/fetching/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
-"""The most ranks on all nodes together: the time of a simulation grows with them."""
+"""The time of a simulation grows with the ranks on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastStore:
     """The object store, as one node sees it.
 
-    The first byte of a response comes after `request_s`, the other bytes at no more than
-    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. The prices, in any
-    currency, are for 1,000 requests and for 1e9 bytes that leave the store.
+    The first byte of a response comes after `request_s`, the others at no more than
+    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. Prices, in any currency,
+    are for 1,000 requests and for 1e9 bytes that leave the store.
     """
 
     request_s: float = 0.02
@@ -36,7 +35,6 @@ class ForecastStore:
     price_per_gb: float = 0.0
 
     def price(self, requests: int, size: int) -> float:
-        """The price of `requests` requests that return `size` bytes together."""
         return requests / 1000 * self.price_per_1000 + size / 1e9 * self.price_per_gb
 
 
@@ -56,18 +54,17 @@ class ForecastNode:
     network_bytes_per_s: float = 1.25e9
     network_request_s: float = 0.0002
     push_bytes_per_s: float = 1e9
-    """The rate of checking and pushing contents into the kernel: 963 MB/s measured in one process
-    with files of 110 KiB (tests/bench/RESULTS.md)."""
+    """Checking and pushing contents: 963 MB/s measured in one process with files of 110 KiB
+    (tests/bench/RESULTS.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastJob:
-    """A data-parallel training job. Its constructor raises UsageError for numbers out of range.
+    """A data-parallel training job. Raises UsageError for numbers out of range.
 
-    In each iteration, each of the `nodes` x `ranks` processes reads `batch` files; the slowest
-    process sets the pace. `images_per_s` is the rate of the model and of decoding on one rank
-    without waits. Each rank's DataLoader has `workers` processes, each of which prepares two
-    batches ahead.
+    In each iteration, each of the `nodes` x `ranks` processes reads `batch` files. `images_per_s`
+    is the rate of the model and of decoding on one rank without waits. Each rank's DataLoader has
+    `workers` processes, each of which prepares two batches ahead.
     """
 
     node: ForecastNode
@@ -111,5 +108,4 @@ class ForecastJob:
 
     @property
     def world(self) -> int:
-        """The number of ranks of all nodes."""
         return self.nodes * self.ranks

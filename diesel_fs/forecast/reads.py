@@ -1,16 +1,13 @@
-"""Turns the orders of a job's epochs into the requests of its mounts, in their sequence.
+"""Turns the orders of a job's epochs into the requests of its mounts, in their sequence. Pure.
 
 A mount cuts each rank's order into *pushes*: groups of files that it loads, and puts into the page
 cache, together (`mounts/prefetch/streams/units.py` calls them units). A push is a whole chunk if
 the files of the chunk are near each other in the order, otherwise up to 256 files of many chunks.
-The mount first loads the push that is needed first. All files of one chunk in one push are one
-*access* to the cache. So a chunk is accessed once an epoch in chunk-wise order, and nearly once for
-each of its files in a full shuffle.
+All files of one chunk in one push are one *access* to the cache. So a chunk is accessed once an
+epoch in chunk-wise order, and nearly once for each of its files in a full shuffle.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
-the chunk, as the mount reads them. Empty files have no rows.
-
-Works on columns of numbers, and takes about a second for each million files. Pure.
+the chunk, as the mount reads them. Empty files have no rows. A million files take about a second.
 """
 
 from dataclasses import dataclass
@@ -41,8 +38,7 @@ class ForecastFiles:
 
     By file (a number that `chunked.shuffled` returns is an index here): its first chunk (`chunk`),
     the offset and number of its bytes there (`offset`, `stored`), and its `pages` in memory. A file
-    of several extents counts as if all of it lay in its first chunk, from the start of the chunk.
-    `chunk_bytes` is by chunk.
+    of several extents counts as if it lay in its first chunk, from the chunk's start on.
     """
 
     chunked: ChunkedFiles
@@ -53,7 +49,7 @@ class ForecastFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> "ForecastFiles":
-        """All files of a snapshot. Raises UsageError if it has none, and CorruptError if it is
+        """All files of a snapshot. Raises UsageError if it has none, CorruptError if it is
         damaged."""
         entries = snapshot.files()
         if not len(entries):
@@ -74,7 +70,6 @@ class ForecastFiles:
 
     @property
     def chunk(self) -> Indices:
-        """The number of each file's first chunk."""
         return self.chunked.chunks
 
     @property
@@ -83,7 +78,6 @@ class ForecastFiles:
 
     @property
     def bytes(self) -> int:
-        """The stored bytes of all files."""
         return int(self.stored.sum())
 
 
@@ -92,8 +86,7 @@ def epoch_order(
 ) -> Indices:
     """The order of each rank in an epoch: indices of `files`, of the shape (ranks, places).
 
-    The order of all ranks together is `given` by the user, or, if that is None, drawn from the
-    job's seed (`orders/shuffle.py`). It is divided among the ranks as by `dlcmd shuffle`.
+    All ranks' order is `given` by the user, or drawn from the job's seed.
     """
     sequence = given
     if sequence is None:
@@ -111,11 +104,10 @@ def epoch_order(
 class EpochReads:
     """The pushes, accesses and rows of one epoch, each numbered in the order of requests.
 
-    By rank and place in the rank's order: `push_of` is the push that brings the file, and
-    `arrived_of` the fraction of that push's bytes that have arrived once the file has. By push: the
-    `rank`, and `first` (the first place in the rank's order that needs the push). By access:
-    `push`, `chunk`, `wanted` (in bytes). By row: `file`, `access`, `place` (the index into the
-    flattened `push_of`).
+    By rank and place in its order: `push_of` is the push that brings the file, `arrived_of` the
+    fraction of that push's bytes that have arrived once the file has. By push: the `rank`, and the
+    `first` place in its order that needs the push. By access: `push`, `chunk`, `wanted` (bytes). By
+    row: `file`, `access`, `place` (the index into the flattened `push_of`).
     """
 
     push_of: Small
@@ -132,11 +124,7 @@ class EpochReads:
     def requests(
         self, files: ForecastFiles, is_wanted: Mask, limits: "MergeLimits"
     ) -> tuple[Numbers, Numbers]:
-        """For each push: how many requests read its rows that are in `is_wanted`, and how many
-        bytes these requests return.
-
-        One request reads neighbouring rows of a chunk, as `CoalescingReader` does.
-        """
+        """By push: how many requests read its rows that are in `is_wanted`, and their bytes."""
         count = len(self.rank)
         rows = np.flatnonzero(is_wanted)
         starts = files.offset[self.file[rows]]
@@ -164,10 +152,10 @@ class MergeLimits:
 
 
 IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
-"""For reads from the store that the cache of a task does not keep."""
+"""The limits of reads from the store that a task's cache does not keep."""
 
 ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.sparse_gap_bytes, _LIMITS.slow_span_bytes)
-"""For a mount without a cache, at a slow store."""
+"""The limits of a mount without a cache, at a slow store."""
 
 
 def cut_epoch(
@@ -175,8 +163,8 @@ def cut_epoch(
 ) -> EpochReads:
     """Cut the orders of all ranks in one epoch (`epoch_order`) into pushes, accesses and rows.
 
-    Pushes follow the mount's rule; if `push_files` is not 0, each has the next `push_files` files
-    of the rank's order instead, as in other systems.
+    Pushes follow the mount's rule, or, if `push_files` is not 0, each has the next `push_files`
+    files of the rank's order, as in other systems.
     """
     world, length = order.shape
     if push_files:
@@ -231,7 +219,7 @@ def _mount_pushes(
     ]
     rank = np.repeat(np.arange(world, dtype=np.int32), [len(units) for units in cuts])
     first = np.concatenate([units.first for units in cuts])
-    # The mount first loads the push that a reader reaches first. Ranks advance together.
+    # The mount first loads the push that a reader reaches first; ranks advance together
     sequence = np.lexsort((rank, first))
     number = np.empty(len(first), np.int32)
     number[sequence] = np.arange(len(first), dtype=np.int32)

@@ -1,5 +1,4 @@
-"""Recommends one of several forecasts, and writes the shell commands and the JSON of a forecast.
-Pure."""
+"""Recommends one of several forecasts, and writes a forecast's shell commands and JSON. Pure."""
 
 import shlex
 from collections.abc import Sequence
@@ -9,31 +8,26 @@ from .kept import ORDER_LOG, TIERS
 from .simulate import EpochForecast, Forecast
 
 ALIKE = 0.02
-"""Times within this fraction of the shortest count as equal to it; then the price decides."""
+"""Times within this fraction of the shortest count as equal; then the price decides."""
 
 UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next order"}
-"""The contents of a cache, by its layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
-    """The options of `dlcmd forecast` that the commands repeat, with sizes as the user typed them.
-
-    `is_given_order`: the user named a file with the order, so none is drawn.
-    """
+    """Sizes are as the user typed them. `is_given_order`: the user named a file with the order."""
 
     dataset: str
     memory: str
     cache_size: str
     is_given_order: bool = False
     fits_alone: bool = False
-    """Whether one machine, alone, has memory for the whole dataset."""
+    """One machine alone has memory for the whole dataset."""
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:
-    """The forecast with the shortest time of all epochs; among those with equal times (`ALIKE`) the
-    one with the lowest price, then with the fewest bytes written to SSDs. `forecasts` must not be
-    empty."""
+    """The forecast with the shortest time; among equal times (`ALIKE`) the lowest price, then the
+    fewest bytes written to SSDs. `forecasts` must not be empty."""
     best_s = min(each.seconds for each in forecasts)
     alike = [each for each in forecasts if each.seconds <= best_s * (1 + ALIKE)]
     return min(
@@ -42,14 +36,14 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
-    """Whether a mount without a shared cache suffices: the job has one machine, which has memory
-    for the whole dataset, and the user names no SSD that would keep the data for later jobs."""
+    """Whether a mount without a shared cache suffices: one machine has memory for the whole
+    dataset, and the user names no SSD that would keep the data for later jobs."""
     job = forecast.job
     return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
 
 
 def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
-    """Two shell commands: one mounts the dataset on a node, the other runs the training."""
+    """One command mounts the dataset on a node, the other runs the training."""
     job = forecast.job
     is_plain = needs_no_cache(forecast, options)
     mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]
@@ -78,7 +72,7 @@ def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
 
 
 def described(forecast: Forecast) -> dict[str, object]:
-    """The element of `forecasts` in the JSON of `dlcmd forecast` (README.md lists its keys)."""
+    """README.md lists the keys of this JSON."""
     return {
         "policy": forecast.policy,
         "shuffle": forecast.job.shuffle,

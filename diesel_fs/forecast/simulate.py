@@ -1,7 +1,7 @@
 """Simulates the epochs of a training job: hits, bytes, requests, and the time that each rank waits.
 
-Mounts read in a fixed order, so the source of each read does not depend on time (`reads.py`,
-`kept.py`). `forecast` finds the sources first, then simulates time by iterations:
+Mounts read in a fixed order, so the source of each read does not depend on time. `forecast` finds
+the sources first (`reads.py`, `kept.py`), then simulates time by iterations:
 
 - The ranks begin an iteration together, when the slowest has ended the one before (data parallel).
   Each rank then waits for its batch, and computes for `batch / images_per_s`.
@@ -35,8 +35,8 @@ from .nodes import CONNECTIONS, ForecastJob
 from .reads import EpochReads, ForecastFiles, Mask, Numbers, cut_epoch, epoch_order
 
 IMBALANCE = 0.1
-"""An iteration is imbalanced if the waits of two ranks differ by more than this fraction of its
-compute time."""
+"""In an imbalanced iteration the waits of two ranks differ by more than this part of its compute
+time."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -45,10 +45,9 @@ Seconds = npt.NDArray[np.float64]
 class EpochForecast:
     """One epoch of all ranks together.
 
-    `files` and `bytes` count the reads that each tier of `TIERS` served. `store_bytes` are all
-    bytes that the store sent: they may be more than its tier's `bytes`, since chunks are fetched
-    whole. `on_time` is a fraction of all files, `imbalanced` of all iterations. `stall_s` is the
-    time that each rank waited for its own batches.
+    `files` and `bytes` count the reads that each tier of `TIERS` served. `store_bytes` may be more
+    than the store's `bytes`, since chunks are fetched whole. `on_time` is a fraction of all files,
+    `imbalanced` of all iterations. `stall_s` is the time that each rank waited for its own batches.
     """
 
     files: tuple[int, ...]
@@ -64,19 +63,16 @@ class EpochForecast:
 
     @property
     def kept(self) -> float:
-        """The fraction of files that a cache had held since an earlier use."""
         return 1 - self.files[STORE] / max(sum(self.files), 1)
 
     @property
     def stalled(self) -> float:
-        """The fraction of the epoch in which ranks waited for reads, their own or others'."""
+        """The part of the epoch in which ranks waited for reads, their own or others'."""
         return 1 - self.compute_s / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All epochs of a job with one policy."""
-
     policy: str
     layout: Layout
     job: ForecastJob
@@ -98,15 +94,13 @@ class Forecast:
 
 
 def layout_of(policy: str) -> Layout:
-    """The layout of the caches that the mounts make for this policy."""
     return "log" if policy == ORDER_LOG else "chunks"
 
 
 def read_epochs(
     job: ForecastJob, files: ForecastFiles, given: Indices | None = None
 ) -> list[EpochReads]:
-    """The reads of the mounts in each epoch of the job. `given`: the user's order of all ranks, or
-    None to draw one (`epoch_order`)."""
+    """`given` is the user's order of all ranks, or None to draw one."""
     return [
         cut_epoch(job, files, epoch_order(job, files, epoch, given)) for epoch in range(job.epochs)
     ]
@@ -122,11 +116,10 @@ def forecast(
     layout: Layout | None = None,
     progress: OnProgress = lambda _: None,
 ) -> Forecast:
-    """Simulate a job with one policy.
+    """Simulate a job with one policy. Raises UsageError for an unknown policy.
 
-    `given`: the user's order of all ranks, or None to draw one (`epoch_order`). `reads`: the result
-    of `read_epochs`, which is the same for all policies; None computes it. `layout` replaces that
-    of `layout_of`. `progress` gets the fraction done. Raises UsageError for an unknown policy.
+    `given`: as in `read_epochs`. `reads`: the result of `read_epochs`, which is the same for all
+    policies; None computes it. `layout` replaces that of `layout_of`.
     """
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
@@ -145,9 +138,8 @@ def timed(
     *,
     shares_memory: bool = True,
 ) -> tuple[EpochForecast, ...]:
-    """Simulate the time of each epoch, given the sources of its reads (`kept.replay`). With
-    `shares_memory`, a cache of files lends the mount's window the memory that holds no file of
-    later use."""
+    """Simulate the time of each epoch, given its sources (`kept.replay`). With `shares_memory`, a
+    cache of files lends the mount's window the memory that holds no file of later use."""
     clock = _Clock(job, files, reads, sources, shares_memory=shares_memory)
     done = []
     for number, (each, found) in enumerate(zip(reads, sources, strict=True)):
@@ -183,8 +175,6 @@ class _Passed:
 
 
 class _Lane:
-    """The pushes of one node in all epochs, which it loads one after the other."""
-
     def __init__(
         self, pushes: Numbers, pages_bytes: Seconds, needed: Numbers, room: Seconds
     ) -> None:
@@ -198,13 +188,11 @@ class _Lane:
         self.pushes = pushes
         self.needed = needed.tolist()
         self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
-        self.begun = 0  # the number of pushes that have begun
+        self.begun = 0  # pushes that have begun
         self.free_s = 0.0  # when the last push that has begun ends
 
 
 class _Clock:
-    """The time of the simulation: moves all nodes from iteration to iteration."""
-
     def __init__(
         self,
         job: ForecastJob,
@@ -220,7 +208,7 @@ class _Clock:
         self._now_s = 0.0
         self._iteration = 0
         counts = [len(each.rank) for each in reads]
-        # The number of pushes before each epoch
+        # Pushes before each epoch
         self._base = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._service = np.concatenate(
             [
@@ -300,7 +288,7 @@ class _Clock:
         return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
-        """Simulate one epoch. Called once for each epoch, in order."""
+        """Must be called once for each epoch, in order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
         base = int(self._base[number])
@@ -338,7 +326,7 @@ class _Clock:
         )
 
     def _load(self, lane: _Lane, now_s: float) -> None:
-        """Begin the pushes of a node for which its window has room, and those that the current
+        """Begin the pushes that have room in the node's window, and those that the current
         iteration needs."""
         until = max(lane.with_room[self._iteration], lane.needed[self._iteration])
         if until <= lane.begun:
@@ -356,7 +344,7 @@ class _Clock:
 def _service_s(
     job: ForecastJob, files: ForecastFiles, reads: EpochReads, found: EpochSources
 ) -> Seconds:
-    """The time that a node needs for each push, without the latency of the first request."""
+    """The latency of the first request is not included."""
     node, store = job.node, job.store
     mean_bytes = found.store_bytes / np.maximum(found.requests, 1)
     ahead_bytes = ReadLimits.within(node.window_bytes).ahead_bytes

@@ -1,9 +1,9 @@
-"""Finds the smallest cache with which a job does not stall, in at most six simulations.
+"""Finds the smallest cache with which a job does not stall, in at most six simulations. Pure.
 
-The size is found by bisection, on the assumption that a larger cache is no worse. A single pass
-over the distances between uses (Mattson et al., 1970) would need the inclusion property: a larger
-cache holds all that a smaller one holds. The caches here lack this property: they fetch whole
-chunks, and ski rental or the count of uses decides on replacements. Pure.
+It searches by bisection, on the assumption that a larger cache is no worse. A single pass over the
+distances between uses (Mattson et al., 1970) would need the inclusion property: a larger cache
+holds all that a smaller one holds. The caches here lack it: they fetch whole chunks, and ski rental
+or the count of uses decides on replacements.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,9 @@ STALL_PART_MAX = 0.01
 """A job has no stalls if waiting makes its last epoch longer by at most this fraction."""
 
 RUNS_MAX = 6
-"""The most simulations for one answer."""
 
 
 def stalls(forecast: Forecast) -> bool:
-    """Whether a job waits for reads in its last epoch, beyond `STALL_PART_MAX`."""
     later = forecast.later
     return later.seconds > later.compute_s * (1 + STALL_PART_MAX)
 
@@ -28,11 +26,10 @@ def stalls(forecast: Forecast) -> bool:
 def smallest_disk(
     job: ForecastJob, data_bytes: int, run: Callable[[ForecastJob], Forecast]
 ) -> int | None:
-    """The bytes of SSD that each node needs so that the job does not stall. None if the job stalls
-    even with the whole dataset on the SSDs, since something else is too slow.
+    """The bytes of SSD that each node needs, or None if the job stalls even with the whole dataset
+    on the SSDs, since something else is too slow.
 
-    `run` simulates a job. The result is a multiple of about a 31st of the node's share of
-    `data_bytes` (plus an eighth).
+    The result is a multiple of about a 31st of the node's share of `data_bytes` (plus an eighth).
     """
     part = -(-data_bytes // job.nodes)
     # Chunks are larger than their files, and shares of nodes differ by up to 8 %

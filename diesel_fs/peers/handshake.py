@@ -1,10 +1,8 @@
-"""The handshake of a connection to a master, at both ends: TLS, greeting, hello and proofs
-(`PEERS.md`, section 3).
+"""Opens a connection to a master, and proves at both ends that the other one belongs to the task
+(`PEERS.md`, section 3): TLS, greeting, hello and proofs.
 
-`connect` (in trio) and `connect_blocking` (for a reader) are the connecting end, `accept_tls` and
-`authenticate` the accepting one. Each end proves that it knows the task's secret. A process that
-does not know it learns only that its proof was wrong; before the proof is checked, nothing but the
-hello is read.
+A process that does not know the task's secret learns only that its proof was wrong; before the
+proof is checked, nothing but the hello is read.
 """
 
 import hmac
@@ -51,7 +49,6 @@ class LocalIdentity:
     version: int
     secret: bytes = field(repr=False)
     sizes: Sizes = field(repr=False)
-    """The bytes of each chunk of this version."""
 
     certificate: Certificate | None = None
     """If set, connections in both directions use TLS."""
@@ -62,7 +59,6 @@ class LocalIdentity:
 
     @property
     def connector(self) -> "Connector":
-        """This master as the connecting end."""
         return Connector(
             self.rank, self.instance, self.identity, self.version, self.task.digest, self.secret,
             has_tls=self.certificate is not None, is_client=False,
@@ -71,8 +67,6 @@ class LocalIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """A process that connects to a master."""
-
     rank: int
     instance: bytes
     identity: UUID
@@ -84,8 +78,7 @@ class Connector:
 
 
 class HandshakeRejected(Exception):
-    """A connector was refused. `why` is for the log; `reply` are the bytes to send to the
-    connector, and may be empty."""
+    """A connector was refused. `why` is for the log, `reply` (may be empty) for the connector."""
 
     def __init__(self, why: str, reply: bytes = b"") -> None:
         super().__init__(why)
@@ -96,13 +89,12 @@ class HandshakeRejected(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 _Proving = Generator[bytes | int, bytearray, None]
-"""The steps of the connecting end. Yields bytes to send, or the number of bytes to receive, which
-are then sent into the generator."""
+"""The connecting end yields bytes to send, or the number of bytes to receive, which are then sent
+into the generator."""
 
 
 async def connect(me: Connector, member: Member) -> Channel:
-    """Connect to the master `member`. When this returns, both ends have proved that they know the
-    secret. Raises DieselError."""
+    """Connect to `member`, and prove the secret at both ends. Raises DieselError."""
     channel: Channel | None = None
     is_ready = False
     try:
@@ -123,7 +115,7 @@ async def connect(me: Connector, member: Member) -> Channel:
 
 
 def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
-    """As `connect`, for a thread. Each send or receive of the handshake takes at most `HELLO_S`."""
+    """As `connect`, for a thread. Each send or receive takes at most `HELLO_S`."""
     plain: socket.socket | None = None
     is_ready = False
     try:
@@ -197,8 +189,7 @@ async def _prove(channel: Channel, me: Connector, member: Member) -> None:
 
 
 def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
-    """The connecting end's dialogue. `certificate` is the master's, empty without TLS. Raises
-    DieselError."""
+    """`certificate` is the master's, empty without TLS."""
     binding = certificate_digest(certificate) if certificate else NO_BINDING
     if member.certificate and binding != member.certificate:
         raise PermissionDenied("the other master's certificate is not the registered one")
@@ -207,7 +198,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
     tail = bytes((yield length))
     if not goes_on:
         error = wire.refusal_error(version, tail)
-        if me.is_client:  # a client must know a refusal from a master that cannot be reached
+        if me.is_client:  # it must tell a refusal from a master that cannot be reached
             raise PermissionDenied(error.message)
         raise error
     ours = Hello(
@@ -226,8 +217,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
 
 
 def _why(error: OSError) -> str:
-    """The reason of an error, in a few words. trio tries all addresses of a host; then the cause of
-    its error has the errors of all."""
+    """trio tries all addresses of a host; the cause of its error has the errors of all."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -239,7 +229,7 @@ def _why(error: OSError) -> str:
 
 
 async def accept_tls(channel: Channel) -> None:
-    """The accepting end of the TLS handshake; nothing without TLS. Raises HandshakeRejected."""
+    """Does nothing without TLS. Raises HandshakeRejected."""
     if isinstance(channel, TlsChannel):
         try:
             await channel.do_handshake()
@@ -248,7 +238,7 @@ async def accept_tls(channel: Channel) -> None:
 
 
 async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
-    """Receive a connector's hello, and check that it knows the secret. Raises HandshakeRejected."""
+    """Check that a connector knows the secret. Raises HandshakeRejected."""
     nonce = os.urandom(NONCE_BYTES)
     try:
         await _greet(channel, nonce)

@@ -1,12 +1,11 @@
 """Finds the master of a task on this node, and starts it if there is none. Any thread and process.
 
-A task has a folder in the user's runtime folder, and in it a folder for each of its nodes on this
-machine. A node's folder has three files: `socket`; `lock`, which a process locks while it starts a
-master; and `options`, the request that started the master, without secrets and without addresses
-that may hold passwords. A master that ends by itself removes `options`. So if `options` is beside a
-dead socket, the master was killed. A process that joins without a rank then restarts the master
-with these options, so that the node keeps its rank. The next job removes what was left of old jobs,
-and the last master removes the folders.
+Below the user's runtime folder, each task has a folder with a folder for each of its nodes on this
+machine. A node's folder has `socket`; `lock`, which a process holds while it starts a master; and
+`options`, the request that started the master. A master that ends by itself removes `options`, so
+`options` beside a dead socket mean that the master was killed. A process that joins without a rank
+then restarts it with these options, so that the node keeps its rank. The next job removes the files
+of old jobs, and the last master removes the folders.
 """
 
 import fcntl
@@ -51,20 +50,18 @@ START_DEADLINE_S = 60.0
 """How long a starting master may be silent: it may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""How long other processes of a node wait until its first process has started the master: users
-look for errors in the output of the first one."""
+"""How long a node's other processes let its first process start the master: users look for errors
+in the output of the first one."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""The interval at which a master marks that it is alive; and how long after its last mark a killed
-master is restarted by a process that joins without a rank. Its former clients restart it at any
-time."""
+"""How often a master marks that it is alive; and how long after its last mark a process without a
+rank restarts a killed master. The master's former clients restart it at any time."""
 
 DESCRIPTORS_MIN = 512
-"""Open files that a master needs for clients and chunks, besides its connections to other nodes."""
+"""Open files that a master needs for clients and chunks, besides connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""How long to wait for another process that makes or removes folders, which takes microseconds
-unless that process was stopped."""
+"""How long to wait for a process that makes or removes folders, which takes microseconds."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 
@@ -87,11 +84,12 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which `program` starts if none is alive. If a running
-    master has other options, it keeps them while it has readers, and a warning names the differing
-    options. If it has none (its mount has just ended), it is ended and another one is started.
-    Raises the error that kept the master from starting, with the end of its log; UsageError for a
-    bad rank or address."""
+    """The socket of this node's master, which `program` starts if none is alive.
+
+    If a running master has other options and readers, it keeps its options, and a warning names
+    those that differ. Without readers (its mount has just ended) it is replaced. Raises the error
+    that kept the master from starting, with the end of its log; UsageError for a bad rank or
+    address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
     running = _running_request(socket_path)
     if (
@@ -116,9 +114,8 @@ def _find_or_start(
     first_process_wait_s: float,
     start_deadline_s: float,
 ) -> Path:
-    """The socket of a live master. For a request without a rank, in a task of one node, that is the
-    only live master of this task on this machine; if there is none, the only killed one, which is
-    restarted."""
+    """For a request without a rank, in a task of one node, take the only live master of this task
+    on this machine; if there is none, restart the only killed one."""
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
@@ -142,7 +139,6 @@ def _find_or_start(
 
 
 def _running_request(socket_path: Path) -> TaskRequest | None:
-    """The request by which the running master was started; None if it is not known."""
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
@@ -158,7 +154,7 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
         client.settimeout(_ANSWER_S)
         connect_unix(client, socket_path)
-        # A reader that has just ended may still count.
+        # A reader that has just ended may still count
         if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
             return False
         hello = local_wire.hello(UUID(hex=request.identity), 0)
@@ -168,8 +164,7 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _readers(client: socket.socket) -> int:
-    """The number of readers that the master has; -1 if its answer does not tell. Raises OSError,
-    CorruptError."""
+    """Returns -1 if the master's answer has no number."""
     client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
@@ -188,7 +183,7 @@ def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
     """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`.
-    After a permanent error the master counts as ended, so that no further process tries."""
+    After a permanent error the master counts as ended, so that no other process tries."""
     if is_alive(socket_path):
         return False
     try:
@@ -200,14 +195,13 @@ def restart_killed(
 
 
 def mark_ended(socket_path: Path) -> None:
-    """Note that the node's master has ended by itself, so that it is not restarted."""
     with suppress(OSError):
         socket_path.with_name(_OPTIONS).unlink()
 
 
 def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S) -> None:
-    """Remove a node's folder, and its task's with the last one, unless a master is running,
-    starting, or was killed."""
+    """Remove a node's folder, and with the last one its task's, if no master runs, starts, or was
+    killed there."""
     with (
         suppress(OSError, DieselError),
         _locked(socket_path, 0.0, folders_wait_s),
@@ -220,14 +214,13 @@ def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S)
 
 
 def mark_alive(socket_path: Path) -> None:
-    """Note that the node's master was alive at this time (`ALIVE_MARK_S`)."""
     with suppress(OSError):
         os.utime(socket_path.with_name(_OPTIONS))
 
 
 def _remove_if_stale(socket_path: Path) -> bool:
-    """Remove the files of a killed master if its job ended long ago (a new job must not take over
-    its rank); returns whether it did."""
+    """Remove the files of a killed master if its job ended long ago: a new job must not take over
+    its rank. Returns whether it did."""
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
@@ -273,18 +266,16 @@ def is_alive(socket_path: Path) -> bool:
 
 
 def default_log(request: TaskRequest) -> Path:
-    """The log file of a master whose request names none."""
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
 
 
 def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
-    """Wait until no master is alive at a socket; returns False if one is after `timeout_s`."""
+    """Returns False if a master is still alive after `timeout_s`."""
     return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the node's first process, by the variables of SLURM or torchrun; true without
-    them."""
+    """Whether this is the node's first process; true if neither SLURM nor torchrun numbers them."""
     values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
     return next(values, "0").strip() == "0"
 
@@ -292,8 +283,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """A lock for one node: while it is held, no other process starts a master at the socket, or
-    removes its folder, which is made if it is missing. Raises BusyError."""
+    """Lock a node: no other process starts a master at the socket, or removes its folder, which is
+    made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -305,8 +296,8 @@ def _locked(
 
 
 def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager[None]:
-    """A lock for all tasks of the user: while it is held, no other process makes or removes their
-    folders. Raises BusyError."""
+    """Lock all of the user's tasks: no other process makes or removes their folders. Raises
+    BusyError."""
     tasks = _tasks()
     return _held(
         lambda: _try_lock(tasks / _LOCK), timeout_s, _POLL_S / 10,
@@ -318,7 +309,6 @@ def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager
 def _held(
     attempt: Callable[[], int | None], timeout_s: float, every_s: float, otherwise: str
 ) -> Iterator[None]:
-    """Hold the lock that `attempt` returns. Raises BusyError with the message `otherwise`."""
     lock = _poll(attempt, timeout_s, every_s)
     if lock is None:
         raise BusyError(otherwise)
@@ -330,7 +320,6 @@ def _held(
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor of the locked file; None if another process has locked it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -343,7 +332,7 @@ def _try_lock(path: Path) -> int | None:
 def _poll(
     attempt: Callable[[], _Found | None], timeout_s: float, every_s: float = _POLL_S
 ) -> _Found | None:
-    """The first result of `attempt` that is not None; None if there was none within `timeout_s`."""
+    """Return the first result that is not None; None if there was none within `timeout_s`."""
     until_s = time.monotonic() + timeout_s
     while (found := attempt()) is None and time.monotonic() <= until_s:
         time.sleep(every_s)
@@ -353,7 +342,6 @@ def _poll(
 def _start_locked(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
-    """Start a master at a socket, unless one is alive by the time that the lock is held."""
     try:
         with _locked(socket_path, deadline_s + _CONNECT_S):
             if not is_alive(socket_path):
@@ -365,8 +353,8 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """Restart a master with its former options, except those that the request gives. Returns False
-    if the master ended by itself. Raises DieselError."""
+    """Returns False if the master ended by itself. Options that the request gives replace the
+    former ones."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
@@ -383,8 +371,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Write `options`, by which a killed master is restarted, without secrets and without addresses
-    that may hold a password."""
+    """Save no secrets, and no addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -403,7 +390,7 @@ def _start(
     assert rank is not None
     assert world is not None
     if world == 1 and not request.peers and not _is_registered(request):
-        # A node that is alone needs no registry: it gets a list of nodes of its own
+        # A single node needs no registry: it is given a list of peers
         request = replace(
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )
@@ -431,8 +418,7 @@ def _start(
 
 
 def _check_descriptors(world: int) -> None:
-    """Raise UsageError if the hard limit of open files (a master raises its soft limit) is too low
-    for `world` nodes."""
+    """A master raises its soft limit of open files, but not the hard one. Raises UsageError."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -443,14 +429,12 @@ def _check_descriptors(world: int) -> None:
 
 
 def _is_registered(request: TaskRequest) -> bool:
-    """Whether the repository has a registry of members (a Redis, or a server that has one)."""
     url = parse_url(request.url)
     return url.scheme in SERVER_SCHEMES or bool(url.meta)
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """The socket of a node's master; `request` has a rank. The socket's folder exists while a
-    master runs or starts."""
+    """`request` has a rank. The socket's folder exists while a master runs or starts."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 

@@ -1,8 +1,7 @@
-"""Every byte of the local protocol, between a master and its clients: the readers on its own node
-(`PEERS.md`, section 4).
+"""Every byte between a master and the readers on its own node (`PEERS.md`, section 4). No I/O.
 
-For any bytes, a parser returns a value or raises one error; it allocates nothing for a length that
-it has not checked. No function here does I/O.
+For any bytes, a parser returns a value or raises CorruptError, except that `parse_hello` and
+`parse_members` may raise UsageError. It allocates nothing for a length that it has not checked.
 """
 
 import struct
@@ -29,7 +28,6 @@ from .members.membership import (
 from .wire import FAILED, HEAD_BYTES, LOAD, PLAN_BYTES_MAX, TASK_DIGEST_BYTES, Sizes
 
 VERSION = 3
-"""The version of the local protocol."""
 
 (
     HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS,
@@ -38,14 +36,12 @@ VERSION = 3
 OK, REFUSED = range(2)
 
 UNPINNED_MAX = 1 << 16
-"""The most chunks that one message may name: those that a client has unpinned, or those that it
-should unpin."""
+"""The most chunks that one message may name (UNPIN, or the revoked chunks of an answer)."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """The longest answer to STATS or MEMBERS."""
 
 SENTENCE_BYTES_MAX = 512
-"""The longest reason for a rejection."""
 
 BODY_BYTES_MAX = 4 * UNPINNED_MAX
 
@@ -59,7 +55,7 @@ _PLAN_STATUS = struct.Struct("<H")
 _DAMAGED = struct.Struct("<IIIH")
 _SWITCH_VERSION = struct.Struct("<Q")
 
-# Each body: fixed bytes, bytes for each counted item, and the least and most items.
+# Each body: fixed bytes, bytes of each counted item, fewest and most items.
 _REQUEST_BODY_SIZES = {
     HELLO: (_HELLO.size, 0, 0, 0),
     MEMBERS: (0, 0, 0, 0),
@@ -83,8 +79,6 @@ _ANSWER_BODY_SIZES = {
 
 
 class LocalRequestHead(NamedTuple):
-    """The first 16 bytes of a client's request."""
-
     kind: int
     flags: int
     counted: int
@@ -96,7 +90,6 @@ def request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> byt
 
 
 def parse_request(content: Bytes) -> LocalRequestHead:
-    """The head of a client's request. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _HEAD.unpack(content)
@@ -109,8 +102,7 @@ def parse_request(content: Bytes) -> LocalRequestHead:
 
 
 class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer. The last `revoked` numbers in its body are the
-    chunks that the client should unpin."""
+    """The last `revoked` numbers in the body are the chunks that the client should unpin."""
 
     status: int
     counted: int
@@ -119,12 +111,10 @@ class LocalAnswerHead(NamedTuple):
 
 
 def answer(kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()) -> bytes:
-    """An answer to a request of this kind. `revoked`: the chunks that the client should unpin."""
     return _answer(kind, OK, count, body, revoked)
 
 
 def refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """An answer that rejects the request; `sentence` is the reason."""
     return _answer(kind, REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
@@ -137,8 +127,7 @@ def _answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[i
 
 
 def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
-    """The head of a master's answer; `kind` and `count` are those of the request. Raises
-    CorruptError."""
+    """The request had this `kind` and `count`."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not an answer")
     answered, flags, status, counted, body_bytes, revoked = _HEAD.unpack(content)
@@ -158,7 +147,7 @@ def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """An answer's own body, and the chunks that the client should unpin."""
+    """The answer's own body, and the revoked chunks."""
     view = memoryview(body)
     own_bytes = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
@@ -166,7 +155,7 @@ def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[
 
 
 def parse_refusal(body: Bytes) -> str:
-    """The reason of a refusal, with only printable characters."""
+    """Returns only printable characters."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
@@ -175,8 +164,7 @@ def hello(identity: UUID, version: int) -> bytes:
 
 
 def parse_hello(body: Bytes) -> tuple[UUID, int]:
-    """The dataset's identity and version. Raises CorruptError, and UsageError for another version
-    of the protocol."""
+    """The dataset's identity and version. Raises UsageError for another version of the protocol."""
     _check_size(_HELLO, body, "hello")
     protocol, zero, identity, version = _HELLO.unpack(body)
     if protocol != VERSION:
@@ -194,7 +182,6 @@ def welcome(rank: int, chunks: int) -> bytes:
 
 
 def parse_welcome(body: Bytes) -> tuple[int, int]:
-    """The master's rank, and the number of chunks. Raises CorruptError."""
     _check_size(_WELCOME, body, "answer to hello")
     rank, chunks = _WELCOME.unpack(body)
     if rank > RANK_MAX:
@@ -204,8 +191,8 @@ def parse_welcome(body: Bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """What a client needs to ask the masters of other nodes. `rank` is that of the client's own
-    node, `task` is SHA-256 of the task's name, `members` are the other nodes' masters."""
+    """What a client needs to ask the masters of other nodes. `rank` is its own node's, `task` is
+    SHA-256 of the task's name, `members` are the other nodes' masters."""
 
     rank: int
     task: bytes
@@ -228,7 +215,6 @@ def members_body(view: TaskView) -> bytes:
 
 
 def parse_members(body: Bytes) -> TaskView:
-    """The answer to MEMBERS. Raises CorruptError, UsageError."""
     fields = Fields(unpack(body, _VIEW_ITEMS_MAX), "answer to members")
     view = TaskView(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -246,7 +232,6 @@ def pinned_body(*, is_pinned: bool) -> bytes:
 
 
 def parse_pinned(body: Bytes) -> bool:
-    """Whether the chunk was pinned. Raises CorruptError."""
     _check_size(_PINNED, body, "answer to pin")
     return bool(_PINNED.unpack(body)[0])
 
@@ -256,7 +241,7 @@ def plan_status_body(status: int) -> bytes:
 
 
 def parse_plan_status(body: Bytes) -> int:
-    """The status (`wire.py`) of a message about plans. Raises CorruptError."""
+    """The status (see `wire.py`) of a message about plans."""
     _check_size(_PLAN_STATUS, body, "answer to plan")
     status: int = _PLAN_STATUS.unpack(body)[0]
     if status > FAILED:
@@ -269,8 +254,6 @@ def chunks_body(chunks: Sequence[int]) -> bytes:
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """The numbers of chunks in a body. Raises CorruptError, also for a chunk that does not
-    exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()
@@ -280,8 +263,6 @@ def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
 
 
 class DamagedPart(NamedTuple):
-    """A part that did not match its checksum."""
-
     chunk: int
     start: int
     size: int
@@ -293,7 +274,6 @@ def damaged_body(damaged: DamagedPart) -> bytes:
 
 
 def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
-    """The part that a client reports as damaged. Raises CorruptError."""
     _check_size(_DAMAGED, body, "part")
     damaged = DamagedPart(*_DAMAGED.unpack(body))
     if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:
@@ -306,7 +286,6 @@ def switch_version_body(version: int) -> bytes:
 
 
 def parse_switch_version(body: Bytes) -> int:
-    """The version that a client has switched to. Raises CorruptError."""
     _check_size(_SWITCH_VERSION, body, "version")
     return int(_SWITCH_VERSION.unpack(body)[0])
 

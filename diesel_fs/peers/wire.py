@@ -1,9 +1,8 @@
-"""Every byte about chunks that the processes of a task exchange (`PEERS.md`, section 3): the
-greeting of a connection, and requests for parts of chunks.
+"""Every byte about chunks that the processes of a task exchange (`PEERS.md`, section 3). No I/O.
 
-For any bytes, a parser returns a value or raises one error; it allocates nothing for a length that
-it has not checked. No function here does I/O. Chunks are numbered as in the snapshot of the
-dataset's version; a *part* is a range of a chunk's bytes.
+Chunks are numbered as in the snapshot of the dataset's version; a *part* is a range of a chunk's
+bytes. For any bytes, a parser returns a value or raises CorruptError (for fields of a hello,
+UsageError). It allocates nothing for a length that it has not checked.
 """
 
 import hmac
@@ -29,28 +28,27 @@ PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
 """Limits of one request: parts, and their bytes. A single part may have any size."""
 
 REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
-"""Limits of one connection: requests that are not answered, and bytes of their answers."""
+"""Limits of one connection: unanswered requests, and bytes of their answers."""
 
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""The longest message about plans (`plan/messages.py`): the length of the records of the longest
+"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
 READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
-"""Kinds of messages; 2 is free."""
+"""Kinds of messages."""
 
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
-"""See `working_s`."""
 
 LOAD, THROUGH = 1, 2
-"""Flags of a READ, the first also of a PIN (`PEERS.md`, section 3)."""
+"""Flags of a READ, the first also of a PIN."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
 """Statuses of parts."""
 
 ALL_GIVEN = bytes(PARTS_MAX)
-"""`GIVEN` for the most parts: the statuses of an answer that gives all parts are a slice of it."""
+"""The statuses of an answer that gives all parts are a slice of this."""
 
 Parts = npt.NDArray[np.uint32]
 """Shape (n, 3): chunk, start, bytes."""
@@ -59,16 +57,15 @@ Sizes = npt.NDArray[np.uint64]
 """Bytes of each chunk, by its number."""
 
 SINGLE = struct.Struct("<IBBHIIIII")
-"""A whole READ of one part: its head and its record."""
 
 SINGLE_ANSWER = struct.Struct("<IBBHIIB")
-"""The answer to it, up to the payload: the head and one status."""
+"""The answer to a READ of one part, without the payload."""
 
 _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
-"""The record of a part: chunk, start, bytes."""
+"""One part: chunk, start, bytes."""
 
-_LOOP_PARTS_MAX = 8  # this many parts or fewer are checked in a loop: numpy would take longer
+_LOOP_PARTS_MAX = 8  # up to this many parts, a loop checks them faster than numpy
 
 VERSION = 3
 """The version of the protocol over TCP."""
@@ -89,10 +86,9 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def working_s(count: int) -> float:
-    """How many seconds longer a reader waits for the answer to a READ of `count` parts after the
-    master has sent `WORKING`. Readers on all nodes share one fetch of a chunk from a slow store,
-    and each part may be of another chunk. If a reader gives up, it reads its parts from the store
-    itself, so the store gives them twice."""
+    """How many seconds longer a reader waits for a READ of `count` parts after `WORKING`. Each part
+    may be of another chunk of a slow store. A reader that gives up reads the store itself, which
+    then gives the parts twice."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
@@ -108,8 +104,7 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A connector's first message. `rank` and `instance` are of the connector's node, `to` is the
-    rank of the master that it wants."""
+    """`rank` and `instance` are of the connector's node, `to` is the rank of the wanted master."""
 
     rank: int
     is_client: bool
@@ -120,8 +115,7 @@ class Hello:
     nonce: bytes  # random; a proof is valid for one connection
 
     def to_message(self) -> Message:
-        """The hello as a map. Proofs cover its packed bytes, so the order of its fields is
-        fixed."""
+        """Proofs cover the packed bytes of this map, so the order of its fields is fixed."""
         return {
             "rank": self.rank,
             "client": self.is_client,
@@ -152,8 +146,7 @@ class Proofs:
 
 
 def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
-    """One end's proof that it knows the secret. The `2` in the text is fixed by `PEERS.md`; it is
-    not the version of the protocol."""
+    """The `2` in the text is fixed by `PEERS.md`; it is not the version of the protocol."""
     return hmac.digest(secret, b"diesel-fs peer 2 " + end + b"\0" + covered, "sha256")
 
 
@@ -162,7 +155,7 @@ def hello_frame(hello: Hello, proof: bytes) -> bytes:
 
 
 def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
-    """A hello, and its proof, which the caller must check. Raises CorruptError, UsageError."""
+    """The caller must check the proof that comes with the hello."""
     fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -183,8 +176,7 @@ def proof_frame(proof: bytes) -> bytes:
 
 
 def parse_proof(message: Message) -> bytes:
-    """The acceptor's proof in its answer to a hello; the caller has made sure that the answer is no
-    error. Raises UsageError."""
+    """The answer must not be an error."""
     fields = Fields(message, "answer to hello")
     proof = fields.octets("proof", PROOF_BYTES)
     fields.end()
@@ -195,10 +187,8 @@ def parse_proof(message: Message) -> bytes:
 
 
 def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> tuple[Parts, int]:
-    """The records of a request, which begin at `start`, as a view of `content`; and the bytes that
-    they ask for. `content` must have all records (`parse_request` gives their length). Raises
-    CorruptError for a part outside its chunk, and for several parts of more than
-    `PARTS_BYTES_MAX`."""
+    """The records of a request from `start` on, as a view of `content`, which must have all of
+    them, and the bytes that they ask for. Checks that parts lie in their chunks."""
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
         total, chunks = 0, len(sizes)
@@ -224,8 +214,7 @@ def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> 
 
 
 class RequestHead(NamedTuple):
-    """The first 16 bytes of a request. A body of `body_bytes` follows: `counted` records, or a
-    message about plans."""
+    """A body of `body_bytes` follows the head: `counted` records, or a message about plans."""
 
     id: int
     kind: int
@@ -235,7 +224,7 @@ class RequestHead(NamedTuple):
 
 
 def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) -> bytes:
-    """The bytes of a READ or PING. The caller keeps within the limits."""
+    """The caller keeps within the limits."""
     if parts is None:
         return _HEAD.pack(number, kind, flags, 0, 0, 0)
     assert 0 < len(parts) <= PARTS_MAX
@@ -248,7 +237,6 @@ def plan_request(number: int, body: Bytes) -> bytes:
 
 
 def parse_request(content: Bytes, start: int = 0) -> RequestHead:
-    """The head of the request that begins at `start`. Raises CorruptError."""
     number, kind, flags, zero, count, body_bytes = _HEAD.unpack_from(content, start)
     if kind == PLAN and not (zero or flags or count) and 0 < body_bytes <= PLAN_BYTES_MAX:
         return RequestHead(number, kind, flags, 0, body_bytes)
@@ -263,7 +251,7 @@ def parse_request(content: Bytes, start: int = 0) -> RequestHead:
 
 
 class AnswerHead(NamedTuple):
-    """The first 16 bytes of an answer; `counted` statuses and the payload follow."""
+    """`counted` statuses and the payload follow the head."""
 
     id: int
     kind: int
@@ -276,8 +264,7 @@ def answer_head(number: int, kind: int, statuses: bytes, payload_bytes: int) -> 
 
 
 def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
-    """The head of the answer that begins at `start`. Raises CorruptError. `check_answer` and
-    `given_bytes` compare the answer with its request."""
+    """`check_answer` and `given_bytes` compare the answer with its request."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
     if zero or none or kind not in (READ, PING, WORKING, PLAN) or count > PARTS_MAX:
         raise CorruptError("these bytes are not an answer")
@@ -285,8 +272,7 @@ def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
 
 
 def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> None:
-    """Raise CorruptError unless this can answer a request of this kind, for `count` parts of
-    `bytes_max` bytes in all."""
+    """Raise CorruptError unless this can answer such a request for at most `bytes_max` bytes."""
     if head.kind == WORKING and kind == READ and not (head.counted or head.payload_bytes):
         return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
@@ -299,16 +285,15 @@ def gives_all(content: Bytes, number: int, count: int, payload_bytes: int) -> bo
 
 
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
-    """The bytes of payload that belong to these statuses. Raises CorruptError for an unknown
-    status."""
+    """The payload that belongs to these statuses. Raises CorruptError."""
     if int(statuses.max()) > FAILED:
         raise CorruptError("an unknown status")
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))
 
 
 def check_statuses(answer: Bytes, parts: Parts, length: int) -> None:
-    """Raise CorruptError unless the payload fits the statuses in `answer`, an answer to READ of
-    `length` bytes in all. Only its head and statuses need be in `answer`."""
+    """Raise CorruptError unless the statuses of an answer to READ fit its `length`. `answer` needs
+    only its head and statuses."""
     payload_bytes = length - HEAD_BYTES - len(parts)
     statuses = np.frombuffer(answer, np.uint8, len(parts), HEAD_BYTES)
     if given_bytes(parts, statuses) != payload_bytes:

@@ -2,8 +2,7 @@
 
 When `put` returns, the server has checked the chunk, stored it durably and committed it. Callers
 check the bytes that they read. A server does not list, replace or delete objects for its clients,
-so these methods raise UsageError. Only for leases, which keep a version from being removed,
-`replace` and `delete` send requests.
+so these methods raise UsageError, except that `replace` and `delete` work for leases.
 
 Usable from several threads and in forked children.
 """
@@ -35,8 +34,7 @@ from ..storage.objects.store import (
 from .values import PARTS_MAX, parts_message
 
 _REQUEST_BYTES = 16 << 20
-"""The most bytes of one request of `read_parts`: enough to use a network link fully, and soon
-received."""
+"""A request of `read_parts` this long uses a network link fully, and is soon received."""
 
 _SLOWEST_BYTES_PER_S = 1 << 20  # the minimum rate that deadlines assume
 _PUT_S = 60.0  # the time that a server may wait for its stores
@@ -44,8 +42,6 @@ _SECOND_NS = 1_000_000_000
 
 
 class RemoteObjects(ObjectStore):
-    """The chunks of a server's store; `link` sends the requests."""
-
     fork_safe = True
 
     def __init__(self, link: RpcClient) -> None:
@@ -53,7 +49,7 @@ class RemoteObjects(ObjectStore):
 
     @property
     def store_id(self) -> UUID:  # type: ignore[override]  # it is an attribute elsewhere
-        """The ID of the server's object store. Connects if no server has answered yet."""
+        """Connects if no server has answered yet."""
         return self._link.store_id
 
     @property
@@ -85,7 +81,7 @@ class RemoteObjects(ObjectStore):
         self._lease(name, 0, 0)
 
     def _lease(self, name: str, version: int, seconds: float) -> None:
-        """Have the server write the lease `name` on a version for `seconds`; 0 ends the lease."""
+        """If `seconds` is 0, the lease ends."""
         identity = identity_of_object(name)
         assert identity is not None
         message: Message = {
@@ -118,8 +114,8 @@ class RemoteObjects(ObjectStore):
         *,
         fresh: bool = False,
     ) -> None:
-        """Read parts (chunk, start, size) into `buffer`, one after the other; with `fresh` from the
-        object store, past the server's caches."""
+        """Read `parts` (chunk, start, size) into `buffer` one after the other; with `fresh` past
+        the server's caches."""
         message: Message = {
             "do": "read",
             "identity": identity.bytes,
@@ -142,8 +138,6 @@ class RemoteObjects(ObjectStore):
 
 
 class _ServerReads(FastReads):
-    """The fast reads of `RemoteObjects`: many parts in one request."""
-
     _store: RemoteObjects
 
     batches_reads = True
@@ -186,7 +180,6 @@ def _check_lease(name: str) -> None:
 
 
 def _parse_name(name: str) -> tuple[UUID, ChunkId]:
-    """The dataset's identity and the chunk's ID in an object's name. Raises UsageError."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     if identity is None or chunk is None:
         raise UsageError(f"{name!r} is not the name of a chunk")

@@ -30,15 +30,15 @@ def open_repository(
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
-    """The repository that the settings name. Raises as `open_repository`."""
+    """Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 
 def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """The version of a dataset that another process of this user has open. It is read from the
-    private copy (a file of this user) that the other process has just made, if that is still there.
+    """The version of a dataset that another process of this user has open, from the private copy
+    that it has just made, if that is still there.
 
-    Raises NotFoundError if the version is no longer kept, and ConflictError if the name belongs to
+    Raises NotFoundError if the version is no longer kept, ConflictError if the name belongs to
     another dataset now.
     """
     snapshot = open_private_copy(UUID(hex=identity), version) or repository.view(dataset)

@@ -1,10 +1,9 @@
-"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`, section
-5).
+"""A repository behind a server: each operation of `Repository` becomes requests (`net/WIRE.md`,
+section 5).
 
 The client checks every answer, as a server may be wrong, and keeps private copies of snapshots in
-files, so that no version is fetched twice. It connects at the first request.
-
-It can be used from several threads and in forked children, like any `Repository`.
+files, so that no version is fetched twice. It connects at the first request. Usable from several
+threads and in forked children, like any `Repository`.
 """
 
 import os
@@ -75,8 +74,6 @@ _IDS_AT_ONCE = 65_536  # chunk IDs in one request
 
 
 class RemoteRepository(Repository):
-    """The repository of a server; `link` sends the requests."""
-
     snapshots: "RemoteSnapshots"
 
     def __init__(
@@ -88,13 +85,13 @@ class RemoteRepository(Repository):
         self._link = link
         self._identities: dict[str, UUID] = {}  # of datasets by name, as reported by the server
         self.metadata_error = ""
-        """Why the server could not report the head (version and counts) of the dataset in the last
+        """Why the server could not report the dataset's head (version and counts) in the last
         request; empty if it could."""
         self._clock_offset_s = 0.0  # by how much the server's clock is ahead of this host's
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
-        """The repository of the servers at a URL, as one user. Raises ConfigError."""
+        """Raises ConfigError."""
         return cls(ServerLink(url, credentials), url, credentials)
 
     def close(self) -> None:
@@ -107,16 +104,14 @@ class RemoteRepository(Repository):
 
     @property
     def clock_offset_s(self) -> float:
-        """The seconds by which the server's clock was ahead of this host's at the last request for
-        a dataset; 0 before the first."""
+        """How far the server's clock was ahead at the last request for a dataset; 0 before."""
         return self._clock_offset_s
 
     def _now_s(self) -> float:
-        """The time by the server's clock, for chunk IDs: the server refuses old ones."""
+        """The server's time, for chunk IDs: the server refuses old ones."""
         return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
-        """The answer to the request `do`. Raises as `RpcClient.call`."""
         return self._link.call({"do": do, **fields}, deadline_s=deadline_s)
 
     # Finding datasets
@@ -128,8 +123,7 @@ class RemoteRepository(Repository):
         return self._info("dataset", {"dataset": check_dataset_name(name)})
 
     def _info(self, do: str, fields: Message) -> DatasetInfo:
-        """The dataset in the answer to a request; also notes its identity, the server's clock, and
-        `metadata_error`."""
+        """Also notes the dataset's identity, the server's clock, and `metadata_error`."""
         try:
             answer = self._ask(do, fields).message
         except NoSuchDataset as error:
@@ -162,8 +156,7 @@ class RemoteRepository(Repository):
         return stat
 
     def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
-        """As `Snapshot.stat_many`, for the entries at `paths` as they are now. One request asks for
-        many."""
+        """As `Snapshot.stat_many`, for the entries as they are now. One request asks for many."""
         batches = []
         for start in range(0, len(paths), PATHS_MAX):
             batch = paths[start : start + PATHS_MAX]
@@ -203,8 +196,7 @@ class RemoteRepository(Repository):
         return Rows([folder], zeros, names, records, zeros, [ChunkId(bytes(16))])
 
     def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
-        """Send a request with the identity of a dataset, which is looked up again if the dataset
-        has been deleted and created again."""
+        """Look the identity up again if the dataset was deleted and created again."""
         if name in self._identities:
             with suppress(NoSuchDataset):
                 return self._ask(do, {"identity": self._identities[name].bytes, **fields})
@@ -273,8 +265,6 @@ class RemoteRepository(Repository):
         return Fields(result, "what is reclaimable").integer("bytes")
 
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
-        """Have the server do a job, and pass its reports on to `progress`. Returns the job's
-        result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         result: Value = None
         for answer in self._link.stream(message, deadline_s=_JOB_ANSWER_S):
@@ -288,7 +278,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """The answer to a request about a task (`peers/members/membership.py`)."""
+        """Send a request about a task (`peers/members/membership.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:
@@ -301,12 +291,12 @@ class RemoteRepository(Repository):
 
 
 class RemoteWriteSession(WriteSession):
-    """A put through a server, which checks and commits each chunk when it is put."""
+    """The server checks and commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
         self._repository = repository
-        self._finished = 0  # the number of `_committed_ids` that the server has acknowledged
+        self._finished = 0  # how many of `_committed_ids` the server has acknowledged
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
         """Remember a chunk that has been put."""
@@ -316,8 +306,7 @@ class RemoteWriteSession(WriteSession):
         return chunk
 
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
-        """Do nothing, since the server has committed these chunks. Returns 0 for the unknown
-        version."""
+        """The server has committed these chunks. Returns 0 for the unknown version."""
         return 0
 
     def finish(self) -> int:
@@ -327,8 +316,8 @@ class RemoteWriteSession(WriteSession):
         return version
 
     def _head(self) -> DatasetHead:
-        """The dataset's head (version and counts). Waits a while for it if the server cannot report
-        it now. Raises ConflictError, MetadataBehind, MetadataError."""
+        """Waits a while if the server cannot report the head (version and counts) now. Raises
+        ConflictError, MetadataBehind, MetadataError."""
         end_s, pause_s = time.monotonic() + _HEAD_WAIT_S, _PAUSE_S
         while True:
             try:
@@ -353,7 +342,7 @@ class RemoteWriteSession(WriteSession):
 
 
 class RemoteSnapshots(PublishedVersions):
-    """The published versions of datasets, fetched from the server and kept as private copies."""
+    """They are fetched from the server and kept as private copies."""
 
     def __init__(self, link: RpcClient) -> None:
         self._link = link
@@ -381,9 +370,8 @@ class RemoteSnapshots(PublishedVersions):
         return open_private_copy(identity, version) or self._fetch(identity, version, 0)
 
     def _fetch(self, identity: UUID, version: int, copied: int) -> Snapshot:
-        """The snapshot of a version (0: the current one). `copied` is the version of this user's
-        private copy (0: none): if the server answers that this is the wanted one, the copy is
-        opened, and nothing is sent."""
+        """Fetch a version (0: the current one). `copied` is the version of this user's private copy
+        (0: none): if the server answers that it is the wanted one, nothing is sent."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
@@ -401,8 +389,7 @@ class RemoteSnapshots(PublishedVersions):
             copied = 0  # the copy has been removed meanwhile
 
     def _receive(self, identity: UUID, version: int, copied: int) -> tuple[int, memoryview | None]:
-        """The number of the version that the server sent, and its bytes; None in place of the bytes
-        if that version is `copied`."""
+        """The sent version, and its bytes; None in place of the bytes if it is `copied`."""
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": copied,
         }  # fmt: skip
@@ -419,7 +406,7 @@ class RemoteSnapshots(PublishedVersions):
         raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
-        """The snapshot in `content`, checked to be this version; also makes a private copy."""
+        """Check that `content` is this version, and make a private copy."""
         snapshot = Snapshot(content, verify=True)
         if (snapshot.identity, snapshot.version) != (identity, version):
             raise CorruptError(

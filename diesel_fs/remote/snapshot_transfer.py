@@ -1,11 +1,9 @@
-"""Sends snapshots from a server to its clients in pieces, each an LZ4 block (`WIRE.md`, section 5).
+"""Sends snapshots from a server to its clients in pieces: LZ4 blocks (`net/WIRE.md`, section 5).
 
 The server compresses each version once and keeps the pieces in a file, in a folder that only the
 server's user can open. The file is written under another name and renamed, but not synced: every
 block has a checksum, and a damaged file is made again. The client joins the pieces and then checks
-the whole snapshot.
-
-Callable from any thread; several processes may share the folder.
+the whole snapshot. Any thread; several processes may share the folder.
 """
 
 import contextlib
@@ -30,18 +28,16 @@ from ..system.atomic_file import atomic_file
 log = logging.getLogger("diesel.repository")
 
 PIECE_BYTES = 8 << 20
-"""The size of a piece before compression, which bounds a client's memory for a block."""
+"""The size before compression, which bounds a client's memory for a block."""
 
 BLOCK_BYTES_MAX = PIECE_BYTES + PIECE_BYTES // 255 + 16
-"""The size of a compressed piece at worst, for bytes that LZ4 cannot compress."""
+"""The size of a block that LZ4 cannot compress."""
 
 SNAPSHOT_BYTES_MAX = 64 << 30
-"""The largest snapshot that a client accepts: 500 million entries. Memory is allocated piece by
-piece."""
+"""A client's limit: 500 million entries. Memory is allocated piece by piece."""
 
 KEPT = 2
-"""The number of versions of a dataset whose pieces are kept: as many as there are private copies of
-snapshots."""
+"""Versions of a dataset whose pieces are kept: as many as there are private copies."""
 
 _MAGIC = b"\x93DIESPIE"
 # A file holds the blocks, a table with one row for each, and at its end a trailer
@@ -50,33 +46,27 @@ _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
 class SnapshotPiece(NamedTuple):
-    """A compressed piece: `block` decompresses to `raw_bytes` bytes."""
-
     raw_bytes: int
     block: bytes | memoryview
 
 
 def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
-    """The pieces of a snapshot, in order."""
     for start in range(0, len(view.buffer), PIECE_BYTES):
         raw = view.buffer[start : start + PIECE_BYTES]
         yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
 class CompressedSnapshots:
-    """The compressed pieces of snapshots, which a server keeps in files."""
-
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is for the files; it is made if missing. If it is None or cannot be used, pieces
-        are not kept, but made for each request."""
+        """`folder` is made if missing. Pieces are not kept if it is None or cannot be used."""
         self._folder = folder
         self._lock = threading.Lock()
         self._making: dict[tuple[UUID, int], threading.Lock] = {}
         self.made = 0
 
     def pieces(self, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces of a snapshot, in order. The iterator raises CorruptError at a damaged kept
-        piece; the next call makes all pieces anew."""
+        """The iterator raises CorruptError at a damaged kept piece; the next call makes all pieces
+        anew."""
         identity, version = view.identity, view.version
         pieces = self._find(identity, version)
         if pieces is None:
@@ -90,7 +80,6 @@ class CompressedSnapshots:
         yield from pieces
 
     def _find(self, identity: UUID, version: int) -> "Iterator[SnapshotPiece] | None":
-        """The kept pieces of a version; None if there are none, or they are damaged."""
         if self._folder is None:
             return None
         try:
@@ -102,8 +91,7 @@ class CompressedSnapshots:
             return None
 
     def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces of a snapshot: from a new file, or if no file can be written, straight from
-        the snapshot."""
+        """If no file can be written, the pieces come straight from the snapshot."""
         self.made += 1
         try:
             if self._folder is not None:
@@ -121,7 +109,6 @@ class CompressedSnapshots:
         return self._folder / f"{identity.hex}-{version:016x}.lz4"
 
     def _remove_older(self, identity: UUID) -> None:
-        """Remove the files of all but the newest `KEPT` versions of a dataset."""
         assert self._folder is not None
         for old in sorted(self._folder.glob(f"{identity.hex}-*.lz4"))[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -139,7 +126,7 @@ def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
 
 
 def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
-    """The pieces in a file, whose table has been checked. Raises OSError, CorruptError."""
+    """Checks the table first. Raises OSError, CorruptError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         rows = _table(file, version)
@@ -150,8 +137,7 @@ def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
 
 
 def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
-    """The table of a file: a row for each piece (raw bytes, stored bytes, checksum). Raises
-    CorruptError."""
+    """Raw bytes, stored bytes and checksum of each piece. Raises CorruptError."""
     size = os.fstat(file).st_size
     trailer = os.pread(file, _TRAILER.size, max(size - _TRAILER.size, 0))
     if len(trailer) < _TRAILER.size:
@@ -168,9 +154,8 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
-    """Yield the pieces in a file. At a damaged block, remove the file, so that the next request
-    gets new pieces, and raise CorruptError; the pieces before the block have been yielded by
-    then."""
+    """At a damaged block, remove the file, so that the next request gets new pieces, and raise
+    CorruptError."""
     try:
         at = 0
         for raw_bytes, size, checksum in rows:
@@ -194,7 +179,7 @@ class SnapshotAssembler:
         self._raw: list[bytes] = []
 
     def add(self, raw_bytes: int, block: memoryview | bytes) -> None:
-        """Add the next piece. Raises CorruptError if it is damaged or exceeds the limits."""
+        """Raises CorruptError if the piece is damaged or exceeds the limits."""
         if not 0 < raw_bytes <= PIECE_BYTES or not 0 < len(block) <= BLOCK_BYTES_MAX:
             raise CorruptError(f"a piece of {raw_bytes} bytes in a block of {len(block)}")
         if self._bytes + raw_bytes > self._bytes_max:
@@ -209,13 +194,13 @@ class SnapshotAssembler:
         self._raw.append(raw)
 
     def parts(self, total: int) -> list[bytes]:
-        """All pieces in order. Raises CorruptError if they are not `total` bytes together."""
+        """Raises CorruptError if the pieces are not `total` bytes together."""
         if self._bytes != total:
             raise CorruptError(f"{self._bytes} bytes of a snapshot have come, not {total}")
         return self._raw
 
     def joined(self, total: int) -> memoryview:
-        """The whole snapshot in one buffer. Raises CorruptError as `parts`."""
+        """The whole snapshot in one buffer. Raises as `parts`."""
         parts = self.parts(total)
         snapshot = np.empty(total, np.uint8).data
         at = 0

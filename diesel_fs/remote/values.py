@@ -1,7 +1,6 @@
-"""Encodes and decodes the contents of requests and answers (`WIRE.md`, section 5).
+"""Encodes and decodes requests and answers (`net/WIRE.md`, section 5), at both ends.
 
-Both ends use the same functions. Decoding checks every value and raises UsageError. Does no I/O;
-any thread.
+Decoding checks every value and raises UsageError. Does no I/O; any thread.
 """
 
 from collections.abc import Sequence
@@ -22,14 +21,13 @@ from ..storage.metadata.store import DatasetHead
 PARTS_MAX = 65_536  # parts of chunks in one request
 PATHS_MAX = 1 << 18  # paths or names in one request
 NO_KIND = 255
-"""What stands for a missing entry in a column of kinds."""
+"""The kind of a missing entry in a column."""
 
 _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8"))
 
 
 def info_message(info: DatasetInfo) -> Message:
-    """A dataset, and its head (version and counts) in the field `marker`; None there if the head is
-    not known."""
+    """The field `marker` has the dataset's head (version and counts), or None if unknown."""
     head = info.head
     head_message: Message | None = None
     if head is not None:
@@ -71,13 +69,12 @@ def parse_info(value: Value) -> DatasetInfo:
 
 
 def records_payload(records: Sequence[ArchiveRecord]) -> list[bytes]:
-    """Records of archives, each after its length."""
+    """The length of each record precedes it."""
     packed = [record.pack() for record in records]
     return [piece for each in packed for piece in (LENGTH.pack(len(each)), each)]
 
 
 def parse_records(payload: bytes | bytearray | memoryview) -> list[ArchiveRecord]:
-    """The records of archives in a payload. Raises CorruptError, UsageError."""
     records, at, data = [], 0, memoryview(payload)
     while at < len(data):
         if len(data) - at < LENGTH.size:
@@ -103,7 +100,7 @@ def parse_list(answer: Message, name: str) -> list[Value]:
 
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
-    """Parts of chunks (chunk, start, size), packed."""
+    """Parts are (chunk, start, size)."""
     ranges = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         ranges[i] = (np.void(chunk), start, size)
@@ -122,7 +119,7 @@ def parse_parts(fields: Fields) -> ChunkRanges:
 
 
 def paths_message(paths: Sequence[bytes]) -> bytes:
-    """Encode paths or names, at least one."""
+    """`paths` must not be empty."""
     return b"\0".join(paths)
 
 
@@ -134,8 +131,7 @@ def parse_paths(fields: Fields) -> list[bytes]:
 
 
 def columns_message(stats: Stats) -> Message:
-    """Encode entries as columns. A missing entry has the kind TOMBSTONE in `stats`, and `NO_KIND`
-    in the message."""
+    """A missing entry has the kind TOMBSTONE in `stats`, and `NO_KIND` in the message."""
     kind = stats.kind.astype(np.uint8)
     kind[kind == Kind.TOMBSTONE] = NO_KIND
     return {
@@ -147,7 +143,6 @@ def columns_message(stats: Stats) -> Message:
 
 
 def parse_columns(fields: Fields, count: int) -> Stats:
-    """Decode the columns of `count` entries."""
     kinds, *others = (
         np.frombuffer(fields.octets(name, count * np.dtype(dtype).itemsize), dtype).copy()
         for name, dtype in _COLUMNS

@@ -5,10 +5,9 @@ temporary files of killed writers. Anything but a regular file (a device, a fifo
 /dev/stdout) is written to directly: a file renamed over /dev/null would break the machine.
 
 Links are followed, except links that may have been **planted**: made by another user in a folder
-that others may write to, such as /tmp, to choose the file that is overwritten. A file that may have
-been planted is not written to either.
-
-Any thread; of several writers of one name the last rename wins.
+that others may write to, such as /tmp, to choose the file that is overwritten. A file that may
+have been planted is not written to either. Any thread; of several writers of one name the last
+rename wins.
 """
 
 import errno
@@ -37,11 +36,11 @@ _LINKS_MAX = 40  # the kernel's own limit
 _TEMPORARY = re.compile(
     r"\.dlcmd-(?:(?P<pid_space>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
 )
-_FOREIGN_AGE_S_MAX = 86_400  # an older temporary file of an unknown process is removed
+_FOREIGN_AGE_S_MAX = 86_400  # an older temporary file of an unknown process goes
 
 
 class _FileWithName(io.FileIO):
-    """A file whose OSErrors have the user's file name: those of write(2) have none."""
+    """Its OSErrors have the user's file name: those of write(2) have none."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
         super().__init__(descriptor, "wb")
@@ -54,7 +53,6 @@ class _FileWithName(io.FileIO):
 
 @contextmanager
 def _errors_named(shown: str) -> Iterator[None]:
-    """Give OSErrors in the `with` the file name `shown`."""
     try:
         yield
     except OSError as error:
@@ -63,19 +61,19 @@ def _errors_named(shown: str) -> Iterator[None]:
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """A file that writes to a descriptor, and closes it. Its errors have the name `shown`."""
+    """The file closes the descriptor. Its errors have the name `shown`."""
     return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
-    """The error for a file that cannot be written: NoSpaceError or PermissionDenied."""
+    """Returns NoSpaceError or PermissionDenied."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if is_full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
 
 @contextmanager
 def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file to write, which appears at `path` when the `with` ends without an error.
+    """A file to write, which appears at `path` if the `with` ends without an error.
 
     With `sync`, it is durable then. A new file has `mode`, less the umask. Raises OSError with
     `path` as its file name, UsageError for a folder, and PermissionDenied for a file or link that
@@ -112,8 +110,8 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
 
 
 def check_links(path: Path) -> None:
-    """Raise PermissionDenied if a link on the way to `path`, or `path` itself, may have been
-    planted, and OSError if links form a circle."""
+    """Raise PermissionDenied if `path`, or a link on the way to it, may have been planted; OSError
+    if links form a circle."""
     folder, names_left, links = "/", _names_reversed(os.path.join(os.getcwd(), path)), 0
     while names_left:
         name = names_left.pop()
@@ -138,8 +136,8 @@ def check_links(path: Path) -> None:
 
 
 def check_file(path: Path, status: os.stat_result) -> None:
-    """Raise PermissionDenied if a file that is written to directly may have been planted, or is a
-    hard link that others may have made to a file of this user."""
+    """Raise PermissionDenied if a file to write to directly may have been planted, or is a hard
+    link that others may have made to a file of this user."""
     folder = os.path.dirname(os.path.realpath(path))
     if folder.startswith("/proc/"):  # an open file of this process
         return
@@ -149,17 +147,14 @@ def check_file(path: Path, status: os.stat_result) -> None:
 
 
 def temporary_name() -> str:
-    """A name that identifies the writing process: `.dlcmd-<pid space>-<pid>-<start>-<random>`."""
+    """`.dlcmd-<pid space>-<pid>-<start>-<random>` identifies the writing process."""
     pid = os.getpid()
     return f".dlcmd-{_pid_space()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(folder: Path | int) -> None:
-    """Remove the temporary files of ended processes in a folder (a path, or a descriptor).
-
-    A process of another machine, boot or PID namespace cannot be looked up here: its files are
-    removed when they are a day old.
-    """
+    """Remove the temporary files of ended processes in a folder (a path, or a descriptor). Other
+    machines, boots and PID namespaces cannot be looked up; their files go when a day old."""
     descriptor, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -170,8 +165,6 @@ def remove_leftovers(folder: Path | int) -> None:
 
 
 def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bool:
-    """Whether the process that wrote a temporary file has ended, or probably has. `folder`: the
-    descriptor to which `path` is relative, or None."""
     if name["pid_space"] == _pid_space():
         return _start(int(name["pid"])) != name["start"]
     changed_s = os.stat(path, dir_fd=folder, follow_symlinks=False).st_ctime
@@ -180,8 +173,7 @@ def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bo
 
 @cache
 def _pid_space() -> str:
-    """A hash of the scope in which process numbers are unique: this PID namespace of this boot of
-    this machine."""
+    """A hash of the scope of process numbers: this PID namespace of this boot of this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -193,8 +185,7 @@ def _own_start(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process started, in clock ticks since the boot (proc(5)); empty if there is no such
-    process."""
+    """When a process started, in clock ticks since the boot (proc(5)); empty if there is none."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -203,13 +194,13 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Close a folder's descriptor. Errors are ignored, as nothing was written through it."""
+    """Errors are ignored, as nothing was written through the descriptor."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether a path is a link to this process's standard output, such as /dev/stdout."""
+    """Whether a path is a link to standard output, such as /dev/stdout."""
     try:
         return path.is_symlink() and os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -227,8 +218,8 @@ def _path_to_replace(path: Path) -> Path | None:
     if not stat.S_ISREG(status.st_mode):
         return None
     target = Path(os.path.realpath(path))
-    # Only an open file without a name (/dev/fd/3) is written to directly: truncating one with a
-    # name could kill a process that has mapped it.
+    # An open file without a name (/dev/fd/3) is written to directly; truncating one with a name
+    # could kill a process that has mapped it.
     return target if target.exists() else None
 
 

@@ -1,5 +1,5 @@
 """How much memory this process may use: the machine's, or that of its control group (by which Linux
-limits a container) if that is less. Half of it is the default memory of a cache. Any thread."""
+limits a container) if that is less. Any thread."""
 
 import os
 import re
@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY_DIVISOR = 2
-"""A cache gets the available memory divided by this."""
+"""The default memory of a cache is the available memory divided by this."""
 
 MEMORY_BYTES_MIN = 64 << 20
-"""The least default memory of a cache: some chunks of the default size."""
+"""Some chunks of the default size fit in."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -21,12 +21,10 @@ def default_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """The machine's free memory, or the control group's limit if that is less."""
     return min(_free_bytes(), _own_cgroup_limit_bytes())
 
 
 def memory_limit_bytes() -> int:
-    """The machine's memory, or the control group's limit if that is less."""
     return min(_machine_bytes(), _own_cgroup_limit_bytes())
 
 
@@ -51,7 +49,7 @@ def _machine_bytes() -> int:
 
 def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
     """The smallest limit of the control groups (v2 or v1) in `listed`, the text of
-    /proc/self/cgroup, and of the groups above them. `mounted` is the folder of all groups.
+    /proc/self/cgroup, and of the groups above them; all groups are below `mounted`.
 
     In a container the listed path may be the host's, which is missing here; then the container's
     own limit is in the top folder.

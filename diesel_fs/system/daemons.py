@@ -32,16 +32,16 @@ from ..errors import (
 from .atomic_file import check_file, check_links
 
 LOG_LINES_SHOWN = 15
-"""Lines of a daemon's log that an error message repeats."""
+"""An error message repeats these lines of a daemon's log."""
 
 END_DEADLINE_S = 5.0
-"""How long a starting daemon may take to end after each signal. It needs at most 2 s."""
+"""The time to end after each signal; a starting daemon needs at most 2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
-"""Classes of errors that do not name the cause, so that a message needs lines of the log."""
+"""Errors that do not name the cause, so that a message needs lines of the log."""
 
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
-"""Signals that end a starting daemon, in this order. After the first it can clean up."""
+"""After the first signal a starting daemon can clean up."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
@@ -50,20 +50,18 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 # terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 DETACH = ("-I", "-S", "-c", _DETACH)
-"""Arguments of a Python interpreter that starts the command after them as a process without a
-parent."""
+"""Arguments of a Python interpreter that starts the command after them without a parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRequest:
-    """What a daemon is started to do. A subclass is a dataclass whose fields are JSON values,
-    tuples, and other requests."""
+    """A subclass is a dataclass whose fields are JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
     """The longest request, as JSON."""
 
     def to_json(self) -> bytes:
-        """The request as JSON. Raises UsageError if it is too long."""
+        """Raises UsageError if the request is too long."""
         text = json.dumps(asdict(self)).encode()
         if len(text) > self.BYTES_MAX:
             raise UsageError(f"a request of {len(text)} bytes (at most {self.BYTES_MAX})")
@@ -71,8 +69,7 @@ class DaemonRequest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """The request that `to_json` has encoded. Raises UsageError for malformed JSON, or other
-        fields than this class's."""
+        """Raises UsageError for malformed JSON, or other fields than this class's."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -81,8 +78,7 @@ class DaemonRequest:
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """A request from a map of JSON values. Raises UsageError for anything else, or other fields
-        than this class's."""
+        """Raises UsageError unless `values` is a map of this class's fields."""
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError(f"not a {cls.__name__}: other fields than this version's")
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
@@ -107,12 +103,12 @@ def start(
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
-    `command` is the program and its arguments, `request` is JSON. The daemon's warnings also go to
-    `logger`, in this process; its stderr goes to `log`. `daemon_name` is for messages. The daemon
-    inherits the descriptors `pass_fds` under the same numbers. Raises the error that the daemon
-    reports, DieselError if it ends without a report, and DeadlineError if it is not ready within
-    `deadline_s`, counted again from each step that it reports. When this call raises an error or is
-    interrupted, the daemon has ended by itself, or was ended or killed.
+    `request` is JSON. The daemon's warnings also go to `logger`, in this process; its stderr goes
+    to `log`. `daemon_name` is for messages. The daemon inherits the descriptors `pass_fds` under
+    the same numbers. Raises the error that the daemon reports, DieselError if it ends without a
+    report, and DeadlineError if it is not ready within `deadline_s`, counted anew from each step
+    that it reports. If this call raises an error or is interrupted, the daemon has ended by itself,
+    or was ended or killed.
     """
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
@@ -141,22 +137,21 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """The environment of a daemon: this process's without secrets, and with its path of modules."""
+    """This process's environment without secrets, and with its path of modules."""
     public = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {**public, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def minimal_environment() -> dict[str, str]:
-    """The environment of a program that opens no store, or is not part of DIESEL-FS: only needed
-    variables, so that no secret is passed under any name."""
+    """Only needed variables, so that no secret is passed under any name. For programs that open no
+    store, or are not part of DIESEL-FS."""
     needed = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     return {**needed, "LC_ALL": "C"}
 
 
 @contextmanager
 def minimal_environment_set() -> Iterator[None]:
-    """Give this process the minimal environment during the `with`, so that programs that a library
-    starts inherit it."""
+    """During the `with`, programs that a library starts inherit the minimal environment."""
     before, minimal = dict(os.environ), minimal_environment()
     for name in before.keys() - minimal:
         del os.environ[name]
@@ -185,15 +180,13 @@ def notify_systemd() -> None:
 
 
 def is_starter_gone() -> bool:
-    """In a daemon: whether its starter has ended or given up, and reads no report."""
+    """In a daemon: whether nobody reads its report any more."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 class _Report:
-    """The starter's end of a daemon's report."""
-
     def __init__(self, file: FileIO, daemon_name: str) -> None:
         self._file = file
         self._daemon_name = daemon_name
@@ -201,8 +194,7 @@ class _Report:
         self._pid = 0
 
     def wait_until_ready(self, logger: logging.Logger, deadline_s: float) -> Mapping[str, object]:
-        """The line of the report that has `ready`. Raises the error that the daemon reports,
-        DieselError or DeadlineError."""
+        """Raises the error that the daemon reports, DieselError or DeadlineError."""
         for line in self._lines(deadline_s):
             if "error" in line:
                 raise error_by_class_name(line["error"], line["message"], line["advice"])
@@ -213,9 +205,8 @@ class _Report:
         raise DieselError(f"{self._daemon_name} did not come up")
 
     def wait_for_end(self, *signals: signal.Signals) -> None:
-        """Wait until the daemon has ended. Send it the first of these signals, and the next one if
-        it has not ended after `END_DEADLINE_S`. Without signals, only wait: the daemon ends by
-        itself."""
+        """Send the daemon the first of these signals, and the next one if it has not ended after
+        `END_DEADLINE_S`. Without signals, it ends by itself."""
         with suppress(DeadlineError):
             if not self._pid:  # the daemon reports its number first
                 next(self._lines(END_DEADLINE_S), None)
@@ -228,8 +219,8 @@ class _Report:
                     return
 
     def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
-        """The lines of the report. Raises DeadlineError if the daemon is not ready in time; each
-        step that it reports starts the time anew."""
+        """Raises DeadlineError if the daemon is not ready in time; each step starts the time
+        anew."""
         until_s, since = time.monotonic() + deadline_s, f"within {deadline_s:g} s"
         while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
             read = self._file.read(4096)
@@ -247,7 +238,7 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied if it
+    """The file is open for appending, and only its owner can read it. Raises PermissionDenied if it
     cannot be opened, or may have been planted (`atomic_file.py`)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
@@ -269,12 +260,8 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Add the lines that were logged since the position `start` to an error that does not name the
-    cause.
-
-    At most the last `LOG_LINES_SHOWN` lines are added, without lines that repeat the error's own
-    text.
-    """
+    """Add the last lines since the position `start` to an error that does not name the cause,
+    without lines that repeat the error's own text."""
     if type(error) not in _UNEXPLAINED:
         return
     log.seek(start)

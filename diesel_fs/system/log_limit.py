@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LINES_AT_ONCE = 20
-"""Lines of one kind that may come at once, so that a few bad files are all named. A kind is a place
-in the code."""
+"""Lines of one kind (one place in the code) that may come at once, so that a few bad files are all
+named."""
 
 LINES_PER_S = 1.0
 """Further lines of one kind per second."""
@@ -23,8 +23,6 @@ _SUBJECTS_MAX = 1024
 
 @dataclass(slots=True)
 class _Kind:
-    """What was logged from one place in the code."""
-
     last_line_s: float
     allowance: float = LINES_AT_ONCE
     left_out: int = 0
@@ -32,8 +30,7 @@ class _Kind:
 
 
 class LogRateLimit(logging.Filter):
-    """A filter that drops lines of one kind (from one place in the code) that come too fast. The
-    next line of that kind has the number of dropped ones."""
+    """Drops lines of one kind that come too fast. The next line has the number of dropped ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

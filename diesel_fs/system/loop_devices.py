@@ -1,6 +1,5 @@
-"""Loop devices: block devices of the kernel that show the content of a file.
-
-Any thread. Loop devices need root, and the nodes `/dev/loop*`.
+"""Loop devices: block devices of the kernel that show the content of a file. They need root, and
+the nodes `/dev/loop*`. Any thread.
 """
 
 import errno
@@ -21,12 +20,10 @@ _PAUSE_S = 0.001
 
 
 def open_loop_device(file: int) -> int:
-    """A descriptor of a new loop device, which is read-only and shows the content of the open file
-    `file`.
+    """A descriptor of a new read-only loop device that shows the content of the open file `file`.
 
-    The kernel keeps the file open, and frees the device when no process or mount has the device
-    open, so none stays behind. Raises OSError (Linux 5.8 is needed); the errno is ENOSPC if no
-    device is free.
+    The kernel keeps the file open, and frees the device when no process or mount has it open, so
+    none stays behind. Raises OSError (Linux 5.8 is needed); ENOSPC if no device is free.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)
@@ -47,8 +44,7 @@ def open_loop_device(file: int) -> int:
 
 
 def _free_number(control: int) -> int:
-    """The number of a free device, which another process may take before the caller does. Raises
-    OSError."""
+    """Another process may take the device before the caller does."""
     try:
         return fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
     except OSError as error:

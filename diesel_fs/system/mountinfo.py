@@ -1,6 +1,5 @@
-"""Reads the mounted file systems from `/proc/*/mountinfo`.
-
-No function here touches a mount: if its server hangs, the call would never return. Any thread.
+"""Reads the mounted file systems from `/proc/*/mountinfo`. No function touches a mount: if its
+server hangs, the call would never return. Any thread.
 """
 
 import os
@@ -18,8 +17,6 @@ _NETWORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line of mountinfo."""
-
     mount_id: int
     parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
@@ -36,8 +33,8 @@ def mounts(process: str = "self") -> Iterator[MountEntry]:
 def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
     """The mount at exactly this path that hides the others there, or None.
 
-    The order in mountinfo does not show which one that is: since Linux 6.8 it is the order in which
-    the mounts were made, and a mount that is moved beneath another was made later.
+    The order in mountinfo does not show it: since Linux 6.8 that is the order in which the mounts
+    were made, and a mount that is moved beneath another was made later.
     """
     there = [each for each in entries if each.path == path]
     hidden = {each.parent_id for each in there}
@@ -62,8 +59,7 @@ def parse_mounts(table: bytes) -> Iterator[MountEntry]:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """The kind of a mounted file system (`nfs4`, `fuse.dlcmd`) and its options; both empty if not
-    known."""
+    """For example the kind `nfs4` or `fuse.dlcmd`; empty if unknown."""
 
     kind: str
     options: frozenset[str]
@@ -76,8 +72,7 @@ class FileSystem:
 
 
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
-    """The file system that holds `path`, which may be missing. `table` is the text of a mountinfo
-    file (None: this process's)."""
+    """`path` may be missing. `table` is the text of a mountinfo file (None: this process's)."""
     real = os.path.realpath(path)
     holder, longest = FileSystem("", frozenset()), -1
     for mount in mounts() if table is None else parse_mounts(table):

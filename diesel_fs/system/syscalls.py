@@ -3,7 +3,7 @@
 A **connection** is the kernel's side of a FUSE mount, through which it sends requests to the
 mount's daemon. `device` identifies it: the number of the mount's file system (`0:43`), as in
 `/proc/*/mountinfo`. So nothing here opens a file of the mount, which could wait for a daemon that
-hangs. Any thread.
+hangs. A failed call raises OSError, unless its docstring says otherwise. Any thread.
 """
 
 import ctypes
@@ -41,13 +41,13 @@ MOUNT_READ_ONLY, MOUNT_NOSUID, MOUNT_NODEV, MOUNT_NOEXEC, MOUNT_NOATIME = 1, 2, 
 """Attributes of a mount (mount_setattr(2))."""
 
 READS_AHEAD_MAX = 256
-"""READ requests for the kernel's read-ahead that may wait for the daemon at once. With the kernel's
+"""READ requests of the kernel's read-ahead that may wait for the daemon at once. With the kernel's
 default of 12, a read from memory takes 7.8 s instead of 2 ms while 12 files of a few hundred KiB
 wait for the store."""
 
 READ_AHEAD_KIB = 1024
-"""The largest READ request (256 pages). With the kernel's default of 128 KiB, reading a large file
-takes eight times as many requests."""
+"""The largest READ request (256 pages). With the kernel's 128 KiB, reading a large file takes eight
+times as many requests."""
 
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 
@@ -60,21 +60,20 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def _checked(result: int, path: str | None = None) -> int:
-    """Raise OSError if a system call (on `path`) failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     return result
 
 
 def punch_hole(file: int, start: int, size: int) -> None:
-    """Free these bytes of a file on the disk; they then read as zeros (fallocate(2)). Raises
-    OSError, with EOPNOTSUPP if the file system cannot do that."""
+    """Free these bytes of a file on the disk; they then read as zeros (fallocate(2)). EOPNOTSUPP if
+    the file system cannot do that."""
     offset, length = ctypes.c_int64(start), ctypes.c_int64(size)
     _checked(_libc.fallocate64(file, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length))
 
 
 def umount2(mountpoint: str, flags: int = 0) -> None:
-    """Unmount (umount2(2)); a link at `mountpoint` is not followed. Raises OSError."""
+    """Does not follow a link at `mountpoint` (umount2(2))."""
     _checked(_libc.umount2(os.fsencode(mountpoint), flags | _UMOUNT_NOFOLLOW), mountpoint)
 
 
@@ -82,8 +81,7 @@ def _control_folder(connection: str) -> int:
     """A descriptor of the connection's folder in fusectl, the file system that controls all FUSE
     connections. `connection` is the minor device number.
 
-    If fusectl is not mounted, root mounts it at no path (fsmount(2)), so nothing has to be cleaned
-    up.
+    If fusectl is not mounted, root mounts it at no path, so nothing has to be cleaned up.
     """
     with suppress(OSError):
         return os.open(f"/sys/fs/fuse/connections/{connection}", os.O_PATH | os.O_DIRECTORY)
@@ -95,7 +93,6 @@ def _control_folder(connection: str) -> int:
 
 
 def _open_control(device: str, name: str) -> int:
-    """A descriptor of a connection's control file `name`, to write to. Raises OSError."""
     folder = _control_folder(device.partition(":")[2])
     try:
         return os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -104,8 +101,8 @@ def _open_control(device: str, name: str) -> int:
 
 
 def open_abort(device: str) -> int:
-    """A descriptor that aborts this connection, and no later one of the same number, when "1" is
-    written to it; -1 if this user may not have it."""
+    """A descriptor to which "1" is written to abort this connection, and no later one of the same
+    number; -1 if this user may not have it."""
     try:
         return _open_control(device, "abort")
     except OSError:
@@ -113,8 +110,8 @@ def open_abort(device: str) -> int:
 
 
 def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
-    """Make the READ requests of a connection large and let many wait at once, as far as this user
-    may. The read-ahead applies to files that are opened later."""
+    """Make READ requests large and let many wait at once, as far as this user may. The read-ahead
+    applies to files that are opened later."""
     for name in ("max_background", "congestion_threshold"):
         with suppress(OSError), open(_open_control(device, name), "wb", buffering=0) as file:
             file.write(str(READS_AHEAD_MAX).encode())
@@ -123,8 +120,8 @@ def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
 
 
 def device_of(file: int) -> str:
-    """The device number of the file system of an open file or mount, without a request to a daemon
-    (unlike stat(2)). Raises OSError."""
+    """The device number of an open file or mount, without a request to a daemon (unlike
+    stat(2))."""
     answer = (ctypes.c_uint32 * 64)()  # struct statx has 256 bytes
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     _checked(_libc.statx(file, b"", flags, 0, ctypes.byref(answer)))
@@ -133,8 +130,8 @@ def device_of(file: int) -> str:
 
 
 def set_read_ahead(file: int, kib: int) -> None:
-    """Set the kernel's read-ahead in the file system of an open file, as far as this user may. If
-    the file system has no block device, sysfs lists it by a name, which Linux 6.10 tells."""
+    """As far as this user may. If the file system has no block device, sysfs lists it by a name,
+    which Linux 6.10 gives."""
     device = os.fstat(file).st_dev
     names = [f"{os.major(device)}:{os.minor(device)}"]
     answer = bytearray(_SYSFS_PATH_BYTES)
@@ -159,11 +156,8 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """Mount a FUSE file system: root with mount(2), other users with fusermount3.
-
-    Returns the descriptor of its connection. Raises PermissionDenied with advice, and DeadlineError
-    if fusermount3 hangs.
-    """
+    """Root mounts with mount(2), other users with fusermount3. Returns the descriptor of the
+    connection. Raises PermissionDenied with advice, and DeadlineError if fusermount3 hangs."""
     mount = _mount_as_user if os.geteuid() else _mount_as_root
     return mount(mountpoint, options)
 
@@ -179,10 +173,10 @@ _ADVICE = {
     errno.ENFILE: "raise fs.file-max",
     errno.ENOSPC: "unmount something, or raise fs.mount-max",
 }
-"""Advice for errors of opening /dev/fuse and of mounting."""
+"""What the user can do about errors of opening /dev/fuse and of mounting."""
 
 _HELPER_DEADLINE_S = 30.0
-"""The time limit of fusermount3, which needs milliseconds."""
+"""fusermount3 needs milliseconds."""
 
 
 def _open_fuse() -> int:
@@ -195,10 +189,8 @@ def _open_fuse() -> int:
 
 
 def new_fuse(options: Sequence[str]) -> tuple[int, int]:
-    """Make a FUSE mount that is attached at no path; for root.
-
-    Returns the descriptors of its connection and of the mount. Raises OSError, PermissionDenied.
-    """
+    """Make a FUSE mount that is attached at no path; for root. Returns the descriptors of its
+    connection and of the mount. Also raises PermissionDenied."""
     device = _open_fuse()
     try:
         fields = [("rootmode", "40000"), ("user_id", "0"), ("group_id", "0"), ("fd", str(device))]
@@ -243,8 +235,7 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
 
 
 def mount_error(mountpoint: str, reason: str) -> PermissionDenied:
-    """The error for a mount that the kernel or fusermount3 has refused, with advice if `reason`
-    contains the text of a known errno."""
+    """Has advice if `reason` contains the text of a known errno."""
     advice = next((text for number, text in _ADVICE.items() if os.strerror(number) in reason), "")
     return PermissionDenied(f"cannot mount on {mountpoint}: {reason}", advice=advice)
 
@@ -286,22 +277,20 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
 def clone_mount(mountpoint: str, *, recursive: bool = False) -> int:
     """A descriptor of a second mount of the same file system, at no path (open_tree(2), Linux 5.2,
     root only); `recursive`: with the mounts inside it. Files opened through it do not make the
-    first mount busy. The file system lives until the descriptor is closed. Raises OSError."""
+    first mount busy. The file system lives until the descriptor is closed."""
     flags = _OPEN_TREE_CLONE_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), flags)
 
 
 def copy_mount(mount: int) -> int:
-    """As `clone_mount`, of the attached mount with the descriptor `mount`. Raises OSError."""
+    """As `clone_mount`, of the attached mount with the descriptor `mount`."""
     return _syscall(_SYS_OPEN_TREE, mount, b"", _OPEN_TREE_CLONE_CLOEXEC | _AT_EMPTY_PATH)
 
 
 def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
     """A descriptor of a new mount of a file system, attached at no path (fsopen(2), fsconfig(2),
     fsmount(2); Linux 5.2, root only). The mount ends when the descriptor is closed, unless it was
-    attached before.
-
-    An option with an empty value is a flag. Raises OSError with the kernel's reason.
+    attached before. An option with an empty value is a flag. The OSError has the kernel's reason.
     """
     context = _syscall(_SYS_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
     try:
@@ -327,7 +316,7 @@ def _mount_log(context: int) -> str:
 def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: bool = False) -> None:
     """Attach a detached mount at a path relative to `folder` (move_mount(2), Linux 5.2); an empty
     path is `folder` itself. With `beneath`, it is attached below the topmost mount there, which
-    hides it (Linux 6.5). Raises OSError.
+    hides it (Linux 6.5).
     """
     flags = _MOVE_MOUNT_FROM_ITSELF | (_MOVE_MOUNT_BENEATH if beneath else 0)
     flags |= 0 if path else _MOVE_MOUNT_TO_ITSELF
@@ -344,13 +333,13 @@ def can_mount_beneath() -> bool:
 
 
 def mount_id(file: int) -> int:
-    """The number in mountinfo of the mount of an open file."""
+    """The number of an open file's mount in mountinfo."""
     lines = Path(f"/proc/thread-self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
 def detach_quietly(mountpoint: str) -> None:
-    """Unmount lazily (the mount disappears now, and ends when nothing uses it), without errors."""
+    """Unmount lazily: the mount disappears now, and ends when nothing uses it. Ignores errors."""
     with suppress(OSError):
         umount2(mountpoint, MNT_DETACH)
         return
@@ -363,7 +352,7 @@ def detach_quietly(mountpoint: str) -> None:
 
 def clone(descriptor: int) -> int:
     """Another descriptor of a connection. Both take requests from one queue; a request is answered
-    through the descriptor that took it. Raises OSError."""
+    through the descriptor that took it."""
     cloned = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.ioctl(cloned, _FUSE_DEV_IOC_CLONE, struct.pack("I", descriptor))
@@ -375,8 +364,8 @@ def clone(descriptor: int) -> int:
 
 def clone_of_process(pid: int) -> int:
     """As `clone`, of the connection that another process has open, even if that process waits in
-    the kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if the process has none open,
-    EPERM if this user may not debug it."""
+    the kernel (pidfd_getfd(2), Linux 5.6). ENOENT if it has none open, EPERM if this user may not
+    debug it."""
     process = os.pidfd_open(pid)
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -415,12 +404,12 @@ class _Cachestat(ctypes.Structure):
 
 
 def inotify_init() -> int:
-    """A new inotify descriptor, whose reads do not block. Raises OSError."""
+    """Reads of the descriptor do not block."""
     return _checked(_libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK))
 
 
 def inotify_add(descriptor: int, path: bytes, events: int) -> int:
-    """Watch a file for the `events` of inotify(7). Returns the watch's number. Raises OSError."""
+    """`events` are those of inotify(7). Returns the watch's number."""
     return _checked(_libc.inotify_add_watch(descriptor, path, events))
 
 
@@ -429,8 +418,8 @@ def inotify_remove(descriptor: int, watch: int) -> None:
 
 
 def cached_bytes(file: int, start: int, size: int) -> int:
-    """How many of the `size` bytes from `start` on are in the page cache, counted in whole pages.
-    `start` must be a multiple of the page size. Raises OSError.
+    """How many of the `size` bytes from `start` (a multiple of the page size) on are in the page
+    cache, counted in whole pages.
 
     It uses cachestat(2) if the kernel has it, else mincore(2) of a mapping. cachestat counts pages
     of failed reads, too; `readable_cached_bytes` does not.
@@ -461,9 +450,8 @@ def readable_cached_bytes(file: int, start: int, size: int) -> int:
 
 
 def map_large_allocations(least_bytes: int) -> None:
-    """Make the allocator map each piece of memory of at least this size by itself. Such a piece
-    uses only the pages that are written to, and returns to the kernel when freed. Does nothing
-    without glibc."""
+    """The allocator then maps each piece of at least this size by itself: it uses only pages that
+    are written to, and returns to the kernel when freed. Needs glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, least_bytes)
 
@@ -471,38 +459,36 @@ def map_large_allocations(least_bytes: int) -> None:
 def keep_large_allocations(most_bytes: int) -> None:
     """Undo `map_large_allocations`: the allocator reuses freed memory, up to 32 MiB in one piece,
     and keeps up to `most_bytes` of it. To get 8 MiB of new memory from the kernel takes as long as
-    to read 8 MiB from an SSD. Does nothing without glibc."""
+    to read 8 MiB from an SSD. Needs glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
         _libc.mallopt(_M_TRIM_THRESHOLD, most_bytes)
 
 
 def own_working_folder() -> None:
-    """Give the calling thread its own working folder. Raises OSError."""
+    """The calling thread alone gets it."""
     _checked(_libc.unshare(_CLONE_FS))
 
 
 def own_descriptors() -> None:
     """Give the calling thread its own copy of the process's descriptors. The thread cannot share
-    descriptors again: use it for one task, never one of a pool. Raises OSError."""
+    descriptors again: use it for one task, never one of a pool."""
     _checked(_libc.unshare(_CLONE_FILES))
 
 
 def may_administrate() -> bool:
-    """Whether this process has CAP_SYS_ADMIN, perhaps only in its user namespace, and so may mount
-    file systems."""
+    """Whether this process has CAP_SYS_ADMIN, perhaps only in its user namespace."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     effective = next((line for line in status.splitlines() if line.startswith("CapEff:")), "")
     return bool(int(effective.partition(":")[2] or "0", 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def die_with_parent(number: int) -> None:
-    """Make the kernel send this process the signal `number` when its parent ends."""
+    """The kernel then sends this process the signal `number` when its parent ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
-    """Wait until a descriptor can be read; returns False if that took longer than `seconds`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

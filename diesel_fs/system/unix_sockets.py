@@ -29,8 +29,7 @@ def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]
 
 @contextmanager
 def _short_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A short path to the same place, which is valid in the `with`: it leads through a descriptor
-    of the folder."""
+    """Lead through a descriptor of the folder, which is open in the `with`."""
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -2,6 +2,5 @@
 
 `daemon.py` starts and ends it. `data_plane.py` answers reads of chunks in memory, in a thread of
 its own; all the rest runs in one trio loop: `master.py` (the node's part in the task),
-`acceptor.py` (connections from other nodes), `peer.py` (connections to them) and `local.py` (this
-node's readers).
+`acceptor.py` (connections from other nodes), `peer.py` (to them) and `local.py` (own readers).
 """

@@ -1,10 +1,8 @@
-"""The accepting end of TCP connections from other masters and from clients of other nodes
-(`PEERS.md`, section 3).
+"""Accepts TCP connections from other masters and from clients of other nodes (`PEERS.md`, section
+3), authenticates them, and hands them to the data plane.
 
-A connection is authenticated here, within limits, and handed to the data plane (`data_plane.py`).
-The data plane hands back each request that has to wait for a disk, a store or another node; it gets
-its own task here, so answers leave in any order. The bytes come from an `AnswerSource`, the
-`Master` of this node. Concurrency: one trio loop, beside the data plane's thread.
+The data plane hands back each request that has to wait for a disk, a store or another node. Each
+gets its own task here, so answers leave in any order. One trio loop.
 """
 
 import errno
@@ -30,12 +28,11 @@ from .data_plane import DataPlane, ServedConnection
 log = logging.getLogger("diesel.task")
 
 PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
-"""The most handshakes that are not finished, in all and from one address. For one more, the oldest
-is closed: a real master's handshake takes milliseconds."""
+"""Unfinished handshakes, in all and from one address. For one more, the oldest is closed: a real
+master's handshake takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
-"""The most connections. Further ones are refused; then their clients ask through the master of
-their own node."""
+"""Clients beyond this number are refused, and ask through their own node's master."""
 
 _LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # rejections logged in each period
 _ACCEPT_PAUSE_S = 0.1  # the next connection waits in the kernel
@@ -44,35 +41,29 @@ _TOO_MANY = "too many connections"
 
 
 class AnswerSource(Protocol):
-    """Where answers come from that the data plane cannot give; the `Master` of this node."""
+    """Gives the answers that the data plane cannot give: the `Master`."""
 
     @property
     def table(self) -> ChunkTable:
-        """Chunks of the current version in memory."""
+        """For the current version."""
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """Return a status for each part, and the bytes of the parts with `GIVEN`, which never
-        change. `rank` is the asking node's. `load`: fetch missing chunks of this node. `through`:
-        ask other nodes for parts of their chunks."""
+        """A status for each part, and the bytes of the parts with `GIVEN`, which never change.
+        `rank` is the asking node's. `load`: fetch missing chunks of this node. `through`: ask other
+        nodes for parts of their chunks."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        """Take over a message about plans from the master of node `rank`; returns a status
-        (`wire.py`)."""
+        """Take over a message about plans of node `rank`; returns a status (`wire.py`)."""
 
 
 class _PendingHandshake(NamedTuple):
-    """A handshake that is going on; cancelling `scope` ends it."""
-
     host: str
     scope: trio.CancelScope
 
 
 class Acceptor:
-    """Accepts and authenticates connections, and answers the requests that the data plane hands
-    back."""
-
     def __init__(
         self,
         me: LocalIdentity,
@@ -83,7 +74,7 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
         make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
     ) -> None:
-        """By default, `make_channel` uses TLS if this master has a certificate."""
+        """The default `make_channel` uses TLS if this master has a certificate."""
         self._me = me
         self._source = answers
         self._connections_max = connections_max
@@ -103,7 +94,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept until cancelled. The caller closes the listeners."""
+        """The caller closes the listeners."""
         self._token = trio.lowlevel.current_trio_token()
         self._plane = plane = DataPlane(self._forward, self._forward_plan)
         try:
@@ -119,8 +110,7 @@ class Acceptor:
             plane.close()
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve a client of this node. The data plane closes the socket; if it does not run, the
-        socket is closed at once."""
+        """Serve a client of this node, if the data plane runs; else close its socket."""
         if self._plane is None:
             accepted.close()
             return
@@ -132,14 +122,12 @@ class Acceptor:
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
-        """Take over another version or secret: all connections end, and the other ends connect
-        again."""
+        """Take over another version or secret. All connections end."""
         self._me = me
         if self._plane is not None:
             self._plane.drop_all()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the number of open connections."""
         return {
             **self._counts,
             **(self._plane.stats() if self._plane is not None else {}),
@@ -198,7 +186,6 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
     ) -> Hello:
-        """Authenticate a connector, within `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:
@@ -253,8 +240,6 @@ class Acceptor:
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
     def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
-        """Answer a message about plans: `NOT_MINE` if the connection was opened for another
-        version."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return
@@ -287,8 +272,6 @@ class Acceptor:
     async def _find_answer(
         self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """The statuses and bytes for these parts. All statuses are `FAILED` after an error of the
-        source, and `NOT_MINE` if the connection was opened for another version."""
         refused = NOT_MINE
         if connection.table is self._source.table:
             refused, rank = FAILED, connection.rank

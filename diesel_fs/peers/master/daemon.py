@@ -1,13 +1,9 @@
 """The program of a master: from a request on stdin to the end of the task on this node.
 
-It opens all that a master needs, in the order in which failures should be reported. Then it runs
-the master until SIGTERM or SIGINT comes, the master has had no clients for a while, or a newer
-master has taken its rank. It reports on stdout, one JSON object a line: its process number, then
-that it is ready, or its error. If it is killed, its registration expires, and the next process
-finds its socket dead.
-
-Unless a newer master has taken its rank, it then closes its sockets, leaves the task, and writes
-the chunks in memory to its disk (`PEERS.md`, section 2). One trio loop.
+It opens all that a master needs, in the order in which failures should be reported, and runs the
+master until SIGTERM or SIGINT comes, no client has come for a while, or a newer master has taken
+its rank. `PEERS.md`, section 2, describes the end. On stdout it reports its process number, then
+that it is ready, or its error: one JSON object a line. One trio loop.
 """
 
 import logging
@@ -58,11 +54,10 @@ from .master import Master, MasterOptions
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""The time limit for leaving the registry; without that, the registration expires by itself."""
+"""The time limit for leaving the registry; otherwise the registration expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
-"""The time limit for writing chunks to the disk at the end: SLURM kills 30 s after its first
-signal."""
+"""The time for writing chunks to the disk at the end: SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
 
@@ -72,7 +67,6 @@ Signals = AsyncIterator[int]
 
 
 def main() -> int:
-    """Run a master by the request on stdin. Returns the exit code."""
     open_buckets_directly()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -95,7 +89,7 @@ def main() -> int:
 
 
 class _Daemon:
-    """One master. All that can fail at the start is done in the constructor."""
+    """The constructor does all that can fail at the start."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
         """`stack` closes all that is opened here. Raises DieselError."""
@@ -138,8 +132,8 @@ class _Daemon:
             self._disk.jobs.register(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
-        """The node's disk cache. None without `--cache-dir`, if the disk is full, or if the folder
-        is for order logs (`cache/order_logs`), which the mount keeps by itself."""
+        """Returns None without `--cache-dir`, if the disk is full, or if the folder is for order
+        logs, which the mount keeps by itself."""
         if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
         try:
@@ -160,8 +154,7 @@ class _Daemon:
         return disk
 
     def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:
-        """Warn if a cache is smaller than the largest chunk: otherwise the cache would seem not to
-        work."""
+        """A cache smaller than the largest chunk would seem not to work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
         if budget_bytes < largest:
             self._warn(
@@ -170,9 +163,8 @@ class _Daemon:
             )
 
     def _warn_of_replaced(self, address: str) -> None:
-        """Warn if this master has replaced one at the address `address` (empty: none): two nodes
-        may have been given the same rank. A replaced master on the same machine was this node's
-        own, which was killed."""
+        """Two nodes may have been given the same rank. But a replaced master on the same machine
+        was this node's own, which was killed. `address` is empty if none was replaced."""
         if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
                 f"this master has replaced another one of rank {self._rank}, at {address}: give"
@@ -180,8 +172,7 @@ class _Daemon:
             )
 
     def _warn_of_higher_rank(self, membership: Membership) -> None:
-        """Warn if the task has more nodes than `--world`. Nodes with different numbers still share
-        the chunks."""
+        """Nodes with different numbers still share the chunks."""
         last = max((each.rank for each in membership.members), default=0)
         if last >= self._world:
             self._warn(
@@ -208,8 +199,7 @@ class _Daemon:
             ) from error
 
     async def run(self) -> None:
-        """Run the master until it ends; then leave the task and write chunks to the disk. Raises
-        DieselError."""
+        """Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
         self._warn_of_replaced(first.replaced_address)
         self._warn_of_higher_rank(first)
@@ -225,8 +215,8 @@ class _Daemon:
                 await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """Serve until a signal comes or the master is idle, and return the master then; None if the
-        master has lost its membership, as a newer one has taken its rank."""
+        """Serve until a signal comes or the master is idle, and return it; None if a newer master
+        has taken its rank."""
         identity = LocalIdentity(
             rank=self._rank,
             instance=self._member.instance,
@@ -275,8 +265,6 @@ class _Daemon:
         return master if is_member else None
 
     async def _flush(self, master: Master, signals: Signals) -> None:
-        """Write chunks from memory to the disk, until the time is over, a signal comes or another
-        master of this node starts."""
         path = self._client_socket.path
         with trio.move_on_after(FLUSH_TIMEOUT_S) as scope:
             async with trio.open_nursery() as nursery:

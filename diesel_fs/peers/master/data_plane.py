@@ -1,10 +1,9 @@
-"""The data plane of a master: answers READs that need not wait, for masters and clients of other
-nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, section 3).
+"""The data plane of a master: answers READs that need not wait, for other nodes over TCP and for
+clients of its own node over Unix sockets (`PEERS.md`, section 3).
 
-Each connection that it serves is authenticated, and has the table of its version of the dataset:
-from chunks to memory and open files (`node/chunk_table.py`). The control plane (the master's trio
-loop: `acceptor.py`, `local.py`) hands connections over after their handshake, and answers all other
-requests.
+Each connection has the chunk table of its version (`node/chunk_table.py`). The control plane (the
+master's trio loop: `acceptor.py`, `local.py`) hands connections over after their handshake, and
+answers the other requests.
 
 Concurrency. One thread serves all connections, in a bare `epoll` loop: a turn of trio's loop costs
 more than answering a request, which takes one `recv` and one `sendmsg` straight from the memory of
@@ -13,16 +12,11 @@ from the page cache.
 
 All state of connections belongs to this thread. Public methods may be called in any thread: they
 append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
-order, so an answer cannot overtake the `adopt` of its connection. After `close`, the thread that
-calls such a method runs its command itself. The table is shared with trio's thread without a lock,
-since each access is one operation of a dictionary or a queue; a view stays valid after its chunk
-has been dropped.
+order, so an answer cannot overtake the `adopt` of its connection. After `close`, the calling thread
+runs its command itself.
 
 While the control plane answers a forwarded request (it is then *in flight*), further requests on
-the connection are answered, in any order. If a connection has too much in flight, or the other end
-does not take its answers, it is not read from (`is_blocked`); it is closed when the other end is
-slower than `net/channel.py` allows. A connection with many requests at once gets `_TURN_REQUESTS`
-answers in each turn of the loop, so that others need not wait.
+the connection are answered, in any order.
 """
 
 import logging
@@ -59,13 +53,12 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection of another node is closed after this time without requests."""
 
 _BUFFER_BYTES = 64 << 10
-"""The buffer for received bytes; larger than the longest request."""
+"""Longer than any request."""
 
-_TURN_REQUESTS = 64  # of one connection in a turn
-_CHECK_S = 2.0  # between looks at slow and idle connections
+_TURN_REQUESTS = 64  # of one connection in a turn of the loop, so that others need not wait
+_CHECK_S = 2.0  # interval of checks for slow and idle connections
 unpack_single, pack_single_answer = wire.SINGLE.unpack_from, wire.SINGLE_ANSWER.pack
 SINGLE_BYTES = wire.SINGLE.size
 _no_error_if_full = suppress(BlockingIOError)
@@ -73,7 +66,7 @@ _COPIED_BYTES = 16 << 10  # smaller answers are copied behind their heads, which
 
 
 class ServedConnection:
-    """An authenticated connection to a master. Its fields belong to the data plane."""
+    """An authenticated connection. Its fields belong to the data plane."""
 
     __slots__ = (
         "begun_s", "buffers_internally", "channel", "file", "held", "in_flight", "in_flight_bytes",
@@ -84,7 +77,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` has the chunks of the other end's version; `rank` is the other end's node."""
+        """`table` is of the other end's version, `rank` the other end's node."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -99,13 +92,12 @@ class ServedConnection:
         self.held = b""  # received and not handled yet
         self.unsent: list[memoryview] = []
         self.begun_s = self.used_s = monotonic()  # `unsent` began; the last request came
-        self.moved = 0  # bytes that were sent since `begun_s`
+        self.moved = 0  # bytes sent since `begun_s`
         self.in_flight = 0  # requests that are forwarded and not answered
         self.in_flight_bytes = 0
 
     @property
     def is_blocked(self) -> bool:
-        """Whether no more requests are read for now."""
         return bool(
             self.unsent
             or self.in_flight >= wire.REQUESTS_MAX
@@ -114,16 +106,16 @@ class ServedConnection:
 
 
 Forward = Callable[[ServedConnection, int, int, Parts, int], None]
-"""A function that the data plane's thread calls with a READ that has to wait: connection, ID,
-flags, parts, and their bytes. The control plane then calls `DataPlane.answer`."""
+"""Called by the data plane's thread with a READ that has to wait: connection, ID, flags, parts, and
+their bytes. The control plane then calls `DataPlane.answer`."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
-"""As `Forward`, for a message about plans: connection, ID, message."""
+"""The same for a message about plans: connection, ID, message."""
 
 
 class DataPlane:
-    """The thread that serves connections; it runs from the constructor to `close`."""
+    """Its thread runs from the constructor to `close`."""
 
     def __init__(self, forward: Forward, forward_plan: ForwardPlan) -> None:
         self._forward = forward
@@ -145,8 +137,7 @@ class DataPlane:
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """Serve a connection, which belongs to the data plane from now on. The newest connection of
-        a master replaces its older one."""
+        """Take over a connection. A master's newest connection replaces its older one."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
@@ -157,11 +148,11 @@ class DataPlane:
     def answer(
         self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
-        """As `send`, for the answer to a forwarded request that asked for `request_bytes` bytes."""
+        """As `send`, after a forwarded request for `request_bytes` bytes."""
         self._command(partial(self._answer, connection, request_bytes, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
-        """Close a connection; its unsent bytes are lost."""
+        """Unsent bytes are lost."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
@@ -173,8 +164,7 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and the state of the connections. `inline`: requests that were
-        not forwarded."""
+        """`inline` counts requests that were not forwarded."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -187,13 +177,13 @@ class DataPlane:
         }
 
     def close(self) -> None:
-        """End the thread and close all connections. May be called again."""
+        """May be called again."""
         self._command(self._end_thread)
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command`, after earlier commands. Once the thread has ended, the
-        caller's thread does."""
+        """Have the thread call `command`, after earlier ones; or call it, if the thread has
+        ended."""
         with self._ending:
             if not self._is_closed:
                 self._commands.append(command)
@@ -242,7 +232,6 @@ class DataPlane:
             self._end(connection, error)
 
     def _end(self, connection: ServedConnection, error: Exception) -> None:
-        """Close a connection after an error, and log that."""
         if isinstance(error, CorruptError):
             log.warning("refused from='node %d' why=%r", connection.rank, error.message)
         elif isinstance(error, ConnectionClosed | OSError):
@@ -313,7 +302,7 @@ class DataPlane:
             raise ConnectionClosed("the other end closed the connection")
 
     def _go_on(self, connection: ServedConnection) -> None:
-        """Handle the bytes that were received before; then wait for more."""
+        """Handle bytes that came before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -326,8 +315,8 @@ class DataPlane:
         self._watch(connection)
 
     def _receive(self, connection: ServedConnection) -> None:
-        """Receive once, and answer; from a channel with a buffer of its own (TLS), receive until
-        that is empty. Raises ConnectionClosed, OSError, CorruptError."""
+        """Receive once, and answer; from a channel with its own buffer (TLS), until that is
+        empty."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
@@ -355,9 +344,9 @@ class DataPlane:
                 return
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, if all its parts are in memory,
-        as is usual; returns whether it did. Raises OSError. Nearly all requests are answered here,
-        so it has few operations."""
+        """Answer the only request in the buffer, of `length` bytes, if all its parts are in memory;
+        returns whether it did. Raises OSError. Nearly all requests are answered here, so it has few
+        operations."""
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
@@ -397,8 +386,7 @@ class DataPlane:
         return True
 
     def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes, and hold an incomplete one. Raises as
-        `_receive`."""
+        """Answer the requests in the first `end` bytes, and hold an incomplete one."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -419,8 +407,7 @@ class DataPlane:
     def _answer_any(
         self, connection: ServedConnection, content: memoryview, at: int, end: int
     ) -> int:
-        """Answer or forward the request that begins at `at`; returns its length, or 0 if it is
-        incomplete. Raises OSError, CorruptError."""
+        """Answer or forward the request at `at`; returns its length, or 0 if it is incomplete."""
         table = connection.table
         request = wire.parse_request(content, at)
         length = HEAD_BYTES + request.body_bytes
@@ -496,7 +483,7 @@ class DataPlane:
             self._keep_unsent(connection, parts, size - sent)
 
     def _keep_unsent(self, connection: ServedConnection, parts: Sequence[Bytes], left: int) -> None:
-        """Keep the last `left` bytes of `parts`, which the socket did not take."""
+        """The socket did not take the last `left` bytes."""
         views = byte_views(parts)
         drop_written(views, sum(map(len, views)) - left)
         if not connection.unsent:
@@ -514,7 +501,6 @@ class DataPlane:
         self._watch(connection)
 
     def _watch(self, connection: ServedConnection) -> None:
-        """Set the events for which epoll waits at a connection."""
         if not connection.is_open:
             return
         if connection.unsent:

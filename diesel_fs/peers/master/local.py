@@ -1,9 +1,8 @@
 """The master's end of the local protocol (`PEERS.md`, section 4), for the readers on its own node.
 
-It checks which processes may connect, gives them the table of owners, unpins all that a process has
-pinned when it ends, and decides when an unused master ends. The data plane takes over connections
-for READs. If a client ends at any point, nothing of it stays. Everything runs in the master's trio
-loop; each connection has one task, and carries one request at a time.
+It also decides when an unused master ends. If a client ends at any point, nothing of it stays.
+Everything runs in the master's trio loop; each connection has one task, and carries one request at
+a time.
 """
 
 import array
@@ -29,14 +28,14 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""The most connections of clients: a node has some hundred workers with a few threads each."""
+"""A node has some hundred workers with a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""How long after a switch of the version clients that ask for the former version do not make the
-master end: its own clients have yet to connect anew."""
+"""After a switch of the version, clients of the former version do not end the master for this time:
+its own clients have yet to connect anew."""
 
 _RECEIVE_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # no limit: unpinning a chunk that was never pinned does nothing
@@ -47,8 +46,6 @@ _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
 class LocalServer:
-    """Accepts clients, counts the readers, and decides when the master ends."""
-
     def __init__(self, master: Master) -> None:
         self._master = master
         self._connections: Counter[int] = Counter()  # of each process
@@ -58,7 +55,6 @@ class LocalServer:
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept clients until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.lowlevel.wait_readable(listener)
@@ -66,7 +62,7 @@ class LocalServer:
                     accepted, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                except OSError as error:  # no descriptors, say; connected clients go on
+                except OSError as error:  # such as no descriptors; connected clients go on
                     log.warning("cannot accept clients now: %s", error.strerror)
                     await trio.sleep(ACCEPT_PAUSE_S)
                     continue
@@ -81,9 +77,8 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Return when no client has read this version for `idle_timeout_s`. If no client reads it
-        and one asks for another version, return at once: that client then starts a master of its
-        own."""
+        """Return if no client has read this version for `idle_timeout_s`, and at once if none reads
+        it and one asks for another version: that client then starts a master of its own."""
         while True:
             self._clients_changed = trio.Event()
             timeout_s = math.inf if self._readers else idle_timeout_s
@@ -100,8 +95,7 @@ class LocalServer:
                 return
 
     async def _serve(self, accepted: socket.socket, pid: int) -> None:
-        """Serve one connection. When a process's last connection ends, all its chunks are unpinned
-        and its plans forgotten."""
+        """After a process's last connection, unpin its chunks and forget its plans."""
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
@@ -124,7 +118,6 @@ class LocalServer:
 
     @property
     def readers(self) -> int:
-        """The number of connections for this version."""
         return self._readers
 
     def reader_joined(self) -> None:
@@ -132,20 +125,17 @@ class LocalServer:
         self._clients_changed.set()
 
     def switched(self) -> None:
-        """Note that a client has switched the version."""
         self._switched_s = trio.current_time()
 
     def other_version_requested(self) -> None:
-        """End the master soon, as a client has asked for another version; unless readers are
-        connected, or it has just switched the version."""
+        """End the master soon, unless readers are connected, or it has just switched the
+        version."""
         if not self._readers and trio.current_time() > self._switched_s + SWITCH_S:
             self._other_version_wanted = True
             self._clients_changed.set()
 
 
 class _Client:
-    """One connection of a client."""
-
     def __init__(
         self, server: LocalServer, master: Master, accepted: socket.socket, pid: int
     ) -> None:
@@ -159,7 +149,6 @@ class _Client:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether its hello was accepted."""
         return self._version >= 0
 
     @property
@@ -171,7 +160,6 @@ class _Client:
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The socket, which the caller closes."""
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
@@ -256,8 +244,6 @@ class _Client:
         await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Check the snapshot that the client has sent, and switch to its version if that is
-        newer."""
         version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
@@ -281,8 +267,7 @@ class _Client:
     # The socket
 
     async def _receive(self, size: int) -> bool:
-        """Receive until `size` bytes have come; returns False if the client has closed the
-        connection."""
+        """Returns False if the client has closed."""
         while len(self._received) < size:
             try:
                 content, control, _, _ = self._socket.recvmsg(
@@ -300,7 +285,6 @@ class _Client:
         return True
 
     async def _send(self, content: bytes, file: int | None = None) -> None:
-        """Send an answer, with a descriptor if `file` is given."""
         rights = []
         if file is not None:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
@@ -320,11 +304,10 @@ class _Client:
 
 
 class LocalSocket:
-    """The socket at which clients connect. Until `listen`, the kernel refuses clients at once, so
-    that they do not wait for a master that starts, which may itself wait for Redis."""
+    """Until `listen`, the kernel refuses clients at once, so that they do not wait for a starting
+    master, which may itself wait for Redis."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -340,8 +323,8 @@ class LocalSocket:
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Close the socket, and remove it from its path unless another master has put its own
-        there. May be called again, even if the other socket got the same inode number."""
+        """Leaves the socket's file if another master has put its own there. May be called again,
+        even if the other file has the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -1,26 +1,24 @@
 """The master's control plane: one node's part in a task.
 
-It follows the members of the task, knows which node owns each chunk, and shows that to its clients
-(`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps this node's
-chunks. It answers the reads that the data plane cannot answer at once (`AnswerSource`), asks other
-masters (`peer.py`) and the store for chunks, and exchanges readers' plans (which files they will
-read, `plan/`) with other masters. It reports at once which parts it cannot give, and the reader
-reads these from the store: so no reader gets an error when members come, go or fail.
+It follows the members of the task, knows the owner of each chunk, and shows that to its clients
+(`members/owner_table.py`). Its `NodeCache` keeps this node's chunks. It answers the reads that the
+data plane cannot answer at once (`AnswerSource`), asks other masters (`peer.py`) and the store for
+chunks, and exchanges readers' plans with other masters (`plan/`). A reader reads the parts that it
+cannot give from the store: so no reader gets an error if members come, go or fail.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
-owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
-acceptor, the renewal of the registration, `_fill` with `oneshot`, and for each other master the
-connection with its publisher of plans and, without a registry, its pings. Requests are tasks of the
-acceptor, clients tasks of `local.py`.
+owners, checking chunks) run in threads. Three things change while a task waits:
 
-Three things change while a task waits. Members: the task that renews replaces entries of `_peers`,
-and cancelling an entry's scope ends all requests to that master; so a request looks its peer up and
-does not keep it. Owners: `_owners_lock` lets one assignment be computed at a time, and
-`_assign_owners` gives the result up if the version has changed meanwhile. The version:
-`switch_version` computes the new owners first, and then changes snapshot, owner table, cache, plan
-and identity between two waits, so no task sees a mixture; a task that keeps `owners` across a wait
-compares it with `_owners` afterwards. A new version or secret ends all connections: no request is
-answered by chunk numbers of another version.
+- Members: the task that renews replaces entries of `_peers`, and cancelling an entry's scope ends
+  all requests to that master. So a request looks its peer up and does not keep it.
+- Owners: `_owners_lock` lets one assignment be computed at a time; `_assign_owners` gives the
+  result up if the version has changed meanwhile.
+- The version: `switch_version` first computes the new owners, and then changes snapshot, owner
+  table, cache, plan and identity between two waits, so no task sees a mixture. A task that keeps
+  `owners` across a wait compares it with `_owners` afterwards.
+
+A new version or secret ends all connections: no request is answered by chunk numbers of another
+version.
 """
 
 import logging
@@ -59,18 +57,18 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""The interval of renewals: a third of a registration's lifetime."""
+"""A third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""From its start until all nodes are there, but at most for `GATHER_S`, a master renews at the
-shorter interval `GATHER_RENEW_S`, to learn of new nodes soon: if a new node becomes the owner of a
-chunk that this node has just fetched, the chunk crosses the network twice."""
+"""Until all nodes are there, but at most for `GATHER_S`, a master renews more often, to learn of
+new nodes soon: if a new node becomes the owner of a chunk that this node has just fetched, the
+chunk crosses the network twice."""
 
 LOAD_S = 3.0
-"""How long a request waits for a fetch, as a client gives up its master after 5 s. A request for
-several parts waits as much longer as the reader does (`wire.working_s`)."""
+"""How long a request waits for a fetch; a client gives up its master after 5 s. For several parts,
+it waits as much longer as the reader (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8  # the live parts of chunks are rounded to eighths, to fetch ahead in order
+_LIVE_LEVELS = 8  # the live parts of chunks are rounded to eighths, to fetch in order
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -79,7 +77,7 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
-    """Another master, and the scope of all tasks that talk to it."""
+    """`scope` has all tasks that talk to the peer."""
 
     member: Member
     peer: Peer
@@ -88,20 +86,16 @@ class _PeerEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """Options of one master; the intervals and the lifetime are in seconds."""
-
     world: int
-    """The number of nodes that the task has when all are there."""
+    """How many nodes the task has if all are there."""
     oneshot: bool = False
-    """Whether to fetch all of this node's chunks from the start."""
+    """Fetch all of this node's chunks from the start."""
     renew_s: float = RENEW_S
     gather_renew_s: float = GATHER_RENEW_S
     ttl_s: float = TTL_S
 
 
 class Master:
-    """A node's part in a task, from its first membership to its end."""
-
     def __init__(
         self,
         me: LocalIdentity,
@@ -112,7 +106,7 @@ class Master:
         make_cache: Callable[[Fetch], NodeCache],
         options: MasterOptions,
     ) -> None:
-        """`make_cache` makes the node's cache; it is passed the function that fetches a chunk."""
+        """`make_cache` gets the function that fetches a chunk."""
         self.rank = member.rank
         self._me = me
         self._member = member
@@ -139,17 +133,15 @@ class Master:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot of the current version, to which chunk numbers belong."""
+        """Chunk numbers belong to this snapshot."""
         return self._owners.snapshot
 
     @property
     def owner(self) -> Ranks:
-        """The rank of the owner of each chunk."""
         return self._owners.owner
 
     @property
     def task_view(self) -> TaskView:
-        """The answer to a client's MEMBERS."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -167,8 +159,8 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member until cancelled, until a newer master takes this rank, or until the registry
-        refuses this master. `first` has the members at the start."""
+        """Be a member until cancelled, or the registry refuses this master, or a newer one takes
+        its rank. `first` has the members at the start."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
@@ -182,8 +174,6 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Renew the registration until a newer master has taken this rank, or the registry refuses
-        this master."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -241,9 +231,8 @@ class Master:
             self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
-        """Members that may still have to register again after an outage of the registry. They count
-        for a while: otherwise connections to them would end, and other nodes would fetch their
-        chunks."""
+        """Members that may still have to register again after an outage of the registry. Otherwise
+        connections to them would end, and other nodes would fetch their chunks."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -252,8 +241,7 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """Take over another secret, which the first master to register makes when the registry has
-        lost the old one. Ends all connections."""
+        """If the registry has lost the secret, the first master to register makes another one."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -268,8 +256,7 @@ class Master:
                 self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
-        """Assign the chunks of a version to this node and `others`. Returns whether the owners have
-        changed and this is still the current version."""
+        """Returns whether the owners have changed and this is still the current version."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
@@ -306,7 +293,7 @@ class Master:
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
-        """Ping a node from `--peers`, which does not register, and take its chunks over while it
+        """Ping a node from `--peers`, which does not register, and take over its chunks while it
         does not answer."""
         rank, heard_s = entry.member.rank, trio.current_time()
         while True:
@@ -320,8 +307,8 @@ class Master:
             await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Switch to another version, unless it is older. Chunks that both versions have stay. At
-        first, the owners are this node and the members known to have the new version."""
+        """Switch to another version, unless it is older. Chunks in both versions stay. At first,
+        the owners are this node and the members known to have the new version."""
         owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
@@ -349,13 +336,11 @@ class Master:
     # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """As `Acceptor.adopt_local`."""
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process (`pinner` is its number). Returns a descriptor of the
-        whole chunk, which the cache closes, or None. `load`: fetch the chunk if it is not in
-        memory."""
+        """Pin a chunk for the client process `pinner`. Returns a descriptor of it, which the cache
+        closes, or None. `load`: fetch the chunk if it is not in memory."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -438,9 +423,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """The contents of parts, by their rows in `parts`: of chunks that this node has, and with
-        `load` also of those that it owns (`mine` has a flag for each row) and that come in time
-        (`LOAD_S`). Adds chunks that could not be fetched to `failed`."""
+        """The contents of parts, by their rows: of chunks that this node has, and with `load` also
+        of those that it owns (`mine` has a flag for each row) and that come in time (`LOAD_S`).
+        Adds chunks that could not be fetched to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -471,8 +456,6 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fetch a chunk into `room`, its buffer: from a node that may hold it, else from the
-        store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -497,7 +480,6 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """With `oneshot`: fetch all chunks of this node, each while no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:
@@ -513,10 +495,10 @@ class Master:
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """After `run`: write this node's chunks from memory to its disk. The chunks that it owns
-        when all nodes are present come first, as the next master will find all nodes present: now,
-        while nodes leave one by one, the remaining ones own more and more. May be cancelled
-        anywhere."""
+        """After `run`: write this node's chunks from memory to its disk. May be cancelled anywhere.
+
+        First come the chunks that it owns if all nodes are present, as the next master will find:
+        while nodes leave one by one, the remaining ones own more and more."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True
@@ -526,7 +508,7 @@ class Master:
         await self.cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """The master's counters and state, for `Dataset.task_stats` and `dlcmd stats`."""
+        """The counters and state that `Dataset.task_stats` and `dlcmd stats` show."""
         return {
             "rank": self.rank,
             "world": self._world,

@@ -1,12 +1,11 @@
 """One other master of the task, and the connection on which this master sends it requests.
 
-A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
-into the caller's memory, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
-decides whether it asks the peer now; `master.py` decides which peer.
+A `Peer` connects when a request needs it, writes the answers' bytes into the callers' memory, and
+enforces deadlines. Its circuit breaker (`../../net/breaker.py`) decides whether it asks the peer.
 
 Concurrency: one trio loop. Any number of tasks call `read`. Each sends its request itself; one task
-receives all answers, straight into the memory of the tasks that wait. A caller that is cancelled
-withdraws its memory between two system calls; later bytes for it are dropped.
+receives all answers. A caller that is cancelled withdraws its memory between two system calls;
+later bytes for it are dropped.
 """
 
 import logging
@@ -32,15 +31,13 @@ Statuses = npt.NDArray[np.uint8]
 _BUFFER_BYTES = 16 << 10  # small answers take one system call; this part of large ones is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
-"""Requests for more than `_BULK_BYTES` have together at most `_BULK_IN_FLIGHT_BYTES` in flight, or
-there is one of them: small answers would have to wait behind more."""
+"""Limits of large requests (`PEERS.md`, section 3): small answers would wait behind more."""
 
 _IDS = 1 << 32
 
 
 class _PendingRequest:
-    """A request that waits for its answer, whose payload goes to `room`. The answer is late after
-    `due_s`."""
+    """Its answer's payload goes to `room`, and is late after `due_s`."""
 
     __slots__ = (
         "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
@@ -65,8 +62,6 @@ class _PendingRequest:
 
 
 class Peer:
-    """Another master, as this one asks it."""
-
     def __init__(self, me: LocalIdentity, member: Member) -> None:
         self._me = me
         self.member = member
@@ -89,9 +84,9 @@ class Peer:
     # Calls of the master
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
-        """Read parts from this peer. Returns a status for each part; the bytes of parts with
-        `GIVEN` lie in `room`, each at the sum of the sizes of all parts before it. Nothing writes
-        to `room` after the return. A failure of the peer is a status, not an error."""
+        """Returns a status for each part; the bytes of parts with `GIVEN` lie in `room`, each at
+        the sum of the sizes of all parts before it. Nothing writes to `room` after the return. A
+        failure of the peer is a status, not an error."""
         flags = LOAD if load else 0
         count = len(parts)
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
@@ -108,20 +103,19 @@ class Peer:
         return statuses
 
     async def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`), and return the status of the answer.
-        None if the peer is not asked now or is late. A late answer does not count as a failure of
-        the peer: it may have other work, and reads do not wait for this message."""
+        """Send a message about plans. Returns the answer's status; None if the peer is not asked
+        now or is late. Being late is no failure of the peer: it may have other work, and reads do
+        not wait for this message."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
         pending.body, pending.count, pending.is_working = body, 1, True
         await self._request_pending(pending, 0)
         return None if pending.statuses is None else int(pending.statuses[0])
 
     async def ping(self) -> bool:
-        """Whether the peer answers."""
         return not len(await self._request(wire.PING, 0, None, memoryview(b""), 0))
 
     def record_damage(self) -> None:
-        """Note that bytes from this peer did not match their checksum."""
+        """Bytes from this peer did not match their checksum."""
         self._counts["damaged"] += 1
         if self._breaker.record_damage(trio.current_time()):
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
@@ -144,7 +138,6 @@ class Peer:
     # Connecting
 
     async def run(self) -> None:
-        """Connect when a request needs it, and receive answers, until cancelled."""
         try:
             while True:
                 await self._connect_wanted.wait()
@@ -235,8 +228,7 @@ class Peer:
     async def _request(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """Send a request, and return the status of each part. A request without parts (PING) has no
-        statuses, or if it failed one that is not `GIVEN`."""
+        """A PING has no statuses, or if it failed one that is not `GIVEN`."""
         return await self._request_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
     async def _request_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
@@ -269,8 +261,8 @@ class Peer:
         return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
-        """Send a request. Return when it is answered (`pending.statuses` is set), late, or cannot
-        be answered any more."""
+        """Return when the request is answered (`pending.statuses` is set), late, or cannot be
+        answered any more."""
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )
@@ -319,8 +311,6 @@ class Peer:
         return self._channel
 
     def _fits(self, size: int) -> bool:
-        """Whether a request for `size` bytes may be sent now, by the limits of requests in
-        flight."""
         if len(self._pending) >= wire.REQUESTS_MAX:
             return False
         if size <= _BULK_BYTES:
@@ -386,7 +376,6 @@ class Peer:
 async def _fill(
     reader: FrameReader, pending: _PendingRequest, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Receive bytes of the payload into these ranges of the request's room."""
     for at, end in ranges:
         while at < end:
             room = pending.room
@@ -403,7 +392,7 @@ def _wake(pending: _PendingRequest) -> None:
 
 
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
-    """The ranges of the room (start, end) that parts with `GIVEN` take; neighbours are joined."""
+    """The ranges of the room (start, end) for parts with `GIVEN`; neighbours are joined."""
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
     edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, its end, and so on
@@ -412,8 +401,8 @@ def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
 
 
 def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Divide parts into requests within the limits. Yields, for each request, its first row, the
-    row behind its last, and where their bytes start and end in the room."""
+    """Divide parts into requests within the limits. Yields each one's first row, the row behind its
+    last, and where their bytes start and end in the room."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):
@@ -424,5 +413,4 @@ def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _statuses(status: int, parts: Parts | None) -> Statuses:
-    """The same status for each part, or one status if there are no parts."""
     return np.full(1 if parts is None else len(parts), status, np.uint8)

@@ -1,6 +1,5 @@
 """The members of a task: its nodes, the registry by which they find each other, and chunk owners.
 
-`membership.py` has the values and their messages, `registry.py` and `redis_registry.py` keep them
-up to date, `ownership.py` computes owners, `owner_table.py` shares them with the readers of a node.
-`options.py` has a task's options, `addresses.py` the address at which a master listens.
+`membership.py` has the values and messages, `registry.py` and `redis_registry.py` keep them up to
+date, `ownership.py` computes owners, `owner_table.py` shares them with the readers of a node.
 """

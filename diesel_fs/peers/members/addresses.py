@@ -1,11 +1,10 @@
 """The address at which a master listens for other masters (`--listen`), and the address that it
-gives them (`--advertise`).
+gives them (`--advertise`). Calls block if a name has to be looked up.
 
-Without these options, the master listens at the one address by which other nodes reach this
-machine, never on all interfaces. In a task of several nodes, a name whose only addresses are
-loopback is refused, as other nodes could not reach it: Debian gives a machine's own name such an
-address. An explicit loopback address is accepted, as all nodes may be on one machine; a warning is
-logged unless all `--peers` have such addresses. Calls block when a name has to be looked up.
+By default the master listens at the one address by which other nodes reach this machine, never on
+all interfaces. In a task of several nodes, a name with only loopback addresses is refused: Debian
+gives a machine's own name such an address. An explicit loopback address is accepted, since all
+nodes may be on one machine, with a warning unless all `--peers` have such addresses.
 """
 
 import hashlib
@@ -25,11 +24,11 @@ log = logging.getLogger("diesel.task")
 
 
 def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
-    """The address (not a name) to which the master of node `rank` binds its socket; port 0 means
-    any port. Without `listen` it is the address of this rank in `peers`; without `peers`, a
-    loopback address if the task has one node, else the address from which this machine reaches the
-    server or Redis. Raises UsageError for a bad address, and if other nodes could not reach this
-    one (in some cases it only warns)."""
+    """The address (not a name) to which the master of node `rank` binds its socket; port 0: any.
+
+    It is `listen`, else this rank's address in `peers`, else a loopback address if the task has one
+    node, else the address from which this machine reaches the server or Redis. Raises UsageError
+    for a bad address, and if other nodes could not reach it (in some cases it only warns)."""
     chosen = _choose_listen_address(request, rank, world)
     if world > 1:
         _check_reachable(request.advertise, chosen.host, request.peers)
@@ -57,8 +56,7 @@ def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostP
 
 
 def advertised_address(advertise: str, bound: HostPort) -> str:
-    """The address that other nodes get, as host:port. `bound` is the address at which the master
-    listens. Raises UsageError."""
+    """The host:port for other nodes; the master listens at `bound`. Raises UsageError."""
     if not advertise:
         if _is_any(bound.host):
             raise UsageError(
@@ -96,8 +94,7 @@ def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
 
 
 def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
-    """Raise UsageError if no other node can reach this one; warn if only nodes on this machine
-    can."""
+    """Raise UsageError if no other node can reach this one; warn if only this machine's can."""
     announced = _parse_advertise(advertise).host if advertise else host
     if not _address(announced):
         try:
@@ -123,7 +120,6 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 
 
 def _looked_up(host: str, option: str) -> list[str]:
-    """The addresses of a host. Raises UsageError that names `option`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
@@ -132,8 +128,8 @@ def _looked_up(host: str, option: str) -> list[str]:
 
 
 def _own_loopback() -> str:
-    """A loopback address that differs between machines. So nodes that run alone on several
-    machines, all with rank 0 in a task of one name, can be told apart."""
+    """A loopback address that differs between machines: nodes that run alone on several machines,
+    all with rank 0 in a task of one name, can be told apart."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -143,14 +139,13 @@ def _own_loopback() -> str:
 
 
 def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
-    """The addresses of the servers or Redis hosts that all nodes of a repository use."""
     if url.scheme in SERVER_SCHEMES:
         return servers_of(url)
     return parse_redis_url(url.meta).hosts if url.meta else ()
 
 
 def _source_address(endpoint: HostPort) -> str:
-    """This machine's address on the way to an endpoint; empty if it is not known."""
+    """This machine's address on the way to an endpoint; empty if unknown."""
     try:
         found = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)
     except OSError:

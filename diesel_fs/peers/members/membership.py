@@ -1,9 +1,7 @@
 """The members of a task: its name, its masters, which node this is, and registrations as bytes and
 messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Does no I/O.
 
-A task is a training job, a node one of its machines, and a master the process on a node to which
-other nodes connect. A master registers in a member store (Redis, or a server in front of it) and
-learns there which masters are in its task. Values check themselves, and raise UsageError.
+Values check themselves, and raise UsageError; parsers raise it, too.
 """
 
 import hashlib
@@ -20,13 +18,13 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""How long a registration lasts after its last renewal: so long that two renewals may be lost."""
+"""The lifetime after the last renewal: two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
-"""The highest rank: ranks are sent in two bytes."""
+"""Ranks are sent in two bytes."""
 
 MEMBERS_MAX = 4096
-"""The most members of a task: each master keeps connections to all others."""
+"""Each master keeps connections to all others."""
 
 INSTANCE_BYTES, SECRET_BYTES, CERTIFICATE_BYTES = 16, 32, 32
 ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
@@ -37,7 +35,7 @@ KEY_BYTES_MIN = 16
 short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
-"""The instance of a master that is known by `--peers` alone."""
+"""The instance of a master that is known only by `--peers`."""
 
 _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brackets; then the port
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]):[0-9]{1,5}",
@@ -47,14 +45,13 @@ _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brack
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """The full name of a task: a dataset, a user, and the task's own name."""
+    """The full name of a task."""
 
     identity: UUID
     user: str  # the account at a server; `uid:N` without one
     name: str
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
         if not DATASET_NAME.fullmatch(self.name):
             raise UsageError(
                 f"bad task name {self.name[:64]!r}",
@@ -65,20 +62,18 @@ class TaskName:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the full name, which stands for it in proofs."""
+        """SHA-256 of the full name, for proofs."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A master that is registered, or named by `--peers`."""
-
     rank: int
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
     version: int
-    certificate: bytes = b""  # SHA-256 of it; empty without TLS, or if it is not known
+    certificate: bytes = b""  # SHA-256 of it; empty: no TLS, or unknown
     has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
@@ -96,7 +91,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The members at one moment. Of several instances of one rank, only the newest is a member."""
+    """The members at one moment; for each rank, only the newest instance."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # by which masters prove that they belong to the task
@@ -105,18 +100,17 @@ class Membership:
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """A membership of these members; of several of one rank, the last one counts."""
+        """If several members have one rank, the last one counts."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """The members that have this version of the dataset: only these count as nodes."""
+        """Only these members count as nodes."""
         return tuple(member for member in self.members if member.version == version)
 
 
 def split_address(address: str) -> HostPort:
-    """The host and port of a master's address, which may come from another machine. Raises
-    UsageError."""
+    """`address` may come from another machine. Raises UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -134,8 +128,8 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """The task's secret that a key file gives: SHA-256 of its content, without the space around it.
-    Raises UsageError if the key is too short."""
+    """SHA-256 of a key file's content, without the space around it. Raises UsageError if the key is
+    too short."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
         raise UsageError(
@@ -157,7 +151,7 @@ def resolve_node(
     environment: Mapping[str, str], rank: int | None = None, world: int | None = None
 ) -> tuple[int, int]:
     """This node's rank, and the number of nodes: as given, else from SLURM's variables, else from
-    torchrun's, else 0 of 1. Raises UsageError if numbers contradict each other."""
+    torchrun's, else 0 of 1. Raises UsageError."""
     origin = "--rank and --world"
     if rank is None or world is None:
         for names in _NODE_VARIABLES:
@@ -204,8 +198,7 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """What a master sends of its former registration at each renewal, since Redis may have lost
-    it."""
+    """A master's former registration, sent at each renewal, since Redis may have lost it."""
 
     since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
     state: int = 0  # the number of the last received membership
@@ -214,8 +207,8 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to `MemberStore.join`. `since`, `state` and `secret` are as in `MemberRecord`;
-    `members` is None if the membership `state` that the caller has is still current."""
+    """`since`, `state` and `secret` are as in `MemberRecord`; `members` is None if the caller's
+    membership `state` is still current."""
 
     since: int
     state: int
@@ -226,7 +219,7 @@ class JoinReply:
 
 
 class MemberStore(Protocol):
-    """Where masters register. Calls block; any thread."""
+    """Where masters register: Redis, or a server in front of it. Calls block; any thread."""
 
     def join(self, task: TaskName, member: Member, record: MemberRecord) -> JoinReply:
         """Register, or renew. A master without a key file receives the task's secret. Idempotent.
@@ -234,7 +227,7 @@ class MemberStore(Protocol):
         ...
 
     def leave(self, task: TaskName, member: Member) -> None:
-        """Remove the master's registration, if there is one. Idempotent."""
+        """Idempotent."""
         ...
 
     def close(self) -> None: ...
@@ -244,13 +237,11 @@ class MemberStore(Protocol):
 
 
 def pack_member(member: Member) -> bytes:
-    """A registration as the store keeps it, without rank and instance, which are its key."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
 def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
-    """The member of a stored registration. Raises UsageError."""
     if len(packed) < _STORED.size:
         raise UsageError("a registration that is too short")
     version, flags, certificate = _STORED.unpack_from(packed)
@@ -263,7 +254,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """The fields of a `join` request, except `do` and the dataset."""
+    """The message lacks `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -274,7 +265,6 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
 
 
 def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
-    """The task's name, the master and its record. Raises UsageError."""
     name = fields.text("task")
     member = parse_member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)
@@ -284,12 +274,11 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """The fields of a `leave` request, except `do` and the dataset."""
+    """The message lacks `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 
 def parse_leave(fields: Fields) -> tuple[str, Member]:
-    """The task's name, and the master. Raises UsageError."""
     return fields.text("task"), parse_member(fields)
 
 
@@ -305,7 +294,6 @@ def join_reply_message(reply: JoinReply) -> Message:
 
 
 def parse_join_reply(message: Message) -> JoinReply:
-    """The answer to a `join` request. Raises UsageError."""
     fields = Fields(message, "an answer")
     since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
     secret = fields.octets("secret", 0, SECRET_BYTES)
@@ -332,7 +320,6 @@ def member_message(member: Member) -> Message:
 
 
 def parse_member(fields: Fields) -> Member:
-    """Raises UsageError."""
     return Member(
         fields.integer("rank"),
         fields.octets("instance", 0, INSTANCE_BYTES),

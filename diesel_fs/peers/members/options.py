@@ -1,9 +1,8 @@
 """The options of a training task, and the request that starts a master with them.
 
 `TaskOptions` declares each option once: the options of `dlcmd mount` and the keyword arguments of
-`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds the other values
-that a master needs; it is sent to the master over a pipe, as other users can read the arguments of
-a program. All values are immutable. The module imports no numpy, so that a mount starts fast.
+`diesel_fs.connect` and `diesel_fs.mount` come from its fields. All values are immutable. The module
+imports no numpy, so that a mount starts fast.
 """
 
 import hashlib
@@ -28,27 +27,25 @@ IDLE_TIMEOUT_S = 10.0
 """How long a master stays without clients: between two epochs, workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
-"""When a node's chunks are fetched: at the first read, or all from the start."""
 
 Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
-"""How a full cache chooses victims (`cache/policies/eviction.py`); the first is the default."""
+"""How a full cache chooses victims (`cache/policies/eviction.py`)."""
 
 
 def chunk_policy(evict: str) -> str:
-    """The eviction policy for caches of chunks if the user's policy is `evict`. Importance is of
-    files, and those of one chunk differ in it, so only caches of files evict by it; `lrfu` decides
-    only between datasets (`cache/policies/lrfu.py`). For both, caches of chunks use `plan`."""
+    """The eviction policy for caches of chunks, if the user chose `evict`. The files of one chunk
+    differ in importance, so only caches of files evict by it. `lrfu` decides only between datasets
+    (`cache/policies/lrfu.py`)."""
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
-"""What a mount's cache folder keeps: chunks, or order logs (files in the order of reading,
-`cache/ORDER_LOG.md`); `auto` lets the mount decide."""
+"""What a mount's cache folder keeps: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
 
 class TaskKwargs(TypedDict, total=False):
-    """The fields of `TaskOptions` as keyword arguments of `diesel_fs.connect` and
-    `diesel_fs.mount`. None: not given."""
+    """The fields of `TaskOptions` as arguments of `diesel_fs.connect` and `diesel_fs.mount`. None:
+    not given."""
 
     task: str | None
     task_key: str | None  # None: DIESEL_TASK_KEY
@@ -67,13 +64,13 @@ class TaskKwargs(TypedDict, total=False):
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
-"""The kind of an option's value. A count may also be text, from an environment variable; addresses
-are a list, or text with commas; a size is in bytes."""
+"""A count may also be text, from an environment variable; addresses are a list, or text with
+commas; a size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """How an option is shown and checked. If `help` is empty, it is no option of `dlcmd mount`."""
+    """How an option is shown and checked. Without `help` it is no option of `dlcmd mount`."""
 
     kind: OptionKind
     metavar: str | None
@@ -92,7 +89,6 @@ _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
 
 def cli_name(name: str) -> str:
-    """A field's name as an option of `dlcmd`."""
     return _CLI_NAMES.get(name, "--" + name.replace("_", "-"))
 
 
@@ -107,11 +103,10 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions(DaemonRequest):
-    """The options of a task, and of this node in it. The values "", 0, None and () mean: not
-    given."""
+    """The options of a task, and of this node in it. "", 0, None and () mean: not given."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
-    """The longest request: enough for some thousand peers and a key."""
+    """Some thousand peers and a key fit in."""
 
     task: str = _option(
         "", "text", "NAME", "Read through the cache that the nodes of this training task share."
@@ -177,14 +172,13 @@ class TaskOptions(DaemonRequest):
     )  # fmt: skip
 
     def __bool__(self) -> bool:
-        """Whether the options name a task."""
         return bool(self.task)
 
     def or_single_node(
         self, shared_name: str, spelled: Callable[[str], str] = cli_name
     ) -> "TaskOptions":
         """If these options name a cache folder and no task, make them those of a task of one node,
-        which all callers with this `shared_name` on this machine share. Raises as `check`."""
+        which all callers on this machine with this `shared_name` join. Raises as `check`."""
         is_alone = self.rank is None and self.world is None
         if self.task or not self.cache_dir or not is_alone or self.cache_layout == "order":
             self.check(spelled)
@@ -240,9 +234,10 @@ class TaskOptions(DaemonRequest):
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
-        """The options in the keyword arguments of a call of the library. `shared_name` and
-        `spelled`: see `or_single_node` and `check`. `words` are the names of the call's other
-        arguments, for messages; `task_only` has those of them that need a task. Raises UsageError
+        """The options in the keyword arguments of a call of the library.
+
+        `shared_name`, `spelled`: see `or_single_node` and `check`. `words`, the names of the call's
+        other arguments, are for messages; `task_only` are those that need a task. Raises UsageError
         that names the unknown or bad argument, and as `check`."""
         given: dict[str, object] = {**kwargs}
         check_words(given, [*words, *sorted(TaskKwargs.__optional_keys__)])
@@ -259,13 +254,12 @@ class TaskOptions(DaemonRequest):
 
 
 def option_specs() -> dict[str, OptionSpec]:
-    """The specification of each option, by its field's name."""
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 
 def _checked_value(option: "Field[object]", value: object) -> object:
-    """A field's value from an argument of a call; the default for None. Raises UsageError that
-    names the argument, but does not quote its text, which may be a secret."""
+    """Raises UsageError that names the argument, but does not quote its text, which may be a
+    secret."""
     word, spec = option.name, option.metadata["option"]
     match spec.kind:
         case "text":
@@ -319,7 +313,8 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """All that a master needs to start: the options, the dataset, and access to the repository."""
+    """All that a master needs to start. It is sent over a pipe, as other users can read the
+    arguments of a program."""
 
     url: str = ""
     user: str = ""
@@ -328,20 +323,19 @@ class TaskRequest(TaskOptions):
     identity: str = ""  # the dataset's, hexadecimal
     version: int = 0
     memory_bytes: int = 0
-    memory_is_default: bool = False  # computed, not given by the user
+    memory_is_default: bool = False  # not given by the user
     log_file: str = ""
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
     @property
     def name(self) -> TaskName:
-        """The task's full name. Its user is the account at a server, else the number of this
-        machine's user, which must be the same on all nodes. Raises UsageError."""
+        """Without an account at a server, the user's number, which must be the same on all nodes,
+        is part of the name. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     def differing_options(self, running: "TaskRequest") -> list[str]:
-        """The options, as users write them, that this request gives and in which the request of the
-        running master differs. Options that have their default here do not count, nor do keys,
-        which are not saved."""
+        """The options, as users write them, that this request gives and the running master has
+        otherwise. Defaults do not count, nor do keys, which are not saved."""
         default = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default)
         return [
             cli_name(name)
@@ -351,8 +345,8 @@ class TaskRequest(TaskOptions):
         ]
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
-        """Whether a master that runs with the request `running` does all that this one asks for.
-        Unlike in `differing_options`, options that have their default here count, too."""
+        """Whether a master with the request `running` does all that this one asks for. Unlike in
+        `differing_options`, defaults count, too."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)
@@ -363,25 +357,23 @@ class TaskRequest(TaskOptions):
 
     @property
     def credentials(self) -> Credentials | None:
-        """The account at a server; None: no account. Raises ConfigError for a malformed key."""
+        """Raises ConfigError for a malformed key."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
 SINGLE_NODE_PREFIX = "alone-"
-"""Begins the name of a task that no user has named: that of one node with a cache folder."""
+"""Begins the name of a task that no user has named."""
 
 
 def single_node_task(shared_name: str) -> str:
-    """The name of a task that all processes of this user on this machine with this `shared_name`
-    join, and no others."""
+    """The task that this user's processes on this machine with this `shared_name` join."""
     text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{SINGLE_NODE_PREFIX}{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:
-    """The content of a key file, without the space around it. Raises ConfigError, and
-    PermissionDenied if other users may read the file."""
+    """Raises ConfigError, and PermissionDenied if other users may read the file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
         raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)

@@ -1,9 +1,8 @@
-"""Which node owns each chunk of a version: a table in memory that the clients of a master map, so
-that they can look an owner up without a request.
+"""A table of the owners of all chunks, in memory that a master's clients map, so that they look up
+an owner without a request. `PEERS.md`, section 4, has the layout.
 
-`PEERS.md`, section 4, has the layout. Only the master writes. During a change, a reader sees each
-owner as it was before or after; either is right, as a node that is asked for a chunk that it does
-not own any more answers so.
+Only the master writes. During a change, a reader sees each owner as it was before or after. Both
+are right, as a node that is asked for a chunk that it owns no more answers so.
 """
 
 import fcntl
@@ -25,13 +24,10 @@ Owners = npt.NDArray[np.int32]
 
 
 class OwnerTable:
-    """The table as its master writes it."""
-
     def __init__(self, chunks: int) -> None:
         size = _HEAD.size + 4 * chunks
         self.descriptor = os.memfd_create("diesel-owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """The table for clients, which cannot write to it through this descriptor; -1 after
-        `close`."""
+        """Clients cannot write through it; -1 after `close`."""
 
         os.ftruncate(self.descriptor, size)
         self._map = mmap.mmap(self.descriptor, size)
@@ -46,11 +42,11 @@ class OwnerTable:
         self.bump_generation()
 
     def bump_generation(self) -> None:
-        """Have clients request the members and the secret again, and read the owners anew."""
+        """Have clients request members and secret again, and read the owners anew."""
         self._generation += 1
 
     def close(self) -> None:
-        """Close the descriptor. Clients keep their mappings. May be called again."""
+        """Clients keep their mappings. May be called again."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -61,22 +57,20 @@ class OwnerTable:
 
 
 class OwnerTableView:
-    """The table as a client maps it."""
-
     def __init__(self, descriptor: int, chunks: int) -> None:
-        """Map the table; the caller closes the descriptor. Raises OSError, and CorruptError if the
-        table has another size or could shrink."""
+        """The caller closes the descriptor. Raises OSError; CorruptError if the table has another
+        size or could shrink."""
         size = _HEAD.size + 4 * chunks
         if os.fstat(descriptor).st_size != size:
             raise CorruptError("a table of owners of another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CorruptError("a table of owners that could shrink")
         self.inode = os.fstat(descriptor).st_ino
-        """A number that differs between tables."""
+        """Differs between tables."""
 
         mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         self.generation_of = mapped[:8].cast("Q")
-        """A view whose only item is `generation`."""
+        """Its only item is `generation`."""
 
         self.owners: Owners = np.frombuffer(mapped, "<i4", chunks, _HEAD.size)
 

@@ -2,14 +2,14 @@
 live nodes, so every master computes the same owners. Any thread.
 
 Each chunk prefers nodes by a score that depends on the chunk and the node alone (highest random
-weight: Thaler and Ravishankar, 1998). If each chunk got its first choice, the nodes' shares would
-differ by chance: by a third if a node has a hundred chunks. So chunks *propose* to nodes in the
-order of their scores, and a node keeps the proposals with the highest scores that fit its capacity
-(deferred acceptance: Gale and Shapley, 1962). A node that has too few bytes then takes chunks, of
-which it is a next choice, from nodes that have enough.
+weight: Thaler and Ravishankar, 1998). If each chunk got its first choice, shares would differ by
+chance: by a third if a node has a hundred chunks. So chunks *propose* to nodes in the order of
+their scores, and a node keeps the proposals with the highest scores that fit its capacity (deferred
+acceptance: Gale and Shapley, 1962). Then a node with too few bytes takes chunks that prefer it next
+from nodes that have enough.
 
-When a node leaves, its chunks propose to other nodes, and few of these nodes' own chunks move. When
-the node is back, it has the same chunks as before.
+If a node leaves, its chunks propose to other nodes, and few of these nodes' own chunks move. If it
+comes back, it has the same chunks as before.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""Bytes of a node, in units of an equal share: the most that it may have, the least that it should
-have, and the least that is left to it when another node takes chunks. With values nearer to 1, more
-chunks move when a node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these
-values, 1.6 with 1.05 and 0.95, and 3 if shares are to differ by 1 %."""
+"""Bytes of a node, in equal shares: the most that it may have, the least that it should have, and
+the least that stays when another node takes chunks. Values nearer to 1 move more chunks when a node
+leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and
+0.95, and 3 if shares are to differ by 1 %."""
 
 _STORED_PREFERENCES = 8  # nodes that each chunk prefers; few chunks ever need more
 _BLOCK_SCORES = 1 << 21  # computed at once: limits the memory
@@ -35,10 +35,9 @@ Scores = npt.NDArray[np.uint64]
 
 
 class Ownership:
-    """Computes the owners of chunks for any set of live nodes among `world` nodes."""
+    """For any set of live nodes among `world` nodes."""
 
     def __init__(self, ids: Sequence[bytes], sizes: npt.NDArray[np.uint64], world: int) -> None:
-        """`ids` have 16 bytes each; `sizes` are in bytes."""
         halves = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2)
         self._hashes = _mix(_mix(halves[:, 0]) ^ halves[:, 1])
         self._sizes = sizes.astype(np.float64)
@@ -56,7 +55,7 @@ class Ownership:
             self._scores[rows] = np.take_along_axis(of_best, order, axis=1)
 
     def owners(self, living: npt.NDArray[np.bool_]) -> Nodes:
-        """The owner of each chunk, if `living` has the live nodes; -1 if no node lives."""
+        """The owner of each chunk, if `living` are the live nodes; -1 if no node lives."""
         count = len(self._hashes)
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
@@ -78,8 +77,8 @@ class Ownership:
     def _propose(
         self, rows: Rows, below: Scores, living: npt.NDArray[np.bool_]
     ) -> tuple[Nodes, Scores]:
-        """For each of these chunks, the live node that it prefers most among those with a score
-        less than `below`, and that score. The node is -1 if there is none."""
+        """Each chunk's most preferred live node (-1: none) with a score less than `below`, and that
+        score."""
         eligible = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
         first = eligible.argmax(axis=1)
         at = np.arange(len(rows))
@@ -96,8 +95,7 @@ class Ownership:
         return nodes, scores
 
     def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
-        """Those of these chunks that their nodes reject, as chunks with higher scores fill the
-        capacity."""
+        """The chunks that their nodes reject, as chunks with higher scores fill the capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]
         sizes = self._sizes[rows]
@@ -107,7 +105,7 @@ class Ownership:
         return rows[(total - before > capacity) & (total - before > sizes)]  # the first always fits
 
     def _place_rest(self, rows: Rows, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Give each chunk that all nodes have rejected (sizes need not add up) to the node with the
+        """Give chunks that all nodes have rejected (sizes need not add up) to the node with the
         fewest bytes."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf
@@ -116,8 +114,8 @@ class Ownership:
             held[owner[row]] += self._sizes[row]
 
     def _fill(self, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Move chunks to nodes with too few bytes, from nodes with enough: those that prefer the
-        node most."""
+        """Move chunks to nodes with too few bytes from nodes with enough; those that prefer the
+        node most move first."""
         held = np.bincount(owner, self._sizes, len(living))
         share = held.sum() / np.count_nonzero(living)
         low = np.flatnonzero(living & (held < FLOOR * share))

@@ -1,10 +1,8 @@
 """The member store in Redis, beside the metadata: registrations of the masters of tasks.
 
-A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two Lua scripts, each atomic,
-decide by Redis's clock alone which registrations have expired, which instance of a rank is newer,
-and when the task's secret is deleted. Nothing stored here needs to last: if Redis loses
-registrations and secret, the next renewals restore them. Values that are no registrations count as
-absent. Any thread, process and forked child.
+A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two atomic Lua scripts decide
+all by Redis's clock alone. If Redis loses its data, the next renewals restore it. Malformed values
+count as absent. Any thread, process and forked child.
 """
 
 import contextlib
@@ -34,14 +32,13 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""The time limit of one call: after a longer renewal, the registration would expire before the
-next."""
+"""After a longer renewal, the registration would expire before the next."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
 
-# In both scripts. `expire` deletes expired registrations, and with the last one the secret; if the
-# clock jumped back, it shortens the others to the lifetime of one that is made now.
+# `expire` deletes expired registrations, and with the last one the secret; if the clock jumped
+# back, it shortens the others to the lifetime of a new one.
 _TASK = """
 local function text(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')
@@ -75,9 +72,9 @@ end
 
 # KEYS: the task's hash of masters, and their ends by rank.
 # ARGV: rank, instance, since (0: first registration), packed member, secret to set if there is none
-# (or nothing), lifetime in us, state that the master knows, greatest number of masters.
-# Reply: since, state, secret, packed member of the master that had this rank, whether its own
-# registration was gone; and all ranks and values if the state has changed.
+# (or ''), lifetime in us, state that the master knows, greatest number of masters.
+# Reply: since, state, secret, packed former master of this rank, whether the own registration was
+# gone; and if the state has changed, all ranks and values.
 JOIN = script(
     _TASK
     + """
@@ -131,8 +128,6 @@ return {'ok'}
 
 
 class RedisMemberStore(MemberStore):
-    """The member store in one Redis."""
-
     def __init__(self, link: RedisLink, ttl_s: float = TTL_S) -> None:
         self._link = link
         self._ttl_us = int(ttl_s * 1_000_000)
@@ -141,16 +136,14 @@ class RedisMemberStore(MemberStore):
     def open(
         cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S, ttl_s: float = TTL_S
     ) -> Self:
-        """`store` is the ID of the repository's object store; `deadline_s` is the time limit of
-        each call. Raises as `open_link`."""
+        """`store` is the ID of the object store. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store), ttl_s)
 
     def __repr__(self) -> str:
         return f"RedisMemberStore({self._link.address})"
 
     def join(self, task: TaskName, me: Member, record: MemberRecord) -> JoinReply:
-        """As `MemberStore.join`. Also raises MetadataError, BusyError, DeadlineError,
-        NoSpaceError."""
+        """Also raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
         offered = b"" if me.has_key_file else record.secret or secrets.token_bytes(SECRET_BYTES)
         arguments: list[Word] = [
             me.rank, me.instance, record.since, pack_member(me), offered, self._ttl_us,
@@ -171,7 +164,7 @@ class RedisMemberStore(MemberStore):
         return JoinReply(since, state, secret, members, _address(me, reply[4]), bool(reply[5]))
 
     def leave(self, task: TaskName, me: Member) -> None:
-        """As `MemberStore.leave`. Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
+        """Raises MetadataError, BusyError, DeadlineError, NoSpaceError."""
         arguments: list[Word] = [me.rank, me.instance, self._ttl_us]
         self._run(ScriptCommand(LEAVE, task_keys(task.digest), arguments))
 
@@ -187,7 +180,7 @@ class RedisMemberStore(MemberStore):
 
 
 def _address(me: Member, packed: object) -> str:
-    """The address in a packed member; empty if there is none, or it is damaged."""
+    """Returns "" if there is none, or it is damaged."""
     with contextlib.suppress(UsageError):
         if isinstance(packed, bytes):
             return unpack_member(me.rank, me.instance, packed).address

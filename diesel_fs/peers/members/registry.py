@@ -1,8 +1,6 @@
-"""The registry of a task, as one master uses it. The master registers there, renews its
-registration, and learns which other masters are in its task.
+"""The registry of a task, as one master uses it: Redis, directly or through a DIESEL server, or a
+fixed list of addresses (`--peers`).
 
-A registry keeps registrations in Redis, directly or through a DIESEL server, or it is a fixed list
-of addresses (`--peers`). It remembers the record that it sends again at the master's next renewal.
 All calls block, for some seconds at most; any thread, one at a time.
 """
 
@@ -43,12 +41,11 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""The time limit of one attempt through a server: two attempts, and the pause between renewals,
-take less time than a registration lasts."""
+"""The time limit of an attempt through a server: two attempts, and the pause between renewals, take
+less time than a registration lasts."""
 
 FIRST_S = 5.0
-"""The time limit of one attempt of the first registration: all nodes start at once, and must log in
-first."""
+"""The same for the first registration: all nodes start at once, and must log in first."""
 
 _ATTEMPTS = 2  # on different servers if possible
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
@@ -57,30 +54,26 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
-    """The registry of one task, for one master."""
-
     @abstractmethod
     def renew(self, me: Member) -> Membership:
-        """Register, or renew the registration. Returns all current members, this master among them.
-        Raises ConflictError if a newer instance has this rank, and MetadataError if a later renewal
-        may succeed. Other errors mean that this master may not be in this task, or not with these
+        """Register, or renew. Returns all current members, this master among them. Raises
+        ConflictError if a newer instance has this rank, and MetadataError if a later renewal may
+        succeed. Other errors mean that this master may not be in this task, or not with these
         options."""
 
     @abstractmethod
     def leave(self, me: Member) -> None:
-        """End the registration. Idempotent. After a MetadataError it expires by itself."""
+        """Idempotent. After a MetadataError the registration expires by itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections. May be called again."""
+        """May be called again."""
 
 
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """The member store of a repository that is opened without a server. `deadline_s` is the time
-    limit of each call. Raises UsageError if the repository has no Redis; ConfigError,
-    MetadataError."""
+    """Raises UsageError if the repository has no Redis; ConfigError, MetadataError."""
     if not url.meta:
         raise UsageError(
             f"the nodes of a task find each other through Redis, and {url} has none",
@@ -100,9 +93,9 @@ def open_registry(
     key: bytes | None = None,
     peers: Sequence[str] = (),
 ) -> Registry:
-    """The registry of a task; the first renewal connects. `peers` are the masters' addresses, by
-    rank: if given, they are the members, and Redis is not used. `key` is the key file's content.
-    Raises UsageError if there is neither Redis nor `peers`, or `peers` and no key."""
+    """The first renewal connects. If `peers` (masters' addresses by rank) are given, they are the
+    members, and Redis is not used. `key` is the key file's content. Raises UsageError if there is
+    neither Redis nor `peers`, or `peers` and no key."""
     secret = None if key is None else secret_from_key(key)
     if peers:
         return StaticRegistry(peers, secret)
@@ -115,11 +108,9 @@ def open_registry(
 
 
 class StaticRegistry(Registry):
-    """The fixed list of `--peers`. All its addresses count as members, whether they answer or
-    not."""
+    """The fixed list of `--peers`: all count as members, whether they answer or not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
-        """Raises UsageError."""
         if secret is None:
             raise UsageError(
                 "nodes that are named by --peers need a common secret",
@@ -135,8 +126,8 @@ class StaticRegistry(Registry):
         self._secret = secret
 
     def renew(self, me: Member) -> Membership:
-        """The instances and certificates of other masters are unknown; their version is taken to be
-        this master's."""
+        """Others' instances and certificates are unknown; their version is assumed to be this
+        master's."""
         if me.rank >= len(self._peers):
             raise UsageError(
                 f"this is node {me.rank}, and --peers names {len(self._peers)}",
@@ -155,13 +146,10 @@ class StaticRegistry(Registry):
 
 
 class RedisRegistry(Registry):
-    """Registrations in Redis, reached directly or through a server."""
-
     def __init__(
         self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
-        """`secret` is the key file's; None: the registry gets the task's secret when it registers.
-        `opener` connects to the member store."""
+        """`secret` is the key file's; None: registering returns the task's."""
         self._task = task
         self._secret = secret
         self._opener = opener
@@ -224,7 +212,7 @@ class RedisRegistry(Registry):
 
 @contextmanager
 def _unavailable_as_metadata_error() -> Iterator[None]:
-    """Raise MetadataError in place of errors after which a later renewal may succeed."""
+    """A later renewal may succeed after these errors."""
     try:
         yield
     except _UNAVAILABLE as error:
@@ -232,8 +220,6 @@ def _unavailable_as_metadata_error() -> Iterator[None]:
 
 
 class ServerMemberStore(MemberStore):
-    """Registrations in the Redis of a DIESEL server."""
-
     def __init__(self, repository: RemoteRepository) -> None:
         self._repository = repository
         self._may_send_secret = _is_private_link(repository.url)
@@ -257,12 +243,11 @@ class ServerMemberStore(MemberStore):
         self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
-        """Does nothing: the repository closes its connections."""
+        """The repository closes its connections."""
 
 
 def _is_private_link(url: RepositoryUrl) -> bool:
-    """Whether all connections to the servers use TLS or loopback, so that nobody can read a
-    secret."""
+    """Whether all connections use TLS or loopback, so that nobody can read a secret."""
     return url.scheme == "diesel+tls" or all(
         each.host in _LOOPBACK for each in parse_addresses(url)
     )

@@ -1,13 +1,12 @@
-"""The chunks of one version that a master has in memory, and some on its disk, as its two threads
-share them.
+"""The chunks of one version from which a master's data plane answers: in memory, and some on disk.
 
-The control plane (trio's thread) puts chunks in and takes them out; the data plane reads them. Each
-call is one operation of a dictionary or a queue, so no lock is needed. A view stays valid: the
-memory behind it is never written again.
+The control plane (trio's thread) puts chunks in and takes them out; the data plane's thread reads
+them. Each call is one operation of a dictionary or a queue, so no lock is needed. A view stays
+valid: the memory behind it is never written again.
 
-After the control plane has read a chunk from the disk, in a thread, it *lends* the chunk's open
-file to the data plane, which reads only bytes in the page cache, and so never waits. A loan is for
-a few requests: then the control plane decides whether the chunk should come to memory.
+The control plane *lends* open files of chunks on the disk to the data plane, which reads only bytes
+in the page cache, and so never waits. A loan is for a few requests: then the control plane decides
+whether the chunk should come to memory.
 """
 
 from collections import deque
@@ -21,19 +20,16 @@ from ...cache.tiers import CacheHandle
 from ..wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
-"""Requests for a chunk that the data plane answers from one loan of its file."""
+"""Requests that the data plane answers from one loan."""
 
 LOAN_S = 60.0
-"""How long a file is lent at most: a removed chunk's file takes room on the disk while it is
-open."""
+"""The longest loan: a removed chunk's file takes room on the disk while it is open."""
 
 LOANS_MAX = 256
-"""Files that are lent at once. When one more is lent, the file that was lent first is taken
-back."""
+"""For one more, the first one is taken back."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""The longest answer that is read from files: its bytes take memory, and other connections wait
-meanwhile."""
+"""The longest answer from files: its bytes take memory, and other connections wait meanwhile."""
 
 _READS_REMEMBERED = 4096
 
@@ -41,8 +37,8 @@ _Taken = TypeVar("_Taken")
 
 
 class _Loan:
-    """An open file that is lent. It is closed with the last reference to it, as the data plane may
-    be reading it when it is taken back."""
+    """Its last reference closes the file: the data plane may be reading it when it is taken
+    back."""
 
     __slots__ = ("file", "requests_left", "until_s")
 
@@ -53,13 +49,9 @@ class _Loan:
 
 
 class ChunkTable:
-    """The chunks that the data plane can answer from without a wait: `views` and lent files."""
-
     def __init__(self, sizes: Sizes) -> None:
-        """`sizes`: bytes of each chunk."""
         self.sizes = sizes
         self.views: dict[int, memoryview] = {}
-        """Whole chunks in memory."""
 
         self.records_reads = False
         """Whether `record_read` keeps reads for the eviction policy. A cache that never replaces
@@ -71,8 +63,8 @@ class ChunkTable:
 
     def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
         """The contents of the parts in `records` (`wire.PART`), and their bytes in all. The
-        contents are None if some are neither in memory nor in the page cache, if a part lies
-        outside its chunk, or if the request is too large: the control plane then answers."""
+        contents are None if the control plane must answer: some bytes are in neither memory nor
+        page cache, a part lies outside its chunk, or the request is too large."""
         views, found, size = self.views, [], 0
         try:
             for chunk, start, length in PART.iter_unpack(records):
@@ -87,7 +79,6 @@ class ChunkTable:
         return found, size
 
     def _find_in_files(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """As `find`, when at least one chunk is not in memory."""
         parts = list(PART.iter_unpack(records))
         size = sum(length for _, _, length in parts)
         if size > FROM_FILES_BYTES_MAX:
@@ -116,8 +107,8 @@ class ChunkTable:
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
-        """Lend a chunk's open file to the data plane; the table closes the file. Only the control
-        plane calls this, `take_back` and `take_back_old`."""
+        """Takes over the open file. Only the control plane calls this, `take_back` and
+        `take_back_old`."""
         loans = self._loans
         loans.pop(chunk, None)
         loans[chunk] = _Loan(file)
@@ -132,29 +123,26 @@ class ChunkTable:
             self._loans.pop(chunk, None)
 
     def take_back_old(self) -> None:
-        """Stop lending the files that were lent for `LOAN_S`."""
         loans, now_s = self._loans, monotonic()
         while loans and loans[first := next(iter(loans))].until_s <= now_s:
             del loans[first]
 
     def take_file_reads(self) -> list[tuple[int, int]]:
-        """Remove and return the reads from lent files since the last call: the chunk and the bytes
-        of each. Any thread."""
+        """Remove and return the reads from lent files: chunk and bytes of each. Any thread."""
         return _taken(self._file_reads)
 
     def record_read(self, chunks: Sequence[int], size: int) -> None:
-        """Note that a request got parts of these chunks, `size` bytes in all. Any thread."""
+        """Note a request of `size` bytes. Any thread."""
         if self.records_reads:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """Remove and return the reads from memory since the last call, as `record_read` got them.
-        Any thread."""
+        """Remove and return the arguments of `record_read`. Any thread."""
         return _taken(self._reads)
 
 
 def _taken(queue: "deque[_Taken]") -> "list[_Taken]":
-    """Empty the queue, to which another thread may be adding."""
+    """Another thread may be adding to the queue."""
     taken = []
     try:
         while True:

@@ -1,22 +1,19 @@
 """The files of chunks on a node's disk: reads and writes them, in threads, since a disk may hang.
 
-Chunks without room in memory wait in the ledger's queue until they are written. While the disk
-lacks chunks of this dataset, the tier first evicts chunks of other datasets to make room
-(`CacheFolder.make_room`); then `replacement.py` chooses the chunks of this dataset that leave. At
-the end of a node, `flush` writes the chunks in memory. Other tasks of the user may use the same
-folder and dataset, so chunks may come and go: when this is noticed, the folder is scanned again.
-The file of a chunk that was just read is lent to the data plane (`chunk_table.py`).
+Chunks without room in memory wait in the ledger's queue until they are written. To make room, the
+tier first evicts chunks of other datasets (`CacheFolder.make_room`); then `replacement.py` chooses.
+Other tasks of the user may use the same folder and dataset, so chunks may come and go: if that is
+noticed, the folder is scanned again. The file of a chunk that was read is lent to the data plane
+(`chunk_table.py`).
 
 Concurrency. All methods run in the master's one trio loop; only the `work` functions run in
-threads, and they touch only their arguments and the disk tier, which is thread-safe. `run` holds
-three tasks: one writes the queue and scans; one takes back lent files; one marks the dataset as
-used. Reads are tasks of callers: those that begin in one turn of the loop share a thread, as
-entering one costs more than reading a few files.
+threads, and they touch only their arguments and the disk tier, which is thread-safe. Reads that
+begin in one turn of the loop share a thread, as entering one costs more than reading a few files.
 
-A read or load is given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk rests
-for a while, and callers read from the store. No reader waits for writes and scans, which may take
-as long as the disk does. During any wait the version may change, and with it the numbers of chunks.
-So after each wait the code checks that a number still means the same chunk (`Ledger.is_named`, the
+After `READ_TIMEOUT_S`, a read or load is given up and its thread abandoned; then the disk rests for
+a while, and callers read from the store. No reader waits for writes and scans, which may take as
+long as the disk does. During any wait the version may change, and with it the numbers of chunks. So
+after each wait the code checks that a number still means the same chunk (`Ledger.is_named`, the
 identity of `ledger.table`, or the entry in the queue). The ledger is changed only between waits, in
 the step that handles a thread's answer.
 """
@@ -43,21 +40,21 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 READ_TIMEOUT_S = 1.0
-"""The time limit of one read of the disk: a slower disk is slower than any store."""
+"""A slower disk is slower than any store."""
 
 DISK_PAUSE_S = 30.0
-"""How long a disk is not used after it was late, and not written to after a write has failed."""
+"""How long a disk is not used after it was late, and not written to after a failed write."""
 
 RESCAN_S = 60.0
-"""How long after a chunk was found gone the folder is scanned: other chunks may be gone, too, or
-back. It is also the pause after a scan that has found too little room."""
+"""The delay of a scan after a chunk was found gone, as others may be gone, too; and the pause after
+a scan that has found too little room."""
 
 NOTE_USE_S = 60.0
-"""The interval at which a dataset is marked as used while its job lives, even if memory serves all
-reads: then its chunks count as unused only from the job's end on (`cache/disk`)."""
+"""How often a dataset is marked as used while its job lives, even if memory serves all reads. So
+its chunks count as unused only from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""How long `flush` waits for another writer of a chunk: another process, or an abandoned thread."""
+"""For another writer of a chunk: a process, or an abandoned thread."""
 
 _THREADS = 8
 _READS_PER_THREAD = 8  # each of one chunk; a chunk's first read reads and checks all of it
@@ -69,8 +66,6 @@ Made = TypeVar("Made")
 
 
 class _DiskRead:
-    """A read of ranges of one chunk, and its result."""
-
     def __init__(self, key: ChunkKey, spans: Spans) -> None:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
@@ -93,8 +88,7 @@ class _DiskRead:
 
 
 class Disk:
-    """The chunks on the disk, as the node's cache uses them. Without a disk tier (`tier` is None),
-    only `run` and `flush` may be called."""
+    """Without a disk tier (`tier` is None), only `run` and `flush` may be called."""
 
     def __init__(
         self,
@@ -105,7 +99,7 @@ class Disk:
         fetch_cost: Callable[[int], float],
         on_change: Callable[[], None],
     ) -> None:
-        """`fetch_cost` gives the seconds to fetch `n` bytes again; `on_change` is called when there
+        """`fetch_cost` gives the seconds to fetch `n` bytes again. `on_change` is called if there
         may be more room."""
         self._tier, self._ledger, self._replacement = tier, ledger, replacement
         self._fetch_cost, self._on_change = fetch_cost, on_change
@@ -121,13 +115,12 @@ class Disk:
         self._work.set()
 
     def note_version(self) -> None:
-        """The numbers of chunks have changed: scan the folder again."""
+        """Scan again, as the numbers of chunks have changed."""
         self._next_scan_s = -math.inf
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Read these ranges of a chunk on the disk; None if it is not there, or the disk is late or
-        fails."""
+        """Returns None if the chunk is not there, or the disk is late or fails."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
         if self._nursery is None:
@@ -147,8 +140,7 @@ class Disk:
         return wanted.contents
 
     async def _read_wanted(self, nursery: trio.Nursery) -> None:
-        """Start threads for all reads of this turn of the loop: this task runs only after they have
-        been added."""
+        """This task runs only after all reads of the same turn of the loop were added."""
         wanted, self._wanted = self._wanted, []
         for first in range(0, len(wanted), _READS_PER_THREAD):
             some = wanted[first : first + _READS_PER_THREAD]
@@ -171,8 +163,8 @@ class Disk:
                 each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk from the disk, checked, in memory; None if it is not there, is damaged, or
-        the disk is late. Raises OSError if the machine has no memory for it."""
+        """Returns the whole chunk, checked; None if it is not there, is damaged, or the disk is
+        late. Raises OSError if the machine has no memory for it."""
         key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
 
         def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
@@ -197,8 +189,7 @@ class Disk:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes of this chunk: check its file, and drop it if it is
-        damaged."""
+        """A reader got damaged bytes: check the chunk's file, and drop it if it is damaged."""
         self._ledger.table.take_back(chunk)
         if self._ledger.on_disk[chunk]:
             key = self._ledger.key(chunk)
@@ -211,7 +202,7 @@ class Disk:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """Counts of this process's evictions from the folder that all datasets share."""
+        """This process's evictions from the folder that all datasets share."""
         folder = None if self._tier is None else self._tier.folder
         return {
             "disk_room_evictions": 0 if folder is None else folder.room_evictions,
@@ -219,7 +210,6 @@ class Disk:
         }
 
     async def run(self) -> None:
-        """Scan, write and read until cancelled."""
         if self._tier is None:
             return
         async with trio.open_nursery() as nursery:
@@ -244,7 +234,7 @@ class Disk:
 
         while True:
             await trio.sleep(NOTE_USE_S)
-            await self._in_thread(work, math.inf)  # a second one is not started while this hangs
+            await self._in_thread(work, math.inf)  # while this hangs, no second one starts
 
     async def _write_always(self) -> None:
         while True:
@@ -262,8 +252,7 @@ class Disk:
 
     async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
         """After `run`: write these chunks, in this order, as far as there is room. Only chunks in
-        `evictable` are replaced; no chunk in it is written. May be cancelled at any wait; logs the
-        outcome."""
+        `evictable` are replaced, and none of them is written. May be cancelled at any wait."""
         if self._tier is None:
             return
         ledger = self._ledger
@@ -353,8 +342,8 @@ class Disk:
     # The state of the disk
 
     async def _scan(self, *, makes_room: bool) -> None:
-        """Find out which chunks are on the disk; with `makes_room`, first evict chunks of other
-        datasets until the absent chunks fit, as far as the queue is long."""
+        """Record which chunks are on the disk. With `makes_room`, first evict chunks of other
+        datasets until the absent chunks fit, but at most for the queue's size."""
         self._next_scan_s = math.inf
         ledger = self._ledger
         identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes
@@ -390,8 +379,6 @@ class Disk:
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
-        """Handle a failed read: if the chunk is still there, the disk has failed and is not used
-        for a while; else the chunk is recorded as gone."""
         now_s = trio.current_time()
         if is_there:
             self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S
@@ -404,7 +391,7 @@ class Disk:
     # Threads
 
     async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
-        """The result of `work`; None if it failed or took longer than `within_s` seconds."""
+        """Returns None if `work` failed or took longer than `within_s` seconds."""
         tier = self._tier
         assert tier is not None
         with trio.move_on_after(within_s):

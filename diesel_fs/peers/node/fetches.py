@@ -3,18 +3,15 @@
 A chunk is kept only after it has been checked whole, in memory that is sealed by then. However many
 callers wait for a chunk, it is fetched once.
 
-Concurrency. Everything runs in the master's one trio loop; threads only allocate, check and seal
-memory. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a cancelled caller
-does not end the fetch for others. At most `FETCHES` flights that callers wait for run at once.
-`FILL_FETCHES` more, which fetch ahead of readers (`prefetch_owned`, `prefetch_planned`), start only
-while no caller waits.
+Concurrency. All runs in the master's one trio loop; threads only allocate, check and seal memory.
+Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a cancelled caller does
+not end the fetch for others.
 
-From the moment that a caller looks at the ledger until `_start` there is no wait: so a chunk has at
-most one flight, and `Replacement.take` reserves the room that was found free. `_land` releases that
-room, puts the chunk into the ledger, and wakes the callers, all in one step. If the version changes
-during a flight, `switch_version` sets `Flight.chunk` to the chunk's new number. That is -1 if the
-new version does not have the chunk: then the callers still get the bytes, but the node does not
-keep them.
+From a caller's look at the ledger until `_start` there is no wait: so a chunk has at most one
+flight, and `Replacement.take` reserves the room that was found free. `_land` releases that room,
+puts the chunk into the ledger, and wakes the callers, all in one step. If the version changes
+during a flight, `switch_version` sets `Flight.chunk` to the chunk's new number, or to -1 if the new
+version does not have it: then the callers still get the bytes, but the node does not keep them.
 """
 
 import contextlib
@@ -40,19 +37,17 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 FETCHES = 8
-"""Fetches at once that callers wait for. Eight hide the latency of a distant store and share its
-link without making any caller wait too long."""
+"""Eight hide the latency of a distant store and share its link without making any caller wait too
+long."""
 
 FILL_FETCHES = 2
-"""Fetches at once that no caller waits for. They start only while no caller waits for another
-one."""
+"""They start only while no caller waits for a fetch."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
-"""The pause before chunks are fetched ahead again after a failure; doubles up to the maximum."""
+"""The pause before fetching ahead again after a failure; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
-"""A function that gets a chunk's number and a buffer of its size, fills the buffer with the chunk,
-and keeps no view of it. Raises DieselError."""
+"""Fills a buffer of the chunk's size, and keeps no view of it. Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -60,31 +55,27 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A chunk that is being fetched, or loaded from the disk."""
-
     chunk: int
-    """The chunk's number in the current version; -1 if the version does not have it."""
+    """Its number in the current version, or -1."""
     key: ChunkKey
     size: int
     to_memory: bool
-    """Whether it goes to memory; else it goes through the ledger's queue to the disk."""
+    """Otherwise it goes through the ledger's queue to the disk."""
     from_disk: bool
     is_ahead: bool
-    """Whether no caller waited when the fetch began."""
+    """No caller waited when the fetch began."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
-    """The checked chunk, once `done` is set; None if the flight has failed."""
+    """The checked chunk, once `done` is set; None: the flight has failed."""
     error: DieselError | None = None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a caller waits for it to come from the store or another node."""
+        """Whether a caller waits for the store or another node."""
         return not self.from_disk and not self.is_ahead
 
 
 class Fetches:
-    """The fetches of one node's cache."""
-
     def __init__(
         self,
         ledger: Ledger,
@@ -112,8 +103,7 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Own the tasks of all fetches, until cancelled; then callers that wait for a fetch get
-        nothing."""
+        """If it is cancelled, callers that wait for a fetch get nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -132,7 +122,7 @@ class Fetches:
         return None if placement is None else self._start(chunk, placement, from_disk=from_disk)
 
     def switch_version(self, before: list[int]) -> None:
-        """Renumber the flights. `before`: each chunk's former number, or -1 if it is new."""
+        """`before`: each chunk's former number, or -1 if it is new."""
         after = {was: number for number, was in enumerate(before) if was >= 0}
         for flight in self.in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
@@ -143,12 +133,12 @@ class Fetches:
         self.note_room()
 
     def note_room(self) -> None:
-        """Wake `prefetch_owned`: there is more room, or more to fetch."""
+        """There is more room, or more to fetch."""
         changed, self._room_changed = self._room_changed, trio.Event()
         changed.set()
 
     def note_future(self) -> None:
-        """Wake `prefetch_planned`: there is another future, or a reader has moved."""
+        """There is another future, or a reader has moved."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 
@@ -168,8 +158,7 @@ class Fetches:
         return flight
 
     async def _fly(self, flight: Flight) -> None:
-        """Bring the chunk. Callers that wait get the error in the flight; the task itself raises
-        none."""
+        """Raises nothing: callers find the error in the flight."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:
@@ -188,7 +177,7 @@ class Fetches:
             self._land(flight, memory)
 
     def _land(self, flight: Flight, memory: SealedMemory | None) -> None:
-        """End the flight. `memory` has its chunk if that goes to memory and has come."""
+        """`memory` has the chunk, if it has come and goes to memory."""
         chunk, is_known, ledger = flight.chunk, flight.chunk >= 0, self._ledger
         if flight.to_memory:
             ledger.release(flight.size)
@@ -213,8 +202,8 @@ class Fetches:
         flight.done.set()
 
     async def _fetch_checked(self, flight: Flight) -> SealedMemory | None:
-        """Fetch and check a chunk. Returns it in sealed memory; None if it goes to the disk (then
-        it is in `flight.view`), or was not fetched."""
+        """Returns None if the chunk goes to the disk (then it is in `flight.view`), or was not
+        fetched."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
@@ -254,8 +243,8 @@ class Fetches:
     # Fetching ahead
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
-        """Fetch the absent chunks that this node owns, in this order, while room is free; and again
-        whenever its share or the room grows. Ends with `switch_version`, or when cancelled."""
+        """Fetch this node's absent chunks in this order while room is free, and again if its share
+        or the room grows. Ends with `switch_version`, or when cancelled."""
         version, retry_s, ledger = self._version, FILL_RETRY_S, self._ledger
         while version == self._version:
             changed, failures = self._room_changed, self._counts["fill_failures"]
@@ -273,8 +262,8 @@ class Fetches:
                 retry_s = min(2 * retry_s, FILL_RETRY_MAX_S)
 
     async def prefetch_planned(self) -> None:
-        """Fetch this node's chunks that are read soon (`lookahead.py`), the nearest first, into
-        free room or in place of chunks needed later, until cancelled."""
+        """Fetch the chunks that `lookahead.py` chooses into free room, or in place of chunks needed
+        later."""
         while True:
             changed = self._future_changed
             if (future := self._replacement.future) is not None:
@@ -287,8 +276,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """Fetch the chunks in `left` ahead until one has no room. With `future`, they may also
-        replace chunks that are needed later; then it ends when another future is set."""
+        """Fetch chunks until one has no room. With `future`, they may also replace chunks that are
+        needed later; then another future ends this."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -321,7 +310,7 @@ class Fetches:
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """Seal the memory, then check it: the chunk cannot change between."""
+    """Seals before checking, so that the chunk cannot change between."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

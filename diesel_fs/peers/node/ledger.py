@@ -1,15 +1,14 @@
-"""Where each chunk of a version is: in memory, on the node's disk, waiting to be written, pinned by
-a client, or owned by this node; and how much room is left. Does no I/O and never waits.
+"""Where each chunk of a version is: in memory, on the node's disk, in the queue to the disk, pinned
+by a client, or owned by this node; and how much room is left. Does no I/O and never waits.
 
-The memory budget covers chunks that are in memory, that are being fetched, or that a client has
-pinned. A pinned chunk is not replaced but revoked: the master asks its clients to unpin it. Until
-they have, its memory serves reads and counts in the budget, even when the chunk has been dropped.
-If a chunk is dropped while the data plane is sending its bytes, they do not count. When the machine
-has no memory, descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
+The memory budget covers chunks that are in memory, on their way, or pinned by a client. A pinned
+chunk is not replaced but revoked: the master asks its clients to unpin it. Until they have, its
+memory serves reads and counts in the budget, even if the chunk was dropped. Bytes of a dropped
+chunk that the data plane is sending do not count. If the machine has no memory, descriptor or
+mapping left, the budget shrinks to the bytes in use, for a while.
 
-`replacement.py` decides which chunk makes room. Both eviction policies are tables of the chunks in
-memory and on the disk, which the ledger keeps up to date. All calls come from one trio loop, so
-each is atomic. `switch_version` changes all numbers of chunks at once.
+`replacement.py` decides which chunk makes room. All calls come from one trio loop, so each is
+atomic. `switch_version` changes all numbers of chunks at once.
 """
 
 import math
@@ -29,54 +28,51 @@ from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory
 
 BUDGET_RETRY_S = 60.0
-"""The budget stays small this long after the machine has refused memory."""
+"""For this time the budget stays small after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""Bytes that may wait to be written to the disk; less on a node with little memory (an eighth of
-it), but always one chunk."""
+"""Bytes that may wait to be written; on a node with little memory an eighth of that, but always one
+chunk."""
 
 Mask = npt.NDArray[np.bool_]
 """A flag for each chunk."""
 
 
 def chunk_budget_bytes(memory_bytes: int, sizes: Sizes, *, has_disk: bool) -> int:
-    """The part of a node's memory that is for chunks that stay in it; the rest is for the queue to
-    the disk."""
+    """The rest of the memory is for the queue to the disk."""
     return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
 def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
-    """The part of a node's memory that is for chunks that wait to be written to its disk."""
+    """The memory for the queue to the disk."""
     largest = int(sizes.max(initial=0))
     return min(max(memory_bytes // 8, largest), max(WRITE_BACK_BYTES_MAX, largest))
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a node may keep: bytes and chunks in memory, and bytes in the queue to the disk."""
-
     memory_bytes: int
     memory_chunks: int
-    """The maximum of chunks in memory, bounded by the limits of descriptors and mappings."""
+    """Bounded by the limits of descriptors and mappings."""
     queue_bytes: int
-    """The maximum of the queue to the disk; 0 without a disk."""
+    """0 without a disk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The eviction policies, one for memory and one for the disk. Each also is the table of the
-    chunks that are there."""
+    """Each eviction policy also is the table of the chunks in its place."""
 
     memory: EvictionPolicy
     disk: EvictionPolicy
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned the memory of which chunks, and which
-    memory is *revoked*, so that its clients should unpin it. Pinned memory takes its room until it
-    is unpinned, even if its chunk was dropped. A process unpins each memory once, however often it
-    has pinned the chunk in it; a chunk that was dropped and fetched again lies in other memory.
-    Chunks keep their numbers from when they were pinned."""
+    """The memory that each client process (a *pinner*, a number) has pinned. Clients should unpin
+    *revoked* memory.
+
+    Pinned memory takes its room until it is unpinned, even if its chunk was dropped. A process
+    unpins each memory once, however often it has pinned the chunk in it; a chunk that was dropped
+    and fetched again lies in other memory. Chunks keep their numbers from when they were pinned."""
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
@@ -93,8 +89,8 @@ class PinTable:
             self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
 
     def unpin(self, pinner: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
-        """Yields each memory that no process has pinned any more. Chunks that this process has not
-        pinned are ignored."""
+        """Yields each memory that no process has pinned any more. Ignores chunks that this process
+        has not pinned."""
         mine = self._by_pinner.get(pinner, {})
         for chunk in chunks:
             if memories := mine.get(chunk):
@@ -105,7 +101,7 @@ class PinTable:
                     yield memory
 
     def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
-        """As `unpin`, of all chunks of a process that has ended."""
+        """As `unpin`, for a process that has ended."""
         for memories in self._by_pinner.pop(pinner, {}).values():
             for memory in memories:
                 if self._drop_pin(memory):
@@ -119,13 +115,11 @@ class PinTable:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether the clients that have pinned this memory should unpin it. It must not be pinned
-        again."""
+        """Revoked memory must not be pinned again."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that this process should unpin, by the numbers that they had when
-        pinned."""
+        """The chunks to unpin, by their numbers when pinned."""
         return [
             chunk
             for chunk, memories in self._by_pinner.get(pinner, {}).items()
@@ -133,7 +127,6 @@ class PinTable:
         ]
 
     def _drop_pin(self, memory: SealedMemory) -> bool:
-        """Returns whether that was the memory's last pin."""
         self._pin_counts[memory] -= 1
         if self._pin_counts[memory]:
             return False
@@ -144,8 +137,6 @@ class PinTable:
 
 
 class Ledger:
-    """The chunks of one version."""
-
     def __init__(
         self,
         identity: UUID,
@@ -160,19 +151,18 @@ class Ledger:
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """Counters of the whole cache, by the names in `COUNTS`."""
+        """Has the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
-        """The chunks that other nodes have; None: not known."""
+        """None: unknown."""
         self.memories: dict[int, SealedMemory] = {}
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
-        """Chunks to be written to the disk, in this order, and their contents."""
         self.disk_room_bytes = 0
-        """The free room on the disk, from the disk tier's last write or scan."""
+        """From the disk tier's last write or scan."""
         self.disk_rests_until_s = -math.inf
-        """Until this time a disk that has failed is not used."""
+        """Until then, a disk that has failed is not used."""
         self.disk_writes_rest_until_s = -math.inf
-        """Until this time nothing is written to a disk on which a write has failed."""
+        """Until then, a disk on which a write has failed is not written."""
         self.on_enqueue: Callable[[], None] = lambda: None
         self._clock = clock
         self._budget_bytes = room.memory_bytes
@@ -182,8 +172,7 @@ class Ledger:
         self._reserved_queue_bytes = 0  # of chunks on their way to the queue
         self._queued_bytes = 0
         self.share_fits = True
-        """Whether all chunks that this node owns fit in its memory, so that none of them is ever
-        replaced."""
+        """Whether all own chunks fit in memory, so that none of them is ever replaced."""
         self._set_chunks(ids, sizes)
 
     def _set_chunks(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
@@ -195,7 +184,7 @@ class Ledger:
         self.present: Mask = np.zeros(len(ids), np.bool_)
         self.present[[*self.memories]] = True
         self.on_disk: Mask = np.zeros(len(ids), np.bool_)
-        """Chunks on the disk, perhaps out of date. It is kept also while the disk is not used."""
+        """May be out of date. It is kept also while the disk is not used."""
         self.on_disk[[*self.tables.disk.sizes]] = True
 
     @property
@@ -203,7 +192,7 @@ class Ledger:
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """The chunk's name, which is the same in all versions."""
+        """The key is the same in all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
@@ -211,7 +200,7 @@ class Ledger:
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """Whether the chunk is in memory, in the queue, or on the disk as far as known."""
+        """Whether the chunk is in memory, in the queue, or, as far as known, on the disk."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
@@ -227,25 +216,23 @@ class Ledger:
 
     @property
     def budget_bytes(self) -> int:
-        """The bytes that chunks in memory may take now."""
         if self._clock() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.room.memory_bytes, math.inf
         return self._budget_bytes
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that count in the budget: of chunks in memory, of dropped chunks that are still
-        pinned, and of chunks on their way."""
+        """Chunks in memory and on their way, and dropped ones that are still pinned."""
         return self.tables.memory.bytes + self._pinned_dropped_bytes + self._reserved_bytes
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of this node's own chunks that are not in memory."""
+        """This node's own chunks that are not in memory."""
         return int(self.size_column[self.owned & ~self.present].sum())
 
     @property
     def excess_chunks(self) -> int:
-        """The number of chunks that must go before one more may come to memory; 0 or less: none."""
+        """How many chunks must go before one more may come; 0 or less: none."""
         return len(self.memories) + self._reserved_count + 1 - self.room.memory_chunks
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
@@ -254,8 +241,7 @@ class Ledger:
         self.tables.memory.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
-        """Remove a chunk from memory. If a client has pinned it, its memory still counts in the
-        budget."""
+        """The memory of a pinned chunk still counts in the budget."""
         memory = self.memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -266,8 +252,7 @@ class Ledger:
         memory.close()
 
     def reserve(self, size: int) -> None:
-        """Set room in memory aside for a chunk of this size that is on its way; `release` ends
-        that."""
+        """Set memory aside for a chunk on its way, until `release`."""
         self._reserved_count += 1
         self._reserved_bytes += size
 
@@ -277,8 +262,8 @@ class Ledger:
 
     def shrink_budget(self) -> int:
         """The machine has no memory, descriptor, mapping or thread for another chunk. First the
-        budget becomes the bytes that are here; the second time 0, so that no chunk is dropped for
-        one that cannot come. Returns the bytes that are here."""
+        budget becomes the bytes that are here, which are returned; the second time 0, so that no
+        chunk is dropped for one that cannot come."""
         here_bytes = self.tables.memory.bytes + self._pinned_dropped_bytes
         is_first = self._budget_bytes == self.room.memory_bytes
         self._budget_bytes = min(here_bytes, self.room.memory_bytes - 1) if is_first else 0
@@ -286,10 +271,10 @@ class Ledger:
         return here_bytes
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """Unpin these chunks of a client process; None: all, as the process has ended."""
+        """`chunks` None: all of a process that has ended."""
         freed = self.pins.unpin_all(pinner) if chunks is None else self.pins.unpin(pinner, chunks)
         for memory in freed:
-            if memory.descriptor < 0:  # its chunk was dropped before
+            if memory.descriptor < 0:  # its chunk was dropped
                 self._pinned_dropped_bytes -= memory.bytes
 
     # The disk
@@ -300,12 +285,10 @@ class Ledger:
 
     @property
     def is_disk_resting(self) -> bool:
-        """Whether the disk is not used now. Always true without a disk."""
         return not self.has_disk or self._clock() < self.disk_rests_until_s
 
     @property
     def readable(self) -> Mask:
-        """The chunks that can be read from the disk now."""
         return np.zeros_like(self.on_disk) if self.is_disk_resting else self.on_disk
 
     def is_readable(self, chunk: int) -> bool:
@@ -316,25 +299,24 @@ class Ledger:
         self.tables.disk.insert(chunk, self.sizes[chunk])
 
     def record_erased(self, chunk: int) -> None:
-        self.table.take_back(chunk)  # the data plane may no longer read the chunk's file
+        self.table.take_back(chunk)  # the data plane may no longer read the file
         self.on_disk[chunk] = False
         self.tables.disk.remove(chunk)
 
     def takes(self, size: int) -> bool:
-        """Whether the queue to the disk takes a chunk of this size now."""
         if self.is_disk_resting or self._clock() < self.disk_writes_rest_until_s:
             return False
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """Whether a chunk of this size fits on the disk without replacing another one."""
+        """Whether a chunk of this size fits without replacing another one."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
-        """Have a chunk written to the disk. `content` is checked and must not change. Nothing is
-        done if the queue is full or the disk is not used now."""
+        """`content` is checked and must not change. Does nothing if the queue is full or the disk
+        is not used now."""
         if chunk in self.queue or self.on_disk[chunk] or not self.takes(len(content)):
             return
         self.queue[chunk] = content
@@ -342,32 +324,26 @@ class Ledger:
         self.on_enqueue()
 
     def dequeue(self, chunk: int, content: memoryview) -> None:
-        """Remove a written chunk from the queue. Does nothing if `content` is no longer queued
-        under this number, as a new version may have removed or renumbered it."""
+        """Does nothing if `content` is no longer queued under this number, as a new version may
+        have removed or renumbered it."""
         if self.queue.get(chunk) is content:
             del self.queue[chunk]
             self._queued_bytes -= len(content)
 
     def reserve_queue(self, size: int) -> None:
-        """Set room in the queue aside for a chunk that is on its way; a negative `size` gives it
-        back."""
+        """A negative `size` gives the room back."""
         self._reserved_queue_bytes += size
 
     # The whole
 
     @property
     def held(self) -> Mask:
-        """The chunks that this node can give: in memory, or readable on the disk."""
         return self.present | self.readable
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
         """Take over the chunks of another version. Chunks in both versions keep their places and
-        their owner. Returns, for each chunk of the new version, its number in the old one, or -1 if
-        it is new.
-
-        Pins keep the old numbers. Connections of the data plane that were opened for the old
-        version keep the old table until they close.
-        """
+        their owner, pins the old numbers. The data plane's connections of the old version keep the
+        old table until they close. Returns each new chunk's former number, or -1."""
         old = {key: number for number, key in enumerate(zip(self.ids, self.sizes, strict=True))}
         before = [old.get(key, -1) for key in zip(ids, map(int, sizes), strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
@@ -388,8 +364,7 @@ class Ledger:
         return before
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and bytes and chunks by place. `held_bytes` counts all chunks
-        of the dataset that are here, `dataset_bytes` all that it has."""
+        """`held_bytes` are of all chunks of the dataset that are here, `dataset_bytes` of all."""
         mine, held = self.owned, self.held
         return {
             **{name: self.counts[name] for name in COUNTS},
@@ -409,7 +384,7 @@ class Ledger:
         }
 
     def close(self) -> None:
-        """Drop all chunks. Views, and mappings of other processes, stay valid."""
+        """Views, and mappings of other processes, stay valid."""
         for chunk in [*self.memories]:
             self.drop(chunk)
         self.table.take_back()
@@ -423,4 +398,3 @@ COUNTS = (
     "allocation_failures", "disk_reads", "disk_bytes", "disk_loads", "disk_writes",
     "disk_evictions", "disk_refused", "disk_plan_bypassed", "disk_failures", "disk_looks",
 )  # fmt: skip
-"""The names of the counters in `Ledger.counts`."""

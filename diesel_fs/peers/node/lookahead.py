@@ -1,8 +1,8 @@
 """Which chunks a node should fetch ahead, and how many at a time. Does no I/O and never waits.
 
-The masters know the position of each reader in its order, up to a second late. This module measures
-how fast readers advance, and chooses the chunks of this node that are read within `PREFETCH_S`, the
-soonest first. A *time* of a read is its position in the order, no clock.
+The masters know each reader's position in its order, up to a second late. This module measures how
+fast readers advance, and chooses this node's chunks that are read within `PREFETCH_S`, the soonest
+first. A *time* of a read is its position in the order, no clock.
 """
 
 from collections.abc import Sequence
@@ -14,33 +14,29 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger
 
 PREFETCH_S = 4.0
-"""How far ahead of the readers chunks are fetched: positions are up to a second old when they come,
-and a fetch may take seconds."""
+"""How far ahead of readers chunks are fetched: positions are up to a second old, and a fetch may
+take seconds."""
 
 PREFETCH_DIVISOR = 8
 """Chunks that were fetched ahead and not read yet take at most the memory divided by this."""
 
 RATE_PERIOD_S = 2.0
-"""The shortest time over which the readers' rate is measured: they report their positions once a
-second."""
+"""Readers report their positions once a second."""
 
-_CHUNKS_MAX = 32  # looked at after each exchange; a decision takes 50 us
+_CHUNKS_MAX = 32  # considered at each exchange; a decision takes 50 us
 _RATE_WEIGHT = 0.5
 
 
 class Lookahead:
-    """Measures the readers' rate, and remembers which chunks were fetched ahead and not read
-    yet."""
-
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._measured_s = 0.0
         self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
-        self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
+        self._ahead: dict[int, int] = {}  # fetched ahead and unread chunks: time of the first read
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
-        """Start with another future (None: none is known)."""
+        """`future` None: unknown."""
         self._ahead.clear()
         self._measured_s = now_s
         self._measured_left = 0 if future is None else future.uses.left
@@ -52,8 +48,8 @@ class Lookahead:
     def move_readers(
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
-        """Set the position of each reader, which may also go back. Returns the chunks that readers
-        have passed; None if no reader has moved."""
+        """Positions may go back. Returns the chunks that readers have passed; None if no reader has
+        moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)
@@ -70,8 +66,7 @@ class Lookahead:
         return np.concatenate(passed)
 
     def next_chunks(self, future: ChunkFuture) -> list[int]:
-        """Chunks that this node owns, does not hold, and that are read soon: the soonest first,
-        within the limits. They count as fetched ahead from now on."""
+        """The soonest chunks within the limits. They count as fetched ahead from now on."""
         now, uses, ledger = future.uses.now, future.uses, self._ledger
         ahead = np.array([*self._ahead], np.int64)
         times = dict(zip(ahead.tolist(), uses.next_time(ahead).tolist(), strict=True))

@@ -1,18 +1,17 @@
 """The chunks that a node keeps: in memory that its readers can map, and on its disk.
 
-The master calls only this module of the package. `ledger.py` and `replacement.py` decide without
-waiting; `fetches.py` and `disk.py` do all waiting. Of a chunk that is not worth memory, only the
-wanted parts are read from the disk; without one there, the caller reads them from the store.
+If a chunk is not worth memory, only the wanted parts are read from the disk, or by the caller from
+the store.
 
 Concurrency. Callers are tasks of the master's one trio loop. Only `async` methods wait, so all
 others are atomic. The data plane's thread reads chunks in memory through the ledger's chunk table;
 the policy learns of its hits later, in batches.
 
-A caller of `get` or `read` may wait for a fetch, for a load from the disk, or for a read of the
-disk. Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change the
-meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, in all at most
-`_TRIES` times, and gives up if the chunk's number means another chunk by then. A cancelled caller
-ends no fetch: `run` owns the fetches.
+A caller of `get` or `read` may wait for a fetch, a load from the disk, or a read of the disk.
+Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change the meaning
+of chunk numbers. So `_load` begins anew after each wait that gave nothing, up to `_TRIES` times,
+and gives up if the chunk's number means another chunk by then. A cancelled caller ends no fetch:
+`run` owns the fetches.
 """
 
 import logging
@@ -45,21 +44,16 @@ _TRIES = 4  # of one call, if a chunk is evicted before it is read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
-    """How much a node keeps, and where."""
-
     memory_bytes: int
-    """Memory for chunks, and for the queue to the disk."""
+    """For chunks, and for the queue to the disk."""
     policy: Callable[[], EvictionPolicy]
-    """Makes an eviction policy. It is called twice: for the chunks in memory, and for those on the
-    disk."""
+    """Called for memory and for the disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """The caller's measured costs of a fetch; None: this cache measures its own fetches."""
+    """The caller's measured costs of a fetch; None: the cache measures its own."""
 
 
 class NodeCache:
-    """The chunks of one version that this node keeps."""
-
     def __init__(
         self,
         identity: UUID,
@@ -91,8 +85,7 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Scan the disk, write to it and fetch, until cancelled; then callers that wait get
-        nothing."""
+        """If it is cancelled, callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -105,11 +98,10 @@ class NodeCache:
         return self.ledger.table
 
     def holds(self, chunk: int) -> bool:
-        """As `Ledger.holds`."""
         return self.ledger.holds(chunk)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk in memory, or None. This counts as a use of it. The view stays valid."""
+        """Counts as a use. The view stays valid."""
         view = self.ledger.views.get(chunk)
         if view is not None:
             self.replacement.record_hits((chunk,), 0)
@@ -126,8 +118,8 @@ class NodeCache:
         return view
 
     async def read(self, chunk: int, spans: Spans, *, load: bool) -> list[memoryview] | None:
-        """The contents of these ranges of a chunk. As `get`, but if the chunk is on the disk and
-        not worth memory, only these ranges are read."""
+        """As `get`, for ranges of a chunk. If the chunk is on the disk and not worth memory, only
+        these are read."""
         view, wanted_bytes = self.ledger.views.get(chunk), sum(size for _, size in spans)
         if view is None:
             return await self._load(chunk, wanted_bytes, spans, load=load)
@@ -137,8 +129,7 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
-        """As `read`, for a chunk that is not in memory; `spans` None: the whole chunk, as one
-        item."""
+        """`spans` None: the whole chunk, as one item."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
@@ -173,8 +164,8 @@ class NodeCache:
         return None
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes of this chunk: check it in memory and on the disk, and drop it
-        where it is damaged."""
+        """A reader got damaged bytes: check the chunk in memory and on the disk, and drop it there
+        if it is damaged."""
         ledger = self.ledger
         memory, key = ledger.memories.get(chunk), ledger.key(chunk)
         if memory is not None:
@@ -193,9 +184,8 @@ class NodeCache:
     # Pins
 
     def pin(self, pinner: int, chunk: int) -> int | None:
-        """Pin a chunk for a client process (`pinner` is its number). Returns a descriptor of its
-        memory, which the cache closes; None if the chunk is not in memory, or is revoked
-        (`PinTable`)."""
+        """Pin a chunk for the client process `pinner`. Returns a descriptor of its memory, which
+        the cache closes; None if the chunk is not in memory, or is revoked (`PinTable`)."""
         pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
         if memory is None or pins.is_revoked(memory):
             return None
@@ -204,60 +194,54 @@ class NodeCache:
         return memory.descriptor
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """Unpin these chunks of a client process; None: all, as the process has ended."""
+        """`chunks` None: all of a process that has ended."""
         self.ledger.unpin(pinner, chunks)
         self._note_room()
 
     def revoked(self, pinner: int) -> list[int]:
-        """The chunks that this process should unpin."""
         return self.ledger.pins.revoked(pinner)
 
     # Owners and versions
 
     def set_owned(self, owned: Mask) -> None:
-        """Which chunks this node owns; the other ones are replaced first."""
+        """Other chunks are replaced first."""
         self.ledger.set_owned(owned.astype(np.bool_))
         self._note_room()
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
-        """Take over the chunks of another version. Chunks in both versions stay here, with their
-        owner; pins keep the old numbers."""
         before = self.replacement.switch_version(ids, sizes)
         self._disk.note_version()
         self.fetches.switch_version(before)
 
     @property
     def held(self) -> Mask:
-        """The chunks that this node can give, from memory or from its disk."""
         return self.ledger.held
 
     # What will be read
 
     @property
     def uses_future(self) -> bool:
-        """As `EvictionPolicy.uses_future`."""
         return self.replacement.uses_future
 
     @property
     def uses_left(self) -> int:
-        """The reads that are still to come, of all chunks; 0 if they are not known."""
+        """Coming reads of all chunks; 0 if unknown."""
         future = self.replacement.future
         return 0 if future is None else future.uses.left
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """Set the reads of the whole task that are to come; None: they are not known any more."""
+        """`future` has the coming reads of the whole task; None: unknown."""
         self.replacement.set_future(future)
         self.fetches.lookahead.begin(future, trio.current_time())
         self.fetches.note_future()
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Set the worth of chunks that no reader is known to read; None: not known
-        (`EvictionPolicy.set_values`)."""
+        """As `EvictionPolicy.set_values`; None: unknown."""
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Set the position of each reader in its order; it may be less than before. Positions are
-        up to a second old, so decisions may be worse, but bytes never wrong."""
+        """Set each reader's position in its order, which may go back. Positions are up to a second
+        old, so decisions may be worse, but bytes never wrong."""
         future = self.replacement.future
         if future is None:
             return
@@ -272,7 +256,7 @@ class NodeCache:
     # The end
 
     async def flush_to_disk(self, share: Mask) -> None:
-        """After `run`: write chunks from memory to the disk, as far as there is room: those in
+        """After `run`: write chunks from memory to the disk as far as there is room, those in
         `share` first, then the others that this node owns. Only chunks of other nodes are replaced.
         May be cancelled anywhere."""
         ledger = self.ledger
@@ -283,8 +267,8 @@ class NodeCache:
         await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
     def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Yields those of these chunks that are in memory. Each is dropped when the caller asks for
-        the next one: other processes may wait for memory."""
+        """Yields those that are in memory, and drops each with the next step: other processes may
+        wait for memory."""
         for chunk in chunks:
             view = self.ledger.views.get(chunk)
             if view is not None:
@@ -293,13 +277,11 @@ class NodeCache:
                 self.ledger.drop(chunk)
 
     def stats(self) -> dict[str, int]:
-        """As `Ledger.stats`, with the evictions from the disk tier's folder."""
         self.replacement.flush_file_reads()
         self.replacement.flush_hits()
         return {**self.ledger.stats(), **self._disk.stats()}
 
     def close(self) -> None:
-        """Drop all chunks. Views, and mappings of other processes, stay valid."""
         self.ledger.close()
 
     def _note_room(self) -> None:

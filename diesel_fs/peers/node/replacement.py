@@ -1,14 +1,12 @@
 """Which chunk makes room for which, in a node's memory and on its disk (`PEERS.md`, section 2).
 Does no I/O and never waits.
 
-A chunk that misses is kept if there is free room in memory or on the disk, or room that chunks of
-other nodes take. If it would replace a chunk of this node, it must be worth it
-(`cache/policies/admission.py`), and the eviction policy must agree; both hold also for a chunk that
-comes from the disk to memory. When the reads to come are known (`set_future`), the policy `plan`
-decides instead of admission (`chunk_future.py`).
+A chunk that misses is kept in free room, or in room that chunks of other nodes take. To replace a
+chunk of this node, it must be worth it (`cache/policies/admission.py`), and the eviction policy
+must agree. If the coming reads are known, the policy `plan` decides instead (`chunk_future.py`).
 
-Chunks of other nodes are replaced first, unless no other node has them and some reader is known to
-need them. On the disk, chunks that are in memory too come next. Then the policy chooses.
+Chunks of other nodes are replaced first, unless no other node has them and some reader needs them.
+On the disk, chunks that are also in memory come next. Then the policy chooses.
 
 The methods only decide; `take` alone carries a decision out. All calls come from one trio loop.
 """
@@ -31,40 +29,33 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger, Mask
 
 PENDING_HITS_MAX = 1024
-"""Hits that are collected before they are passed to the policy, which takes a millisecond."""
+"""Hits collected before they are passed to the policy, which takes a millisecond."""
 
 PINNED_PASSED_MAX = 64
-"""Pinned chunks that one decision by the plan passes over at most: it is made for each miss."""
+"""A decision by the plan, made at each miss, passes over at most this number of pinned chunks."""
 
 SSD_COSTS = ReadCosts(0.0002, 1e-9)
 """Rough costs of any SSD, only to compare reads of parts with reads of whole chunks."""
 
 UsesMin = Callable[[Sequence[int]], int]
-"""A function that gets the chunks to be replaced and returns how many reads of the new chunk make
-up for its fetch."""
+"""Returns how many reads of the new chunk make up for its fetch if it replaces these chunks."""
 
 
 class Placement(NamedTuple):
-    """Where a chunk goes that is about to come."""
-
     to_memory: bool
-    """Whether it goes to memory; else it goes through the queue to the disk."""
+    """Otherwise it goes through the queue to the disk."""
     victims: Sequence[int] = ()
-    """Chunks in memory that it replaces."""
 
 
 TO_DISK = Placement(to_memory=False)
 
 
 class Replacement:
-    """Decides, and counts the reads and misses by which it decides."""
-
     def __init__(self, ledger: Ledger, costs: ReadCosts) -> None:
-        """`costs`: the costs of a fetch from the store."""
+        """`costs` are of a fetch from the store."""
         self._ledger, self._costs, self._counts = ledger, costs, ledger.counts
         self.admission = SkiRentalAdmission(ledger.sizes, costs.read_s, ledger.room.memory_bytes)
-        """Decides about chunks from the store; `disk_admission` decides about those from the
-        disk."""
+        """Decides about chunks from the store; `disk_admission` about those from the disk."""
         self.disk_admission = SkiRentalAdmission(
             ledger.sizes, SSD_COSTS.read_s, ledger.room.memory_bytes
         )
@@ -75,14 +66,12 @@ class Replacement:
     # Reads
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
-        """Count reads of chunks in memory, `size` bytes in all."""
         self._hits += chunks
         self._hit_bytes += size
         if len(self._hits) > PENDING_HITS_MAX:
             self.flush_hits()
 
     def record_absent(self, chunk: int) -> None:
-        """Count a read of a chunk that is not in memory."""
         self.flush_file_reads()
         self.flush_hits()
         self._ledger.tables.memory.record_access(chunk)
@@ -97,8 +86,8 @@ class Replacement:
         self.disk_admission.reset_misses(chunk)
 
     def flush_hits(self) -> None:
-        """Pass the collected hits, and those of the data plane, to the policy and both admissions.
-        To be called before a policy decides."""
+        """Pass the collected hits, and those of the data plane, to the policy and both admissions;
+        needed before a policy decides."""
         ledger = self._ledger
         for chunks, size in ledger.table.take_reads():
             self._hits += chunks
@@ -133,11 +122,9 @@ class Replacement:
 
     @property
     def uses_future(self) -> bool:
-        """Whether the policy decides by the reads to come (`EvictionPolicy.uses_future`)."""
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """Set the reads to come; None: they are not known any more."""
         self.future = future
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_future(None if future is None else future.uses)
@@ -151,8 +138,7 @@ class Replacement:
             policy.note_passed(chunks)
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
-        """As `Ledger.switch_version`, which it calls. Forgets the future, which is of one
-        version."""
+        """As `Ledger.switch_version`. Forgets the future, which is of one version."""
         self.flush_hits()
         before = self._ledger.switch_version(ids, sizes)
         self.admission.switch_version(self._ledger.sizes, before)
@@ -165,7 +151,7 @@ class Replacement:
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool
     ) -> Placement | None:
-        """Where an absent chunk goes that a caller wants; None if it should not come. `from_disk`:
+        """A place for an absent chunk that a caller wants; None if it should not come. `from_disk`:
         it comes from this node's disk. `is_new`: this miss was not counted yet."""
         admission = self.disk_admission if from_disk else self.admission
         if is_new:
@@ -186,8 +172,7 @@ class Replacement:
         return placement
 
     def place_free(self, chunk: int, *, may_go_to_disk: bool = True) -> Placement | None:
-        """Where an absent chunk goes if it replaces none of this node's chunks: free room, or room
-        of other nodes' chunks. None if there is none."""
+        """A place that costs none of this node's chunks."""
         victims = self._memory_victims(chunk, has_credit=False)
         if victims is not None:
             return Placement(to_memory=True, victims=victims)
@@ -197,8 +182,7 @@ class Replacement:
         return None
 
     def place_ahead(self, chunk: int) -> Placement | None:
-        """Where a chunk of this node goes that no caller wants yet: in memory, in place of chunks
-        that are needed later. None if it should not come."""
+        """A place for a chunk that no caller wants yet, instead of chunks needed later."""
         _, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True)
         self._counts["plan_replacements"] += placement is not None
         return placement
@@ -206,8 +190,6 @@ class Replacement:
     def _place_by_admission(
         self, chunk: int, admission: SkiRentalAdmission, *, may_go_to_disk: bool
     ) -> Placement | None:
-        """Where a chunk goes that is worth more than the chunks that it replaces; None if it is
-        not."""
         victims = self._memory_victims(chunk, has_credit=True)
         if victims is not None and admission.is_worth_more(chunk, victims):
             return Placement(to_memory=True, victims=victims)
@@ -220,8 +202,8 @@ class Replacement:
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
     ) -> tuple[bool, Placement | None]:
-        """Whether the known reads to come decide about an absent chunk of this node, and its place
-        if it then replaces others. If they do not decide, admission does."""
+        """Whether the coming reads decide about an absent chunk of this node (else admission does),
+        and its place if it then replaces others."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
             return False, None
@@ -246,8 +228,7 @@ class Replacement:
         return True, TO_DISK if replaces else None
 
     def take(self, chunk: int, placement: Placement) -> None:
-        """Carry out a placement: drop its victims, and reserve the chunk's room. Victims that this
-        node owns are enqueued for the disk."""
+        """Drop the victims (this node's own are enqueued for the disk), and reserve the room."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         for victim in placement.victims:
@@ -263,9 +244,9 @@ class Replacement:
     # Victims in memory
 
     def _memory_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """The chunks in memory that an absent one would replace; None if it should not come.
-        Without `has_credit` (`cache/policies/admission.py`), only chunks of other nodes are
-        replaced. Revokes pinned chunks that it would have chosen."""
+        """The chunks that an absent one would replace; None if it should not come. Without
+        `has_credit` (`cache/policies/admission.py`), only chunks of other nodes are replaced.
+        Revokes pinned chunks that it would have chosen."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, is_mine, budget_bytes = ledger.sizes[chunk], ledger.owned[chunk], ledger.budget_bytes
@@ -288,8 +269,8 @@ class Replacement:
 
     def _planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
         """Whether the policy lets an absent chunk of this node replace others in memory (None: it
-        cannot tell), and which ones. Pinned chunks are passed over; they are revoked only if the
-        chunk may replace them."""
+        cannot tell), and which ones. Pinned chunks are passed over, and revoked only if the chunk
+        may replace them."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, budget_bytes = ledger.sizes[chunk], ledger.budget_bytes
@@ -317,7 +298,6 @@ class Replacement:
         return (replaces, victims) if has_room or replaces is None else (False, [])
 
     def _unneeded_copies(self) -> list[int]:
-        """Other nodes' chunks in memory, except last copies that are needed."""
         copies = np.flatnonzero(self._ledger.present & ~self._ledger.owned)
         if len(copies):
             copies = copies[~self._are_last_copies(copies)]
@@ -325,8 +305,7 @@ class Replacement:
         return found
 
     def _are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
-        """For each of these chunks, whether some reader needs it and, as far as known, no other
-        node has it."""
+        """Whether some reader needs the chunk and, as far as known, no other node has it."""
         if self.future is None:
             return np.zeros(len(chunks), np.bool_)
         needed, elsewhere = self.future.needed(chunks), self._ledger.held_elsewhere
@@ -336,8 +315,7 @@ class Replacement:
         return self._ledger.memories[chunk].bytes
 
     def _revokes_pinned(self, chunk: int) -> bool:
-        """Whether a chunk is pinned, and so frees nothing now. Pinned memory is revoked, so that
-        its clients unpin it."""
+        """Whether a chunk is pinned, and so frees nothing now; it is revoked."""
         pins, memory = self._ledger.pins, self._ledger.memories[chunk]
         pins.revoke(memory)
         return pins.is_pinned(memory)
@@ -345,8 +323,8 @@ class Replacement:
     # Victims on the disk
 
     def disk_victims(self, size: int, evictable: Mask | None = None) -> list[int] | None:
-        """Chunks on the disk that leave for `size` bytes; None if even all would not suffice. With
-        `evictable`, only chunks in it leave, and they are returned even if they do not suffice."""
+        """Chunks that leave for `size` bytes; None if even all would not suffice. With `evictable`,
+        only chunks in it leave, and they are returned even if they do not suffice."""
         ledger = self._ledger
         first = self._first_on_disk() if evictable is None else evictable
         shortage = Shortage[int](size - ledger.disk_room_bytes)
@@ -358,14 +336,13 @@ class Replacement:
         return shortage.victims if shortage.choose(order, ledger.sizes.__getitem__) else None
 
     def may_write(self, chunk: int, victims: Collection[int]) -> bool:
-        """Whether the known reads to come allow a chunk of the queue to replace `victims` on the
-        disk."""
+        """Whether the coming reads allow a chunk of the queue to replace `victims`."""
         replaced = self._beyond_first(victims)
         return not replaced or self._ledger.tables.disk.replaces(chunk, replaced) is not False
 
     def _disk_victims_by_policy(self, chunk: int) -> list[int] | None:
-        """The chunks on the disk that the policy would have `chunk` replace, without those that
-        leave first in any case; None if `chunk` would not be written."""
+        """The chunks that the policy would have `chunk` replace, without those that leave first in
+        any case; None if `chunk` would not be written."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         if not ledger.takes(size) or not ledger.tables.disk.admits(
@@ -380,8 +357,8 @@ class Replacement:
         return [each for each in victims if not first[each]]
 
     def _first_on_disk(self) -> Mask:
-        """Chunks that are replaced on the disk before the policy decides: those of other nodes,
-        except last copies that are needed, and those that are in memory, too."""
+        """Chunks that leave before the policy decides: those of other nodes, except last copies
+        that are needed, and those that are also in memory."""
         ledger = self._ledger
         first = ~ledger.owned
         copies = np.flatnonzero(first & ledger.on_disk)

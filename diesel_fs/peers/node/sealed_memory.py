@@ -1,9 +1,8 @@
 """Memory that processes share: a chunk in a memfd, which is written once and then sealed.
 
-No process can change a sealed memfd any more, through a descriptor or a mapping, and it cannot
-shrink. Map it privately: before Linux 6.7 the seal against writing also forbids shared mappings
-that only read. A private mapping copies only pages that are written, so none. Each object here
-belongs to one thread at a time.
+Nobody can change or shrink a sealed memfd. Map it privately: before Linux 6.7 the seal against
+writing also forbids shared mappings that only read, and a private mapping copies only pages that
+are written, so none. Each object belongs to one thread at a time.
 """
 
 import contextlib
@@ -17,8 +16,7 @@ from pathlib import Path
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
-"""Descriptors and mappings that are kept free for connections, libraries and threads; at most half
-of the process's limit."""
+"""For connections, libraries and threads; at most half of the process's limit."""
 
 # Per chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
@@ -27,11 +25,11 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class WritableMemory:
-    """Memory of one chunk that is filled through `room`, a view, and then sealed or discarded."""
+    """Memory to fill through the view `room`, and then to seal or discard."""
 
     def __init__(self, size: int) -> None:
-        """Allocates all pages at once: so a lack of memory is an OSError here, and no signal when a
-        page is written."""
+        """Allocates all pages at once, so that a lack of memory is an OSError here, and no signal
+        when a page is written."""
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
@@ -44,8 +42,8 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """Make the content unchangeable, and return it. Raises BufferError while a part of `room`
-        is in use, and OSError; then the caller calls `discard`."""
+        """Raises BufferError while a part of `room` is in use, and OSError; then call
+        `discard`."""
         self.room.release()
         self._map.close()  # the kernel refuses the seal of a writable mapping
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
@@ -54,8 +52,7 @@ class WritableMemory:
         return sealed
 
     def discard(self) -> None:
-        """Free the memory, as soon as no part of `room` is in use any more. Does nothing after
-        `seal`."""
+        """Does nothing after `seal`. May be called while a part of `room` is in use."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -70,7 +67,7 @@ class WritableMemory:
 
 class SealedMemory:
     """A chunk that cannot change: `view` is for this process, `descriptor` (-1 when closed) for
-    other processes, which map it."""
+    those that map it."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
@@ -79,8 +76,7 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Give the memory back when the last view and the last mapping of another process are gone;
-        these stay valid."""
+        """Views and mappings of other processes stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -99,7 +95,7 @@ def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of descriptors as far as it may. Returns the limit."""
+    """Raise the soft limit to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -107,7 +103,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """The maximum of chunks in memory that the limits of descriptors and mappings allow."""
+    """How many chunks in memory the limits of descriptors and mappings allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

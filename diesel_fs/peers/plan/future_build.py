@@ -1,4 +1,4 @@
-"""Makes the future of a task's readers: which chunks they will read, in which order. Does no I/O.
+"""Computes which chunks a task's readers will read, in which order. Does no I/O.
 
 That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that nothing
 else changes meanwhile. Here a *unit* (`orders/future.py`) is a chunk, and a *use* is a read of a
@@ -23,25 +23,22 @@ Units = npt.NDArray[np.uint32]
 """Numbers of chunks."""
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
-"""What identifies a stream in a task: the rank of its node, and its key there."""
+"""A stream in a task: the rank of its node, and its key there."""
 
 
 @dataclass(slots=True)
 class PlannedPart:
-    """A stream in the future: its reads from position `start` of its epochs on. `ends` has, for
-    each position, the number of uses up to and with it; None if each position is one use, as no
-    file lies in several chunks."""
+    """A stream's reads from position `start` on. `ends` has, for each position, the number of uses
+    up to and with it; None if no file lies in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
     start: int
     ends: Positions64 | None = None
-    at: int = 0  # uses that the reader has passed, as last reported
+    at: int = 0  # uses that the reader has passed
 
 
 class ChunksOfEntries:
-    """The chunks of each entry of a snapshot, and the mean bytes of a read of each chunk."""
-
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
         columns = snapshot.columns
@@ -78,8 +75,8 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
-    """One computation of the future. Afterwards `chunks` and `computed` can be passed to the next
-    one, and `bad` has the streams that were left out."""
+    """Afterwards `chunks` and `computed` can be passed to the next computation, and `bad` has the
+    streams that were left out."""
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class FutureBuild:
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """Compute the future, and set the `ends` of the parts. Raises MemoryError."""
+        """Also sets the `ends` of the parts. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:
@@ -110,8 +107,7 @@ class FutureBuild:
         return ChunkFuture(uses, chunks.live_bytes, chunks.read_bytes)
 
     def _entries(self, epoch: PlannedEpoch) -> Entries:
-        """The entries of an epoch, in their order. Raises DieselError if they cannot be
-        computed."""
+        """Raises DieselError if the order cannot be computed."""
         if epoch.computed is None:
             return self._orders[epoch.digest]
         key = epoch.computed.whole

@@ -1,9 +1,8 @@
 """The messages about the orders in which files will be read (`PEERS.md`, section 5). Does no I/O.
 
-A *stream* is one reader with the epochs that it will read. An order that can be computed is sent as
-its parameters. Any other order is sent once, in *pieces*, and later messages name it by a digest of
-the whole order. An *entry* is the number of a file in the snapshot. For any bytes, `parse_plan`
-returns a message or raises one error; it allocates nothing for a length that it has not checked.
+A *stream* is one reader with the epochs that it will read. An *entry* is the number of a file in
+the snapshot. For any bytes, `parse_plan` returns a message or raises one error; it allocates
+nothing for a length that it has not checked.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,10 +28,10 @@ TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILE
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""The longest key of a stream: the number of the announcing process, and the stream's name."""
+"""A key is the number of the announcing process, and the stream's name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
-"""The most streams of one node, which may have several mounts and readers."""
+"""A node may have several mounts and readers."""
 
 _PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # packed values; 256 are for the other fields
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
@@ -46,20 +45,17 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class OrderPiece:
-    """Some entries of an order: those from the position `first` on."""
-
     digest: bytes
     """The digest of the whole order (`order_digest`)."""
     length: int
-    """The number of entries of the whole order."""
+    """The entries of the whole order."""
     first: int
     entries: Entries = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """An epoch of `length` entries. Its order is sent in pieces and named by `digest`, or given by
-    `computed`."""
+    """Its order has `length` entries, and is sent in pieces and named by `digest`, or computed."""
 
     number: int
     length: int
@@ -69,8 +65,7 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """A reader and its epochs. The reader is at `position` in the epoch with the number
-    `at_epoch`."""
+    """The reader is at `position` in the epoch with the number `at_epoch`."""
 
     key: str
     identity: UUID
@@ -82,22 +77,19 @@ class PlannedStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The reader of a stream reads no more."""
-
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where readers are: for the key of each stream, the number of the epoch and the position in
-    it."""
+    """For each stream's key, the number of the epoch and the position in it."""
 
     by_key: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChunks:
-    """Which chunks the sending node has: a flag for each chunk, from the chunk `first` on."""
+    """A flag for each chunk from `first` on: whether the sender has it."""
 
     first: int
     held: Mask = field(compare=False)
@@ -105,9 +97,8 @@ class HeldChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkValues:
-    """What chunks are worth that no order names: for each chunk from `first` on, the number of its
-    entries that an epoch is likely to read. A value is from 0 to the number of entries of the
-    dataset."""
+    """For each chunk from `first` on, how many of its entries an epoch is likely to read, without
+    those in a known order; at most all entries of the dataset."""
 
     first: int
     values: Values = field(compare=False)
@@ -123,8 +114,7 @@ def order_digest(entries: Entries) -> bytes:
 
 
 def order_pieces(entries: Entries, digest: bytes, entry_count: int) -> Iterator[OrderPiece]:
-    """An order in messages of allowed length. `entry_count` is the number of entries of the
-    dataset, here and below."""
+    """`entry_count` is the dataset's, here and below."""
     each = 8 * _PIECE_BYTES_MAX // _bits(entry_count)
     for first in range(0, len(entries), each):
         yield OrderPiece(digest, len(entries), first, entries[first : first + each])
@@ -147,7 +137,6 @@ def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positio
 
 
 def plan_body(message: PlanMessage, entry_count: int) -> bytes:
-    """The bytes of a message."""
     fields: Message
     match message:
         case OrderPiece(digest, length, first, entries):
@@ -184,8 +173,7 @@ def plan_body(message: PlanMessage, entry_count: int) -> bytes:
 
 
 def parse_plan(body: Bytes, entry_count: int, chunk_count: int) -> PlanMessage:
-    """The message in these bytes, checked for a dataset with these numbers of entries and chunks.
-    Raises CorruptError, UsageError."""
+    """Also checks that entries and chunks exist. Raises CorruptError, UsageError."""
     if len(body) > PLAN_BYTES_MAX:
         raise CorruptError(f"a message of {len(body)} bytes (at most {PLAN_BYTES_MAX})")
     fields = Fields(unpack(bytes(body), _ITEMS_MAX), "a message about plans")
@@ -290,7 +278,6 @@ def _key(fields: Fields) -> str:
 
 
 def _bits(entry_count: int) -> int:
-    """The bits of one entry in a piece."""
     return max((entry_count - 1).bit_length(), 1)
 
 

@@ -1,9 +1,9 @@
-"""Keeps one receiver up to date with the plan that a process knows. Does no I/O.
+"""Keeps one receiver up to date with the plan that a process knows (`PEERS.md`, section 5). No I/O.
 
-A mount's prefetch worker publishes to its node's master, and each master to all others, what its
-own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what its receiver
-has taken over, and yields messages for the rest: each order once, each stream when it changes, then
-positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`).
+A mount's prefetch worker publishes to its node's master, and each master to all others, the plans
+of its own node's readers. A `PlanPublisher` remembers what its receiver has taken over, and yields
+messages for the rest: each order once, each stream when it changes, then positions. The caller
+sends them, from a thread (`sender.py`) or from trio (`master/`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -32,39 +32,32 @@ from .messages import (
 )
 
 News = Generator[bytes, int | None, None]
-"""A generator that yields messages; each answer's status is sent into it, or None if no answer
-came."""
+"""Yields messages; each answer's status is sent into it, or None if no answer came."""
 
 _Step = Generator[bytes, int | None, int | None]
-"""As `News`; it returns the last status."""
 
 _RETRY_NEWS = 60
-"""Rounds (calls of `news`) after which a rejected stream is sent again."""
+"""Calls of `news` after which a rejected stream is sent again."""
 
 _REPEAT_NEWS = 30
-"""Rounds (calls of `news`) after which positions and held chunks are repeated even if they have not
-changed: the receiver may have forgotten this process. Between masters that is every 30 s."""
+"""Calls of `news` (one a second between masters) after which unchanged positions and held chunks
+are repeated: the receiver may have forgotten this process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announcement:
-    """What a process announces: all streams of its readers by their keys, and more."""
-
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """Gives the entries of an epoch whose order cannot be computed; None if it is not known any
-    more."""
+    """The entries of an epoch whose order cannot be computed; None if unknown by now."""
     values: Values | None = None
-    """What each chunk is worth that no stream names (`ChunkValues`); None if not known."""
+    """See `ChunkValues`; None if unknown."""
     held: Mask | None = None
-    """Which chunks the node has; None if the receiver does not need them."""
+    """The node's chunks; None if the receiver does not need them."""
 
 
 class PlanPublisher:
-    """What one receiver knows of the plan."""
-
     def __init__(self, entry_count: int) -> None:
-        """`entry_count` is the number of entries of the dataset's version."""
+        """`entry_count` is that of the dataset's version."""
         self._entry_count = entry_count
         self._orders: set[bytes] = set()  # these and the streams are those that the receiver has
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
@@ -74,11 +67,10 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """The status of the last answer; None if no answer came."""
+        """None if no answer came."""
 
     @property
     def has_published(self) -> bool:
-        """Whether the receiver knows any stream."""
         return bool(self._streams)
 
     def forget(self) -> None:
@@ -114,7 +106,6 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Send messages until one is not taken over. Returns the last status."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -123,7 +114,6 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Send streams and positions, until no answer comes."""
         streams = announced.streams
         status: int | None = TAKEN
         self.last_status = status

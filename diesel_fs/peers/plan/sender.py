@@ -1,9 +1,8 @@
-"""Publishes the plan of a process's readers to its node's master, from a thread.
+"""Publishes the plan of a process's readers to its node's master, from a thread, so that the caller
+never waits for a master, or while an order of millions of files is sent.
 
-So the caller never waits for a master that does not answer, or while an order of millions of files
-is sent. The thread sends the newest state, at most every `SEND_S`. When a master has ended, the
-next one gets everything again; meanwhile the master knows no plan of these readers. Thread-safe. A
-forked child needs a `PlanSender` of its own.
+The thread sends the newest state, at most every `SEND_S`. If a master has ended, the next one gets
+everything again. Thread-safe. A forked child needs a `PlanSender` of its own.
 """
 
 import threading
@@ -17,15 +16,13 @@ from .messages import UNKNOWN, PlannedEpoch, PlannedStream, Values, order_digest
 from .publisher import Announcement, PlanPublisher
 
 SEND_S = 0.5
-"""The pause after each state that is sent. Masters exchange positions every second, so more often
-would not help."""
+"""Masters exchange positions every second, so sending more often would not help."""
 
 RETRY_S = 1.0
 
 
 class StreamProgress(NamedTuple):
-    """The known epochs of a reader, and the position that it reads next, in the epoch with the
-    number `at_epoch`."""
+    """A reader's known epochs, and its next position, in the epoch `at_epoch`."""
 
     epochs: tuple[Epoch, ...]
     at_epoch: int
@@ -33,14 +30,13 @@ class StreamProgress(NamedTuple):
 
 
 class PlanSender:
-    """Sends the plan of this process's readers to one master. The thread starts with the first
-    stream."""
+    """The thread starts with the first stream."""
 
     def __init__(
         self, snapshot: Snapshot, send: Callable[[bytes], int | None], *, send_s: float = SEND_S
     ) -> None:
-        """`send` sends one message to the master, and returns the answer's status (`messages.py`),
-        or None if none came; it may block."""
+        """`send` sends a message and returns the answer's status (`messages.py`), or None if none
+        came; it may block."""
         self._identity, self._version = snapshot.identity, snapshot.version
         self._send_body = send
         self._send_s = send_s
@@ -58,7 +54,7 @@ class PlanSender:
     def set_streams(
         self, streams: Mapping[str, StreamProgress], values: Values | None = None
     ) -> None:
-        """Set all streams of this process, by name, and what each chunk is worth (`ChunkValues`;
+        """Set all streams of this process, by name, and the value of each chunk (`ChunkValues`;
         None: as before). Returns at once."""
         with self._changed:
             self._values = self._values if values is None else values
@@ -71,7 +67,7 @@ class PlanSender:
                 self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The master forgets the streams when this process's connections end."""
+        """The master forgets the streams when this process's connections end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -91,8 +87,7 @@ class PlanSender:
             time.sleep(self._send_s)
 
     def _send(self, wanted: Mapping[str, StreamProgress]) -> bool:
-        """Send the changes of one state. Returns whether the master answered and knows this
-        process."""
+        """Returns whether the master answered and knows this process."""
         streams = {
             name: planned
             for name, each in wanted.items()
@@ -118,8 +113,8 @@ class PlanSender:
         return publisher.last_status not in (None, UNKNOWN)
 
     def _planned(self, name: str, progress: StreamProgress) -> PlannedStream | None:
-        """A stream as a message. A stream that was read to its end stays with its last epochs, as
-        its next epoch may be foreseen; None if nothing is known of it."""
+        """A stream that was read to its end stays with its last epochs, as its next epoch may be
+        foreseen. Returns None if nothing is known of it."""
         if progress.epochs:
             epochs = tuple(map(self._planned_epoch, progress.epochs))
             at_epoch, position = progress.at_epoch, progress.position

@@ -2,14 +2,13 @@
 (`PEERS.md`, section 5). A *stream* is one reader with the epochs that it will read; an *order* is
 the list of the files of one epoch.
 
-`TaskPlan` checks the messages of mounts and masters, keeps the plan within limits, makes a
-`ChunkFuture` of it for the node's cache, and has the cache follow the readers' positions. For a
-stream with a computed order it foresees one epoch more than announced.
+`TaskPlan` checks the messages of mounts and masters, makes a `ChunkFuture` of them for the node's
+cache, and has the cache follow the readers' positions.
 
-The future is made in a thread, when streams were announced or have ended. It begins at the
-positions that the readers have then. Streams that stand still (`STILL_S`) are left out: a
-validation set that is read later, or a killed job. All else runs in the master's trio loop; only
-`run` waits. A wrong message can cost time, but no wrong bytes: readers get no bytes from here.
+The future is made in a thread, if streams were announced or have ended. Streams that stand still
+(`STILL_S`) are left out: a validation set that is read later, or a killed job. All else runs in the
+master's trio loop; only `run` waits. A wrong message can cost time, but no wrong bytes: readers get
+no bytes from here.
 """
 
 import logging
@@ -50,35 +49,32 @@ from .publisher import Announcement
 log = logging.getLogger("diesel.task")
 
 EXCHANGE_S = 1.0
-"""The interval at which masters exchange positions."""
+"""How often masters exchange positions."""
 
 APPLY_S = 0.2
 """How long positions and streams are collected before the cache learns of them."""
 
 STILL_S = 60.0
-"""If a stream stands still for this time, while others go on, the future leaves it out."""
+"""A stream that stands still for this time, while others go on, is left out of the future."""
 
 PARTIAL_ORDERS_MAX = 4
-"""The most incomplete orders of one sender; a further one replaces the oldest."""
+"""Incomplete orders of one sender; a further one replaces the oldest."""
 
 WHOLE_ORDERS_MIN = 8
-"""The number of whole orders (of all ranks of a job, each of which reads a part) that are computed
-in any case; more only if they fit in the limit of entries."""
+"""Orders of a whole job that are computed in any case; more only if they fit in the limit of
+entries."""
 
 UNUSED_ORDER_S = 60.0
 """How long an order is kept until a stream uses it."""
 
 VALUED_MAX = 256
-"""The most tables of chunks' values (`ChunkValues`), one for each client of any node; further ones
-are refused."""
+"""Tables of `ChunkValues`, one for each client of any node; further ones are refused."""
 
 Values = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
 class _PartialOrder:
-    """An order of which not all pieces have come; `entries` counts those that have."""
-
     length: int
     pieces: list[Entries]
     entries: int = 0
@@ -86,7 +82,7 @@ class _PartialOrder:
 
 @dataclass(slots=True)
 class _Order:
-    """An announced order. `since_s`: when it came, or was last used."""
+    """`since_s`: when it came, or was last used."""
 
     entries: Entries
     since_s: float
@@ -94,14 +90,14 @@ class _Order:
 
 @dataclass(slots=True)
 class _KnownStream:
-    """A stream, and when its reader last went on."""
+    """`moved_s`: when its reader last went on."""
 
     stream: PlannedStream
     moved_s: float
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """The announced epochs, and one more if its order can be computed."""
+        """Adds one epoch if its order can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -111,7 +107,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """The reader's position, counted from the start of the first epoch."""
+        """The position from the start of the first epoch."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -123,8 +119,6 @@ class _KnownStream:
 
 
 class TaskPlan:
-    """All nodes' streams, for one version at a time."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -133,8 +127,8 @@ class TaskPlan:
         *,
         entries_max: int = PLAN_ENTRIES_MAX,
     ) -> None:
-        """`rank` is this node's. `entries_max` is the most reads of all streams together, and the
-        most entries of all orders."""
+        """`entries_max` limits the reads of all streams together, and the entries of all
+        orders."""
         self._rank = rank
         self._cache = cache
         self._entries_max = entries_max
@@ -166,8 +160,8 @@ class TaskPlan:
     # Messages from masters and clients
 
     def take(self, rank: int, body: bytes, *, client: int = 0) -> int:
-        """Take over a message from the master of the node `rank`, or, if `client` is not 0, from
-        this node's client process of that number. Returns the answer's status (`messages.py`)."""
+        """Take over a message from the master of node `rank`, or from this node's client process
+        `client`, if not 0. Returns the answer's status (`messages.py`)."""
         try:
             message = parse_plan(body, len(self._snapshot), self._snapshot.chunk_count)
         except DieselError as error:
@@ -200,8 +194,7 @@ class TaskPlan:
         return TAKEN
 
     def forget(self, rank: int) -> None:
-        """Forget all of a node whose master has left. The node's next master announces its streams
-        again."""
+        """The node's master has left. Its next master announces its streams again."""
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
@@ -209,7 +202,7 @@ class TaskPlan:
         self._wake.set()
 
     def forget_client(self, client: int) -> None:
-        """Forget all of a client process of this node that has ended."""
+        """The client process has ended."""
         prefix = _key_of(client, "")
         mine = [key for key in self._streams if key[0] == self._rank and key[1].startswith(prefix)]
         self._forget_streams(mine)
@@ -303,7 +296,7 @@ class TaskPlan:
         return status
 
     def _refuse(self, rank: int, status: int, what: str) -> int:
-        """Log the first message of a kind that is refused from a node; returns `status`."""
+        """Log the first refused message of a kind from a node; returns `status`."""
         self._counts["refused"] += 1
         if (rank, status) not in self._logged:
             self._logged.add((rank, status))
@@ -311,19 +304,17 @@ class TaskPlan:
         return status
 
     def _whole_orders(self, new: _KnownStream, key: Key) -> int:
-        """The number of whole orders that all streams need, with `new` as the stream `key`."""
         streams = [new, *(each for other, each in self._streams.items() if other != key)]
         epochs = [epoch for each in streams for epoch in each.epochs]
         return len({each.computed.whole for each in epochs if each.computed is not None})
 
     def _order_entries(self) -> int:
-        """The entries of all orders, incomplete ones included."""
+        """Counts incomplete orders, too."""
         partial = sum(each.length for some in self._partial.values() for each in some.values())
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Drop orders that no stream uses, unless they came so lately that a stream may be
-        coming."""
+        """Orders that came lately stay, as their stream may be coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -335,7 +326,6 @@ class TaskPlan:
     # Publishing
 
     def announcement(self) -> Announcement:
-        """What this node's readers announce, for the other masters."""
         mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
         values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
@@ -377,14 +367,12 @@ class TaskPlan:
             self._apply_positions()
 
     def _moving(self) -> dict[Key, _KnownStream]:
-        """The streams that do not stand still."""
         newest_s = max((each.moved_s for each in self._streams.values()), default=0.0)
         return {
             key: each for key, each in self._streams.items() if newest_s < each.moved_s + STILL_S
         }
 
     async def _build(self, moving: dict[Key, _KnownStream]) -> None:
-        """Make the future of these streams, and give it to the cache."""
         self._is_dirty = False
         snapshot = self._snapshot
         parts = [PlannedPart(key, each.epochs, each.position) for key, each in moving.items()]
@@ -440,15 +428,13 @@ class TaskPlan:
 
 
 def _key_of(client: int, key: str) -> str:
-    """A stream's key on its node: clients choose keys by themselves, so theirs get a prefix."""
+    """Clients choose keys by themselves, so theirs get a prefix."""
     return f"{client}/{key}" if client else key
 
 
 def _explicit(stream: PlannedStream) -> list[PlannedEpoch]:
-    """The epochs whose orders are not computed, but sent."""
     return [each for each in stream.epochs if each.computed is None]
 
 
 def _length(known: _KnownStream) -> int:
-    """The number of reads in a stream's epochs."""
     return sum(each.length for each in known.epochs)

@@ -1,9 +1,8 @@
 """The chunks in the master's memory that this process has mapped. Thread-safe.
 
 A mapping lives as long as any view of it, and as long as this table keeps it: within the table's
-limits, and until the master *revokes* the chunk (asks this process to unpin it). `master_link.py`
-then tells the master which chunks are unmapped. A forked child goes on using its parent's mappings;
-the parent unpins them.
+limits, and until the master *revokes* the chunk (asks this process to unpin it). A forked child
+goes on using its parent's mappings; the parent unpins them.
 """
 
 import ctypes
@@ -22,14 +21,14 @@ import numpy.typing as npt
 from .request_socket import start_anew_in_forks
 
 MAPPED_BYTES_MAX = 8 << 30
-"""The most bytes of mapped chunks. They take address space; the memory is the master's. Page tables
-take a 512th of the touched pages in each process."""
+"""This is address space; the memory is the master's. Page tables take a 512th of the touched pages
+in each process."""
 
 MAPPED_CHUNKS_MAX = 16_384
-"""The most mapped chunks: a process may have 65,530 mappings, and its libraries need some."""
+"""A process may have 65,530 mappings, and its libraries need some."""
 
 MAPPED, NOBODY = -2, -1
-"""Values in place of an owner's rank: this process has mapped the chunk, or it has no owner."""
+"""Stand for an owner's rank: this process has mapped the chunk, or it has no owner."""
 
 Sources = npt.NDArray[np.int32]
 """Where each chunk is read from: `MAPPED`, the rank of its owner, or `NOBODY`."""
@@ -84,18 +83,15 @@ _Memory: TypeAlias = tuple[int, int]
 
 
 class MappedChunks:
-    """The table of the chunks that one `TaskStore` has mapped."""
-
     def __init__(
         self, chunks: int, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
     ) -> None:
-        """`chunks` is the number of chunks of the dataset's version."""
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
         """For each chunk `MAPPED` while the table keeps it, else its owner's rank. Another thread
         may change it at any time: see `find_many`."""
 
         self.source_of = self.sources.data
-        """A view of `sources`, for single look-ups."""
+        """Serves single look-ups in `sources`."""
 
         self._owners: Sources = self.sources.copy()
         self._bytes_max = bytes_max
@@ -128,19 +124,16 @@ class MappedChunks:
 
     @property
     def has_unmapped(self) -> bool:
-        """Whether the master must be told of unmapped chunks."""
         return bool(self._unmapped)
 
     def set_owners(self, owners: Sources) -> None:
-        """Set the rank of the owner of each chunk, or `NOBODY`."""
         with self._lock:
             self._owners[:] = owners
             self.sources[:] = owners
             self.sources[list(self._views)] = MAPPED
 
     def find(self, chunk: int) -> memoryview | None:
-        """A view of a chunk that cannot be written to; None if the table does not keep the chunk.
-        Never waits."""
+        """A read-only view; None if the table does not keep the chunk. Never waits."""
         view = self._views.get(chunk)
         if view is not None:
             self._clock += 1
@@ -148,15 +141,13 @@ class MappedChunks:
         return view
 
     def find_many(self, chunks: npt.NDArray[np.uint32]) -> list[memoryview | None]:
-        """As `find`, for several chunks, which may repeat: None for each chunk that the table does
-        not keep any more."""
+        """As `find`, for several chunks, which may repeat."""
         self._clock += 1
         self._last_used[chunks] = self._clock
         return list(map(self._views.get, chunks.tolist()))
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
-        """Map a pinned chunk, and keep it in the table. The caller closes the descriptor. Raises
-        OSError."""
+        """The caller closes the descriptor. Raises OSError."""
         with self._lock:
             memory = chunk, os.fstat(descriptor).st_ino
             mapping = self._maps.get(memory)
@@ -176,13 +167,13 @@ class MappedChunks:
         return view
 
     def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
-        """Have `callback` called, in any thread, when the table gives the chunk up or the master
-        revokes it. It should drop its views. A later callback for the chunk replaces it."""
+        """`callback` runs, in any thread, if the table gives the chunk up or the master revokes it.
+        It should drop its views. It replaces the chunk's earlier callback."""
         with self._lock:
             self._on_revoke[chunk] = callback
 
     def release(self, chunks: Iterable[int]) -> None:
-        """Keep these chunks in the table no longer. Each is unmapped with its last view."""
+        """Stop keeping these chunks. Each is unmapped with its last view."""
         callbacks: list[Callable[[], None]] = []
         views = []
         with self._lock:
@@ -201,8 +192,8 @@ class MappedChunks:
         self.release(list(self._views))
 
     def drop_damaged(self, chunk: int) -> bool:
-        """Forget the mappings of a damaged chunk, so that it is mapped anew when it is pinned
-        again. Returns whether the table kept it."""
+        """A damaged chunk is mapped anew when it is pinned again. Returns whether the table kept
+        it."""
         with self._lock:
             for memory in [each for each in self._maps if each[0] == chunk]:
                 del self._maps[memory]
@@ -211,14 +202,14 @@ class MappedChunks:
         return kept
 
     def forget_all(self) -> None:
-        """Release all chunks, and count none as pinned: the master that pinned them is gone."""
+        """The master that pinned the chunks is gone: release all, and count none as pinned."""
         with self._lock:
             self._begin_count()
         self.release_all()
 
     def take_unmapped(self) -> list[int]:
-        """The chunks that were unmapped since the last call, for UNPIN: a chunk is listed once for
-        each memory in which the master has pinned it."""
+        """The chunks unmapped since the last call, for UNPIN. A chunk is listed once for each
+        memory in which the master has pinned it."""
         found = []
         with self._lock:
             while self._unmapped:
@@ -232,8 +223,8 @@ class MappedChunks:
         return found
 
     def _excess(self) -> list[int]:
-        """Chunks to release if the table is over its limits, the least recently used first. An
-        eighth more than needed is released, as each call sorts all chunks."""
+        """Chunks to release if the table is over its limits, the least recently used first; an
+        eighth more than needed, as each call sorts all chunks."""
         if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8

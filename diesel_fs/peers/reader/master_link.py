@@ -1,14 +1,12 @@
-"""A reader's control connections to its node's master (`PEERS.md`, section 4), and whether the
-reader asks the master at all.
+"""A reader's control connections to its node's master (`PEERS.md`, section 4).
 
-A `MasterConnection` is one blocking socket. A `MasterLink` keeps connections, limits the time of an
-answer, and has a circuit breaker (`../../net/breaker.py`): after the first failure it does not ask
-the master for a while. It raises no error (`open_data` excepted): the caller gets None and reads
-from the store. Reads of chunks go over other connections (`owner_link.py`).
+A `MasterLink` keeps connections, limits the time of an answer, and has a circuit breaker
+(`../../net/breaker.py`): after the first failure it does not ask the master for a while. Except in
+`open_data` it raises no error: the caller gets None and reads from the store.
 
 Concurrency: many threads; each exchange (a request and its answer) has a connection of its own. A
-forked child opens connections of its own. One connection stays open as long as the link, since a
-master without connections ends.
+forked child opens its own. One connection stays open as long as the link, since a master without
+connections ends.
 """
 
 import logging
@@ -37,24 +35,22 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 """How long a failed master is not asked; doubles up to the maximum."""
 
 IDLE_CONNECTIONS_MAX = 8
-"""Connections that are kept when no thread uses them."""
 
-_BUFFER_BYTES = 8 << 10  # an answer to PIN with some revoked chunks; longer ones get own memory
+_BUFFER_BYTES = 8 << 10  # an answer to PIN with some revoked chunks; longer ones get more
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 
 
 class ExchangeFailed(Exception):
-    """A request was not answered. Its connection cannot be used any more, unless the master has
-    rejected the request."""
+    """The connection cannot be used any more, unless the master has rejected the request."""
 
 
 class RequestRejected(ExchangeFailed):
-    """The master has rejected a request; the connection can be used further."""
+    """The connection can be used further."""
 
 
 class MasterConnection(RequestSocket):
-    """A connection to the master, for one thread at a time. `revoked` has the chunks that the last
-    answer asks this process to unpin."""
+    """For one thread at a time. The last answer asks this process to unpin the chunks in
+    `revoked`."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Connect, and say hello. Raises ExchangeFailed."""
@@ -83,7 +79,7 @@ class MasterConnection(RequestSocket):
                 os.close(table)
 
     def send_request(self, request: bytes, *, descriptor: int = -1) -> None:
-        """Send a request, with a descriptor unless `descriptor` is -1. Raises ExchangeFailed."""
+        """`descriptor` -1: none. Raises ExchangeFailed."""
         try:
             if descriptor >= 0:
                 sent = socket.send_fds(self.socket, [request], [descriptor])
@@ -98,9 +94,8 @@ class MasterConnection(RequestSocket):
     def receive_answer(
         self, kind: int, count: int, *, expects_descriptor: bool = False
     ) -> tuple[memoryview, int]:
-        """Receive the answer to a request of this kind and count. Returns its body, which is valid
-        until the next request is sent; and the descriptor that came with it (the caller closes it),
-        or -1. Raises ExchangeFailed, RequestRejected."""
+        """The answer's body, which is valid until the next request is sent, and the descriptor that
+        came with it (the caller closes it), or -1. Raises ExchangeFailed, RequestRejected."""
         descriptor = -1
         try:
             room = memoryview(self._buffer)
@@ -153,12 +148,11 @@ class MasterConnection(RequestSocket):
         return got, descriptor
 
     def detach(self) -> socket.socket:
-        """The socket, which the caller closes."""
         return socket.socket(fileno=self.socket.detach())
 
 
 class MasterLink:
-    """A reader's link to the master at one socket, for one version of one dataset."""
+    """A link to one master, for one version of one dataset."""
 
     def __init__(
         self,
@@ -171,10 +165,10 @@ class MasterLink:
         pause_s: float = PAUSE_S,
         restart: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`mapped` has the chunks that the master has pinned for this process; the link passes on
-        to it which chunks the master revokes, and when the master has ended. `restart` starts a
-        master in place of one that was killed, and returns whether it did. It is called in a thread
-        whenever connecting fails; its argument is whether a master has ever answered this link."""
+        """`mapped` has the chunks that the master has pinned for this process; the link releases
+        them if the master revokes them or has ended. `restart` starts a master in place of a killed
+        one, and returns whether it did. It is called in a thread whenever connecting fails, with
+        whether a master has ever answered this link."""
         self._path = os.fspath(path)
         self._identity = identity
         self._version = version
@@ -184,11 +178,11 @@ class MasterLink:
         self._last_warning = self._last_restart_error = ""
         self._closed = self._is_ending = False
         self._restart = restart
-        self.rank = -1  # the master's; -1 before its first answer
+        self.rank = -1  # the master's, from its first answer on
         self.owners: OwnerTableView | None = None
-        """The table of owners of the last master that answered; None before."""
+        """Belongs to the last master that answered; None before."""
 
-        self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
+        self.exchanged_s = 0.0  # time.monotonic() after the last exchange
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
         self._make_locks()
         start_anew_in_forks(self)
@@ -206,8 +200,7 @@ class MasterLink:
         self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()
 
     def connect(self) -> bool:
-        """Connect if there is no connection; returns whether there is one. Other calls connect by
-        themselves."""
+        """Returns whether there is a connection. Other calls connect by themselves."""
         connection = self._acquire()
         if connection is None:
             return False
@@ -216,8 +209,7 @@ class MasterLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether any connection is open. When the last one closes, the master unpins all chunks of
-        this process."""
+        """When the last connection closes, the master unpins all chunks of this process."""
         return bool(self._open)
 
     def stop_connecting(self) -> None:
@@ -226,15 +218,14 @@ class MasterLink:
             self._is_ending = True
 
     def retry(self) -> None:
-        """Ask the master again at once: end a pause of the circuit breaker."""
+        """End a pause of the circuit breaker."""
         with self._lock:
             self._breaker.record_success()
         self._last_warning = ""
 
     def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """Pin a chunk. Returns a descriptor of its memory, which the caller closes; None if the
-        chunk is not in memory or the master does not answer. `fetch`: the master fetches the chunk
-        if it is not there."""
+        """Returns a descriptor of the chunk's memory, which the caller closes; None if the chunk is
+        not in memory or the master does not answer. `fetch`: fetch an absent chunk."""
         answer = self._request(
             local_wire.PIN, 1, local_wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
@@ -252,7 +243,6 @@ class MasterLink:
         return None
 
     def task_view(self) -> local_wire.TaskView | None:
-        """The other masters, and what is needed to ask them; None if the master does not answer."""
         answer = self._request(local_wire.MEMBERS, 0, b"", is_read=True)
         try:
             return None if answer is None else local_wire.parse_members(answer[0])
@@ -261,7 +251,7 @@ class MasterLink:
             return None
 
     def open_data(self) -> socket.socket:
-        """A new blocking connection to the master for READs. Raises MetadataError."""
+        """A blocking connection for READs. Raises MetadataError."""
         ticket = self._admit() if self.connect() else 0
         connection = self._open_connection(ticket) if ticket else None
         if connection is None:
@@ -283,8 +273,7 @@ class MasterLink:
         return connection.detach()
 
     def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). Returns the status of the answer, or
-        None if the master does not answer."""
+        """Send a message about plans. Returns the answer's status; None if none came."""
         answer = self._request(local_wire.PLAN, len(body), body)
         try:
             return None if answer is None else local_wire.parse_plan_status(answer[0])
@@ -293,34 +282,33 @@ class MasterLink:
             return None
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
-        """Send a request whose answer has no content; returns whether the answer came."""
+        """Send a request whose answer has no content; returns whether it came."""
         return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Announce another version: `body` is the request's, `snapshot` a descriptor of the
-        version's snapshot. Returns whether the master accepted it. Its connection is then closed,
-        as it belongs to the new version, and this link to the old one."""
+        """Announce another version: `body` is the request's, `snapshot` a descriptor of its
+        snapshot. Returns whether the master accepted it. The connection then belongs to the new
+        version and is closed, since this link belongs to the old one."""
         kind = local_wire.SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
-        """The master's statistics as JSON; empty if it does not answer."""
+        """Returns JSON; empty if the master does not answer."""
         answer = self._request(local_wire.STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
     def return_unmapped(self) -> None:
-        """Unpin the chunks that this process has unmapped, and learn which chunks the master
-        revokes."""
+        """Unpin the chunks that this process has unmapped, and learn which ones are revoked."""
         while True:
             chunks = self._mapped.take_unmapped()
             sent = chunks[: local_wire.UNPINNED_MAX]
             if not self.notify(local_wire.UNPIN, len(sent), local_wire.chunks_body(sent)):
-                return  # the master unpins them when the last connection closes
+                return  # the master unpins them after the last connection
             if not self._mapped.has_unmapped:
                 return
 
     def close(self) -> None:
-        """Close all connections; those in use close when they are released. May be called again."""
+        """Connections in use close when they are released. May be called again."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -343,9 +331,8 @@ class MasterLink:
         expects_descriptor: bool = False,
         closes: bool = False,
     ) -> tuple[bytes, int] | None:
-        """Send a request, and return the answer as `MasterConnection.receive_answer` does; None if
-        the master does not answer or rejects it. `is_read`: see `_acquire`; `closes`: do not keep
-        the connection."""
+        """Returns None if the master does not answer or rejects the request. `is_read`: see
+        `_acquire`; `closes`: do not keep the connection."""
         connection = self._acquire(is_read=is_read)
         if connection is None:
             return None
@@ -370,14 +357,13 @@ class MasterLink:
     def _send(
         self, connection: MasterConnection, ticket: int, request: bytes, *, descriptor: int = -1
     ) -> bool:
-        """Send a request; returns False if the connection has failed."""
         self.counts["requests"] += 1
         try:
             connection.send_request(request, descriptor=descriptor)
         except ExchangeFailed as error:
             self._discard(connection, ticket, str(error))
             return False
-        except BaseException:  # from a signal handler: the state of the exchange is unknown
+        except BaseException:  # from a signal handler: the exchange's state is unknown
             connection.close()
             raise
         return True
@@ -391,8 +377,6 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """Receive the answer to a request that was sent; None if there is none, or the master
-        rejects it."""
         try:
             answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -412,15 +396,13 @@ class MasterLink:
         return answer
 
     def _note_answer(self) -> None:
-        """Close the circuit breaker. Called only for requests that only a working master
-        answers."""
         if self._breaker.state(0) is not BreakerState.CLOSED:
             log.info("the task's master answers again")
             self.retry()
 
     def _acquire(self, *, is_read: bool = True) -> MasterConnection | None:
         """A connection for the caller alone, or None. During a pause, reads get none, and other
-        requests (`is_read` is False) get an idle one if there is any."""
+        requests (`is_read` is False) get an idle one, if any."""
         with self._lock:
             if self._closed and not self._idle:
                 return None
@@ -431,7 +413,6 @@ class MasterLink:
         return self._open_connection(ticket) if ticket else None
 
     def _admit(self) -> int:
-        """The circuit breaker's ticket for a new connection; 0 if none may be made now."""
         with self._lock:
             is_over = self._closed or self._is_ending
             ticket = 0 if is_over else self._breaker.admit(time.monotonic())
@@ -439,8 +420,8 @@ class MasterLink:
         return ticket
 
     def _open_connection(self, ticket: int) -> MasterConnection | None:
-        """A new connection to the master; None if it does not answer. Starts a killed master again,
-        in a thread."""
+        """Returns None if the master does not answer; then a killed master is restarted, in a
+        thread."""
         try:
             connection = MasterConnection(
                 self._path, self._identity, self._version, self._deadline_s
@@ -495,7 +476,7 @@ class MasterLink:
         connection.close()
 
     def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
-        """Close a failed connection, and all idle ones, which lead to the same master."""
+        """The idle connections, which lead to the same master, are closed, too."""
         connection.close()
         with self._lock:
             self._open.discard(connection)

@@ -1,13 +1,12 @@
 """A reader's connections to the masters that own the chunks it reads (`PEERS.md`, section 3): one
 for each node, made when it is first needed.
 
-An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
-flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
-raises no error: if the master gives no answer, the caller gets None and reads from the store.
+An `OwnerLink` sends READs to one master; several may be in flight. It limits the time of an answer,
+and has a circuit breaker (`../../net/breaker.py`). It raises no error: without an answer, the
+caller gets None and reads from the store.
 
-Concurrency: many threads. The sockets block: a wake-up by an event loop would cost more than a
-request. One of the threads that wait on a connection (the *leader*) receives the answers for all of
-them. It receives each answer straight into the memory of the oldest request that is not answered:
+Concurrency: many threads. One of those that wait on a connection (the *leader*) receives the
+answers for all. It receives each answer straight into the memory of the oldest unanswered request:
 nearly always the answer is to that request; if not, it is moved. A forked child opens its own
 connections.
 """
@@ -32,30 +31,30 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""How long a reader waits for a connection. The attempt to connect goes on after that."""
+"""How long a reader waits for a connection. The attempt goes on after that."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""The most bytes of requests that are not answered. They fit in the sockets' buffers, so sending
-never waits for a master that waits for this reader."""
+"""These requests fit in the sockets' buffers, so sending never waits for a master that waits for
+this reader."""
 
-_TICK_S = 0.05  # how often a waiting thread looks at its deadline
+_TICK_S = 0.05  # how often a waiting thread checks its deadline
 _SEND_LIMIT_S = 1.0
 _SCRATCH_BYTES = 64 << 10  # longer answers have their own memory
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
 _SAMPLED = 8  # one in this number of single reads is timed
-_SEND_WAIT_S = 1.0  # for the thread that sends; a signal handler may have interrupted that one
+_SEND_WAIT_S = 1.0  # for the thread that sends; a signal handler may have interrupted it
 _IDS = 1 << 32
 
 
 class _ConnectionLost(Exception):
-    """The connection was closed, by the master or by another thread."""
+    """The master or another thread has closed the connection."""
 
 
 _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-    """A READ that was sent, and its answer when `is_done`."""
+    """A READ that was sent, and its answer once `is_done`."""
 
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
@@ -84,13 +83,13 @@ class PendingRead:
 
 
 Answer = tuple[memoryview, bytes]
-"""The bytes of the given parts, joined; and a status for each part (`wire.py`), or no statuses if
-all parts were given."""
+"""The bytes of the given parts, joined; and a status for each part (`wire.py`), or none if all were
+given."""
 
 
 class _OwnerConnection(RequestSocket):
-    """One connection to a master. `pending`, `has_leader` and the counts of bytes are used under
-    the link's lock, the other fields only by the leader."""
+    """`pending`, `has_leader` and the counts of bytes are used under the link's lock, the other
+    fields only by the leader."""
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
@@ -102,7 +101,7 @@ class _OwnerConnection(RequestSocket):
         self.carried = b""  # received bytes behind that answer
 
     def take_carried(self, room: memoryview) -> int:
-        """Move bytes that were received behind another answer into `room`; returns their number."""
+        """Move bytes from behind another answer into `room`; returns their number."""
         carried = self.carried
         if not carried:
             return 0
@@ -112,13 +111,13 @@ class _OwnerConnection(RequestSocket):
         return count
 
     def close(self) -> None:
-        """Close the connection; threads that wait find out by `is_lost`."""
+        """Threads that wait find out by `is_lost`."""
         self.is_lost = True
         super().close()
 
 
 class OwnerLink:
-    """A reader's link to one master, for parts of chunks of one version."""
+    """A link to one master, for parts of chunks of one version."""
 
     def __init__(
         self,
@@ -128,11 +127,11 @@ class OwnerLink:
         flags: int = wire.LOAD,
         breaker: PeerBreaker | None = None,
     ) -> None:
-        """`rank` is the master's. `connect` makes an authenticated, blocking connection, or raises
-        DieselError. `flags` are sent with each READ (`wire.py`)."""
+        """`connect` makes an authenticated, blocking connection, or raises DieselError. `flags` are
+        sent with each READ (`wire.py`)."""
         self.rank = rank
         self.is_refused = False
-        """Whether the master has refused this reader at the last attempt to connect."""
+        """The master has refused this reader at the last attempt to connect."""
 
         self.counts = dict.fromkeys(
             ("connections", "requests", "bytes", "timed_out", "failed", "skipped", "damaged"), 0
@@ -201,10 +200,10 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """The bytes of one part, which must not be empty; None if the master does not give them. If
-        the part is small and no request is pending on the connection, this takes a short way: one
-        send and one receive, without a `PendingRead`. If the answer is not complete then, the
-        request goes on like any other."""
+        """The bytes of one part, which must not be empty; None if the master does not give them. A
+        small part, while no request is pending on the connection, takes a short way: one send and
+        one receive, without a `PendingRead`. If the answer is then incomplete, the request goes on
+        like any other."""
         connection = self._connection
         if (
             connection is None
@@ -261,8 +260,7 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; returns False if the earlier ones are not
-        answered in time."""
+        """Returns False if the earlier requests are not answered in time."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -275,8 +273,8 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None if there is none. If the connection was
-        closed meanwhile, the request is sent once more."""
+        """Returns None if no answer comes in time. If the connection was closed meanwhile, the
+        request is sent once more."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
         if is_here or self._wait(pending, begun_s):
@@ -293,7 +291,7 @@ class OwnerLink:
         return None
 
     def record_damage(self) -> None:
-        """Note that bytes from this master did not match their checksum."""
+        """Bytes from this master did not match their checksum."""
         self.counts["damaged"] += 1
         with self._lock:
             is_over = self._breaker.record_damage(time.monotonic())
@@ -301,7 +299,7 @@ class OwnerLink:
             log.error("node %d sent damaged data three times: it is not asked for 60 s", self.rank)
 
     def close(self) -> None:
-        """Close the connection, and make no other. May be called again."""
+        """Make no other connection. May be called again."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
@@ -319,8 +317,8 @@ class OwnerLink:
     # Connecting
 
     def _connected(self, ticket: int) -> _OwnerConnection | None:
-        """A connection; None if there is none within `CONNECT_WAIT_S`. A thread connects, for which
-        all readers wait."""
+        """Returns None if there is no connection within `CONNECT_WAIT_S`. One thread connects, for
+        all readers."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
                 return self._connection
@@ -362,7 +360,6 @@ class OwnerLink:
             self._log_pause(why)
 
     def _lose(self, connection: _OwnerConnection, why: str) -> None:
-        """Close a connection that has failed, and wake all threads that wait for its answers."""
         if why:
             log.debug("node %d: %s", self.rank, why)
         connection.close()
@@ -390,8 +387,7 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
-        """The answer, when `pending` is done. If its payload is shorter than the parts, some were
-        not given."""
+        """`pending` is done. If its payload is shorter than the parts, some were not given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
@@ -401,8 +397,8 @@ class OwnerLink:
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
         """Receive the answer to a connection's only request, if it comes in time and gives all
-        parts, as is usual; returns whether it did. If not, `_wait` goes on from the received bytes.
-        This has few operations, as nearly all reads of several parts are answered here."""
+        parts; returns whether it did. If not, `_wait` goes on from the received bytes. Nearly all
+        reads of several parts are answered here, so it has few operations."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -524,8 +520,8 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Receive answers until `pending` is answered; returns False if its answer is late. Raises
-        OSError, _ConnectionLost, CorruptError."""
+        """Returns False if the answer to `pending` is late. Raises OSError, _ConnectionLost,
+        CorruptError."""
         receive = connection.receive
         while not pending.is_done:
             room, got = self._next_room(connection)
@@ -557,8 +553,6 @@ class OwnerLink:
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
-        """The memory for the next answer, and the number of its bytes that were received
-        already."""
         if connection.room is None:
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
@@ -568,7 +562,6 @@ class OwnerLink:
         return connection.room, connection.got
 
     def _answered(self, connection: _OwnerConnection, room: memoryview) -> tuple[PendingRead, int]:
-        """The request of the answer in `room`, and the answer's length. Raises CorruptError."""
         head = wire.parse_answer(room)
         answered = connection.pending.get(head.id)
         if answered is None:
@@ -577,7 +570,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """Take over an answer of `total` bytes, and keep the bytes that were received behind it."""
+        """Keeps the bytes that were received behind the answer."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -595,7 +588,7 @@ class OwnerLink:
         _wake(answered)
 
     def _settle(self, answered: PendingRead) -> None:
-        """Count a request as answered. The caller holds the lock."""
+        """The caller holds the lock."""
         connection = answered.connection
         del connection.pending[answered.number]
         connection.unanswered_bytes -= answered.request_bytes

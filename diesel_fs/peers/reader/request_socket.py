@@ -4,9 +4,8 @@ The sockets block: a wake-up by an event loop would cost more than a request. Th
 time of each call, which costs nothing while answers come.
 
 After a fork, parent and child hold the same sockets, and locks may be held by threads that the
-child does not have. So each object that threads share registers with `start_anew_in_forks`: in the
-child, before any other code, it makes new locks and closes the child's copies of the sockets. The
-parent's sockets stay open.
+child does not have. So each object that threads share registers with `start_anew_in_forks`. In the
+child, before any other code, it makes new locks and closes its copies of the sockets.
 """
 
 import os
@@ -24,7 +23,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class RequestSocket:
-    """A blocking socket. One thread at a time sends, and one receives."""
+    """One thread at a time sends, and one receives."""
 
     def __init__(
         self, connected: socket.socket | TlsSocket, *, receive_limit_s: float, send_limit_s: float
@@ -40,19 +39,19 @@ class RequestSocket:
         self.send: Callable[[bytes], object] = connected.sendall
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.receive_rest = self.receive
-        """As `receive`, for bytes that are known to come: without TLS it returns when the whole
-        buffer is full, or after the limit."""
+        """Receives bytes that are known to come: without TLS it returns when the whole buffer is
+        full, or after the limit."""
         if not isinstance(connected, TlsSocket):
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """Close the connection. May run while a thread receives, and may be called again."""
+        """May run while a thread receives, and may be called again."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def close_copy(self) -> None:
-        """Close this process's copy of a socket; the connection of the parent stays open."""
+        """The connection of the parent process stays open."""
         with suppress(OSError):
             os.close(self.socket.detach())
 
@@ -68,7 +67,6 @@ _INHERITED: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def start_anew_in_forks(each: Inherited) -> None:
-    """Have children that are forked from now on call `each.start_anew`."""
     _INHERITED.add(each)
 
 

@@ -1,10 +1,8 @@
 """The object store of a reader in a task. Reads of the task's version of the dataset are served by
-the task's nodes as far as they have the chunks; the repository's own object store serves the rest.
+the task's nodes as far as they have the chunks, the rest by the repository's own object store.
 
-`TaskStore` maps names of objects to chunk numbers, passes other reads on, and sends messages to its
-node's master; `task_chunks.py` reads chunks by number. The caller checks the bytes, and reports
-damage by `read_uncached`. A reader never gets an error because of a master. Thread-safe; a forked
-child may go on with its parent's object.
+The caller checks the bytes, and reports damage by `read_uncached`. A reader never gets an error
+because of a master. Thread-safe; a forked child may go on with its parent's object.
 """
 
 import json
@@ -41,10 +39,10 @@ from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
-"""The most bytes of one request of `read_parts`; a larger part is read alone."""
+"""The most bytes of a request of `read_parts`; a larger part is read alone."""
 
 MASTER_END_WAIT_S = 1.0
-"""How long `join` waits for the end of a master that does not accept this reader."""
+"""How long `join` waits for a master that does not accept this reader to end."""
 
 _JOIN_ATTEMPTS = 3
 
@@ -52,7 +50,6 @@ _JOIN_ATTEMPTS = 3
 def master_request(
     options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
 ) -> TaskRequest:
-    """The request that starts or joins the master of a task that reads this snapshot."""
     credentials = repository.credentials
     return TaskRequest(
         **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
@@ -67,8 +64,6 @@ def master_request(
 
 
 class TaskStore(StoreWrapper):
-    """An object store that reads the chunks of one version through the masters of a task."""
-
     def __init__(
         self,
         inner: ObjectStore,
@@ -120,11 +115,11 @@ class TaskStore(StoreWrapper):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else the master has just ended: it was idle, or served another version
+                break  # otherwise the master has just ended: it was idle, or had another version
         return store
 
     def connect(self) -> bool:
-        """Connect to the master; returns whether it accepts this reader."""
+        """Returns whether the master accepts this reader."""
         return self._link.connect()
 
     # Reading
@@ -149,8 +144,8 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """Announce to the master that its clients have switched to this version. Returns whether
-        the master accepted that."""
+        """Report that this reader has switched to this version. Returns whether the master accepted
+        it."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -162,8 +157,7 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """A store for another version, through the same master, which this call has switch, too.
-        This store stays usable."""
+        """A store for another version, to which the master switches. This store stays usable."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
@@ -173,11 +167,10 @@ class TaskStore(StoreWrapper):
         return store
 
     def send_plan(self, body: bytes) -> int | None:
-        """As `MasterLink.send_plan`."""
         return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
-        """The master's statistics, whether it `answers`, and this reader's under `client`."""
+        """Adds whether the master `answers`, and this reader's statistics under `client`."""
         text = self._link.stats()
         try:
             reported = json.loads(text) if text else {}
@@ -196,7 +189,7 @@ class TaskStore(StoreWrapper):
 
     @property
     def read_counts(self) -> tuple[int, int]:
-        """The numbers of parts that were read from the task's cache, and from the store."""
+        """Parts from the task's cache, and from the store."""
         counts = self._chunks.counts
         hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
         return hits, counts["store_reads"]
@@ -206,14 +199,12 @@ class TaskStore(StoreWrapper):
         self._link.retry()
 
     def close(self) -> None:
-        """Leave the master. Views stay valid; each chunk is unpinned with its last view. May be
-        called again."""
+        """Views stay valid; each chunk is unpinned with its last view. May be called again."""
         self._chunks.close()
         self._stored.close()
 
     def _number(self, name: str) -> int:
-        """The number of the chunk that is the object `name`; -1 if it is no chunk of this
-        version."""
+        """The chunk in the object `name`; -1 if it is none of this version."""
         number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -225,9 +216,6 @@ class TaskStore(StoreWrapper):
 
 
 class _TaskReads(FastReads):
-    """The fast reads of a `TaskStore` (`storage/objects/store.py`): several parts at once, and
-    pins."""
-
     _store: TaskStore
 
     batches_reads = True
@@ -243,8 +231,8 @@ class _TaskReads(FastReads):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The contents of parts, read one batch ahead: the first batch is in flight when this
-        returns. Bytes of mapped chunks are not copied."""
+        """Reads one batch ahead: the first one is in flight when this returns. Bytes of mapped
+        chunks are not copied."""
         batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
         first = next(batches, None)
         return iter(()) if first is None else self._read_batches(self._begin(first), batches)
@@ -276,8 +264,7 @@ class _TaskReads(FastReads):
         return True
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Read from the store, as cached bytes were damaged: the node that gave them is
-        reported."""
+        """Cached bytes were damaged: read from the store, and report the node that gave them."""
         number = self._store._number(name)
         if number >= 0:
             self._store._chunks.report_damage(number, start, len(buffer))
@@ -323,8 +310,8 @@ class _TaskReads(FastReads):
 
 
 class _Batch(NamedTuple):
-    """A batch of reads that has begun. `reading` yields the parts at `places`, which are parts of
-    chunks; the others must be read from the store."""
+    """`reading` yields the parts at `places`, which are parts of chunks; the others must be read
+    from the store."""
 
     parts: Sequence[Part]
     places: Sequence[int]

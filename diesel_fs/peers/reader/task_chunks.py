@@ -2,9 +2,9 @@
 
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
-pinned (the master keeps them until they are unpinned) and mapped: then a read of them is a look-up
-and a slice. The master has checked mapped chunks whole; bytes that came over a connection are
-unchecked. Thread-safe; a forked child may go on with its parent's object.
+pinned (the master keeps them until they are unpinned) and mapped: then a read is a look-up and a
+slice. The master has checked mapped chunks whole; bytes from a connection are unchecked.
+Thread-safe; a forked child may go on with its parent's object.
 """
 
 import logging
@@ -42,29 +42,28 @@ from .request_socket import start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 PIN_COST_S = 60e-6
-"""The time that pinning and mapping a chunk takes."""
+"""The time to pin and map a chunk."""
 
 READ_COST_S = 40e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
 """What a read over the connection to this node's master costs more than one from a mapped chunk: a
-share of the request (seconds), the work for each part (seconds), and the copies (by their rate). A
-chunk is mapped when its reads have cost as much as mapping it would (ski rental): then reads and
-mapping together cost at most twice the minimum."""
+share of the request, the work for each part, and the copies. A chunk is mapped when its reads have
+cost as much as mapping it would (ski rental): then both together cost at most twice the minimum."""
 
 PINS_PER_READ_MAX = 32
-"""The most chunks that one read pins, so that it does not wait long."""
+"""Pins at once, so that a read does not wait long."""
 
 EAGER_BYTES = 1 << 20
-"""If a request wants this many bytes of a chunk, the chunk is pinned before the read: copying the
-bytes costs more than asking in vain for a chunk that is not in memory."""
+"""If a request wants this many bytes of a chunk, the chunk is pinned first: copying the bytes costs
+more than asking in vain for a chunk that is not in memory."""
 
 READS_REMEMBERED = 64
-"""The requests that are remembered, to tell which node sent damaged bytes."""
+"""Requests that show which node sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
-"""The interval at which a reader that has mapped chunks tells its master which ones it has
-unmapped, and learns which ones the master revokes, unless other requests do so."""
+"""How often a reader with mapped chunks reports which ones it has unmapped, and learns which ones
+are revoked, unless other requests do so."""
 
 COUNTS = (
     "mapped_reads",
@@ -79,8 +78,8 @@ COUNTS = (
 answers, pinned chunks, damaged parts."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
-"""A request: its parts, and for each the rank of the node that was asked; or the chunk, start and
-bytes of one part, and the rank."""
+"""A request's parts, and the rank that was asked for each; or the chunk, start and bytes of one
+part, and the rank."""
 
 
 class TaskChunks:
@@ -95,7 +94,7 @@ class TaskChunks:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`stored` reads from the object store, without the cache. `through_master`: ask this
-        node's master also for chunks of other nodes, in place of these nodes."""
+        node's master also for chunks of other nodes, in place of these."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -125,15 +124,13 @@ class TaskChunks:
 
     @property
     def rank(self) -> int:
-        """The rank of this node; -1 before the master's first answer."""
         return self._master.rank
 
     # Reading
 
     def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
         """As `ChunkReader.begin`, for at most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX`
-        bytes. Parts are sorted by source and handled in groups, so that little work is done for
-        each part."""
+        bytes. Parts are sorted by source and handled in groups, so that each takes little work."""
         self._refresh()
         sources = self._mapped.sources.take(parts[:, 0])
         order = sources.argsort(kind="stable")
@@ -173,10 +170,10 @@ class TaskChunks:
         requested: list[tuple[OwnerLink, PendingRead, int, int]],
         not_here: list[int],
     ) -> Iterator[ReadGroup]:
-        """The contents of parts, which are sorted by source; `order` has the caller's position of
-        each. The first `mapped` parts are of mapped chunks. `requested` has the links and requests,
-        each with the range of its parts (first, behind the last). `not_here` has the positions of
-        parts that come from the store."""
+        """`parts` are sorted by source; `order` has the caller's position of each. The first
+        `mapped` parts are of mapped chunks. `requested` has the links and requests, each with the
+        range of its parts (first, behind the last); `not_here` has positions of parts for the
+        store."""
         counts, own = self.counts, self._master.rank
         places: list[int] = order.tolist()
         if mapped:
@@ -218,8 +215,8 @@ class TaskChunks:
                 yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """As `ChunkReader.places`: the rank of the owner of each chunk, `MAPPED` or `NOBODY`
-        (`mapped_chunks.py`), which equal `IN_MEMORY` and `IN_STORE`."""
+        """As `ChunkReader.places`: ranks of owners, `MAPPED` and `NOBODY`, which equal `IN_MEMORY`
+        and `IN_STORE`."""
         return self._mapped.sources.take(chunks)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
@@ -248,7 +245,7 @@ class TaskChunks:
         return self.stored.read_part(chunk, start, size)
 
     def try_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `read_part`; None if the task does not have the part."""
+        """Returns None if the task does not have the part."""
         view = self._mapped.find(chunk)
         if view is not None:
             self.counts["mapped_reads"] += 1
@@ -266,10 +263,10 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `try_part`, of a chunk of this node that is not mapped."""
+        """As `try_part`, of an unmapped chunk of this node."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
-            self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
+            self._read_cost_s[chunk] = 0.0  # even if it was not here: not at each read
             if view is not None:
                 self.counts["mapped_reads"] += 1
                 return view[start : start + size], True
@@ -282,8 +279,8 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """Pin and map a chunk. Returns None if the master does not have it, or it cannot be mapped.
-        `fetch`: the master fetches the chunk if it does not have it."""
+        """Returns None if the master does not have the chunk, or it cannot be mapped. `fetch`: the
+        master fetches an absent chunk."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -306,7 +303,7 @@ class TaskChunks:
         return view
 
     def report_damage(self, chunk: int, start: int, size: int) -> None:
-        """Tell the master which node gave a part that did not match its checksum, if known."""
+        """Report to the master which node gave a part that did not match its checksum, if known."""
         rank = self._master.rank if self._mapped.drop_damaged(chunk) else -1
         for remembered in reversed(list(self._recent)):
             if rank >= 0:
@@ -340,8 +337,7 @@ class TaskChunks:
         }
 
     def close(self) -> None:
-        """Close all connections. Views stay valid; each chunk is unpinned with its last view. May
-        be called again."""
+        """Views stay valid; each chunk is unpinned with its last view. May be called again."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._master.is_connected:
             self._master.return_unmapped()
@@ -359,8 +355,8 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """If the master has announced changes (by the generation of its table), get the owners and
-        members again. Links to unchanged members stay."""
+        """Get owners and members again if the master has announced changes (by the generation of
+        its table). Links to unchanged members stay."""
         table = self._master.owners
         if table is None:
             if not self._master.connect():
@@ -396,8 +392,7 @@ class TaskChunks:
             self.counts["timed_out"] += each.counts["timed_out"]
 
     def _link(self, rank: int) -> OwnerLink | None:
-        """The link to ask for chunks of the node `rank`: to its master, or to this node's; None if
-        there is none."""
+        """The link to ask for chunks of the node `rank`: to its master, or to this node's."""
         own = self._master.rank
         if rank != own:
             if self._through_master:
@@ -434,8 +429,8 @@ class TaskChunks:
             return self._links[rank]
 
     def _pin_worthwhile(self, parts: wire.Parts) -> bool:
-        """Pin and map those chunks of these parts, all of this node, that are worth it; returns
-        whether any was mapped."""
+        """Pin and map those of these chunks, all of this node, that are worth it; returns whether
+        any was mapped."""
         chunks, sizes = parts[:, 0], parts[:, 2]
         is_due = self._read_cost_s.take(chunks) >= PIN_COST_S
         if int(sizes.sum(dtype=np.int64)) >= EAGER_BYTES:
@@ -445,11 +440,10 @@ class TaskChunks:
         if is_due.any():
             for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
                 has_pinned |= self.pin(chunk, fetch=False) is not None
-                self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
+                self._read_cost_s[chunk] = 0.0  # even if it was not here: not at each read
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
-        """Add the cost of these reads to what the reads of their chunks have cost."""
         cost_s = READ_COST_S / len(parts) + PART_S + parts[:, 2] / BYTES_PER_S
         np.add.at(self._read_cost_s, parts[:, 0], cost_s)
 
@@ -487,8 +481,7 @@ def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[mem
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """The heartbeat's thread. It ends when the `TaskChunks` is closed (`ended`) and no view of its
-    chunks is left."""
+    """Ends when the `TaskChunks` is closed (`ended`) and no view of its chunks is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             link.stop_connecting()
