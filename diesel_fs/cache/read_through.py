@@ -1,23 +1,21 @@
 """Serves a server's readers from a cache tier, and fills that tier with the chunks that they miss.
 
-`ReadThroughCache` wraps the object store of a server's repository. Reads through its store methods
-go to the store itself, so that verify and recover see the store's own bytes. For a client, the
-server calls `find` (the tier); if the tier lacks the chunk, it calls `read_store` (the store) and
-`record_miss`, which remembers the chunk. Fetcher threads then bring whole chunks into the tier
-(`tiers.py`), checked.
+`ReadThroughCache` wraps the object store of a server's repository. Its store methods read the store
+itself, so that verify and recover see the store's own bytes. For a client, the server calls `find`;
+if the tier lacks the chunk, it calls `read_store` and then `record_miss`. Fetcher threads bring the
+missed chunks into the tier, whole and checked.
 
-Which chunks: after a miss in a tier on a disk, the chunk is fetched, and behind it the rest of its
-dataset. A tier in memory has less room: there a chunk is fetched only once the misses
-on it have cost as much time as fetching it does ("rent, then buy", the ski-rental rule: at most
-twice the cost of the best choice, whatever is read). Such a chunk is called *admitted* here.
+Which chunks: a tier on a disk gets the missed chunk, and then the rest of its dataset. A tier in
+memory has less room, so it gets a chunk only once the misses on it have cost as much time as
+fetching it does (ski rental: at most twice the cost of the best choice, whatever is read). Such a
+chunk is *admitted*.
 
 When: fetching gives way to readers. Unless its chunk is admitted, no fetch begins while a reader
-waits for the store, in this process or in another that shares the tier. If readers always waited,
-the tier would never fill; so after `PATIENCE_S` a fetch begins all the same, and then its thread
-rests for `REST_FACTOR` times the duration of that fetch.
+waits for the store, in this process or in another that shares the tier. If readers always wait, a
+fetch begins all the same after `PATIENCE_S`, and then its thread rests for `REST_FACTOR` times the
+duration of that fetch.
 
-Safe from any thread. The fetchers are threads of this process, started by the first miss; not
-usable in forked children.
+Safe from any thread, but not in forked children: the first miss starts the fetchers' threads.
 """
 
 import contextlib
@@ -44,25 +42,24 @@ from .tiers import CacheHandle, CacheTier, ChunkKey, verify_chunk
 log = logging.getLogger("diesel.cache")
 
 FETCHERS = 2
-"""Fetches at once per process. The second hides the store's latency; the remaining bandwidth is for
+"""Fetches at once per process. The second hides the store's latency; more would take bandwidth from
 readers that wait."""
 
 PATIENCE_S = 0.2
 REST_FACTOR = 4.0
-"""How fetchers give way to readers (see the module). If readers always wait, a fetcher works for at
-most a fifth of its time."""
+"""How fetchers give way (see the module): at most a fifth of their time if readers always wait."""
 
 SLOW_REQUEST_S = 0.0005
-"""No chunk is admitted if a request to the store takes less time than this: such a store answers
-about as fast as the tier would (a folder in the page cache in 0.02 ms)."""
+"""No chunk is admitted if the store answers faster than this: about as fast as the tier would (a
+folder in the page cache takes 0.02 ms)."""
 
 FETCH_BYTES_MAX = 256 << 20
 """Memory, per process, of chunks that are being fetched for a tier on a disk. A larger chunk is
 fetched alone."""
 
 RETRY_S = 60.0
-"""The pause after a fetch that failed (before that chunk is tried again), after the tier was full
-(before any chunk is), and after a dataset's last chunk (before the dataset is listed again)."""
+"""The pause after a failed fetch (for that chunk), after the tier was full (for all chunks), and
+after a dataset's last chunk (before the dataset is listed again)."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
@@ -74,21 +71,17 @@ _CLOSE_S = 5.0
 Noted = TypeVar("Noted")
 
 Counted = Callable[[str, int, int], None]
-"""Called with reads: the place that served them (`memory`, `disk`, `store`), their number, and
+"""Called with the place that served reads (`memory`, `disk`, `store`), their number and
 their bytes."""
 
 
 @dataclass(slots=True)
 class _Missed:
-    """A chunk to fetch; `content` if a reader has read all of it already."""
-
     content: memoryview | None = None
     is_admitted: bool = False  # its misses have cost as much as fetching it
 
 
 class ReadThroughCache(StoreWrapper):
-    """An object store with a cache tier in front of it (see the module)."""
-
     def __init__(
         self,
         inner: ObjectStore,
@@ -106,7 +99,7 @@ class ReadThroughCache(StoreWrapper):
         self._missed: OrderedDict[ChunkKey, _Missed] = OrderedDict()
         self._fetching: dict[ChunkKey, _Missed] = {}
         self._offered_bytes = 0
-        # Datasets to fetch whole, by identity: the chunks that are left of the listing
+        # Datasets to fetch whole, by identity: the rest of the listing
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
         # When a chunk, or a dataset by its identity, is tried again
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
@@ -126,11 +119,11 @@ class ReadThroughCache(StoreWrapper):
     # For reads of clients
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk if the tier has it, else None. The caller closes it."""
+        """The caller closes the chunk."""
         return self._tier.find(key)
 
     def count(self, held: CacheHandle | None, reads: int, size: int) -> None:
-        """Count reads that were served by the tier (`held` is its chunk) or by the store (None)."""
+        """Count reads that the tier (`held` is its chunk) or the store (None) has served."""
         kind = "store" if held is None else self._tier.kind
         with self._work:
             self._counts[f"{kind}_reads"] += reads
@@ -138,8 +131,7 @@ class ReadThroughCache(StoreWrapper):
         self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
-        """Read bytes of a chunk from the store for a reader that waits. Raises the errors of
-        `ObjectStore.read_into`."""
+        """Read for a client that waits. Raises as `ObjectStore.read_into`."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
@@ -156,11 +148,8 @@ class ReadThroughCache(StoreWrapper):
         self.costs.observe(len(buffer), time.monotonic() - begun_s)
 
     def record_miss(self, key: ChunkKey, start: int, content: memoryview) -> None:
-        """Note that a reader got these bytes of a chunk, from `start` on, out of the store.
-
-        The caller does not change `content` afterwards. If it is the whole chunk, it may be put
-        into the tier without another fetch.
-        """
+        """Note that a reader got these bytes of a chunk out of the store. The caller does not
+        change `content` afterwards: a whole chunk may go into the tier."""
         tier = self._tier
         if self._closed:
             return
@@ -189,16 +178,13 @@ class ReadThroughCache(StoreWrapper):
             self._work.notify_all()
 
     def report_damage(self, key: ChunkKey) -> None:
-        """Report that a reader found damaged bytes in the tier's copy of this chunk: the tier
-        checks the copy or drops it."""
         self._tier.report_damage(key)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start: reads and bytes by the place that served them, and fetches."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """End the fetchers, and close the tier. Repeatable."""
+        """Repeatable."""
         with self._work:
             self._closed = True
             self._missed.clear()
@@ -212,8 +198,6 @@ class ReadThroughCache(StoreWrapper):
     # Which chunks are worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
-        """Whether the misses of a chunk, with that of `size` bytes from `start` on, have cost as
-        much as fetching the chunk would."""
         if self.costs.latency_s < SLOW_REQUEST_S:
             return False
         credit_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
@@ -223,8 +207,7 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _whole_chunk(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
-        """Returns `content` if it is a whole chunk and there is room to keep it until it is in the
-        tier (`_OFFERED_BYTES_MAX`); else None."""
+        """`content` if it is a whole chunk and `_OFFERED_BYTES_MAX` leaves room, else None."""
         size = len(content)
         if not start and self._offered_bytes + size <= _OFFERED_BYTES_MAX:
             with contextlib.suppress(FormatError):
@@ -247,13 +230,13 @@ class ReadThroughCache(StoreWrapper):
         while not self._closed:
             try:
                 self._fetch_next()
-            except Exception:  # a bug here must not stop the server: readers do without the tier
+            except Exception:  # a bug here must not stop the server
                 log.exception("unexpected error while fetching a chunk into the cache")
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Fetch the first of the missed chunks (admitted ones come first); if there is none, the
-        next chunk of a dataset. Waits until there is a chunk to fetch."""
+        """Wait for work, then fetch one chunk: a missed one (admitted ones first), else the next of
+        a dataset."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -269,8 +252,8 @@ class ReadThroughCache(StoreWrapper):
             self._fetch_next_of(identity)
 
     def _fetch_next_of(self, identity: UUID) -> None:
-        """Fetch the next chunk of a dataset. After its last chunk, or if the tier is full, the
-        dataset is forgotten for a while."""
+        """After the dataset's last chunk, and if the tier is full, the dataset is forgotten for a
+        while."""
         if not self._listing.acquire(blocking=False):
             with self._work:  # another fetcher is listing
                 self._work.wait(_LISTING_POLL_S)
@@ -289,8 +272,6 @@ class ReadThroughCache(StoreWrapper):
                 _note(self._not_before, identity, time.monotonic() + RETRY_S)
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
-        """The next chunk of a dataset that the tier does not have; None after the last one, and if
-        the listing fails."""
         infos = self._datasets.get(identity)
         with contextlib.suppress(DieselError):  # the next miss begins another listing
             for info in infos or ():
@@ -304,8 +285,8 @@ class ReadThroughCache(StoreWrapper):
         return None
 
     def _claim(self, key: ChunkKey, missed: _Missed) -> bool:
-        """Whether the caller shall fetch a chunk. Not if another fetcher is at it, or if it failed
-        a short time ago; then `missed` is done with. Called with the lock."""
+        """Whether the caller shall fetch a chunk: not if another fetcher does, or if it failed a
+        short time ago; then `missed` is done with. Called with the lock."""
         other = self._fetching.get(key)
         if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
             self._fetching[key] = missed
@@ -317,8 +298,8 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns whether
-        to go on with other chunks: False if the tier is full or the store fails."""
+        """Returns whether to go on with other chunks: False if the tier is full or the store
+        fails."""
         try:
             return self._insert(key, missed, size)
         finally:
@@ -341,7 +322,7 @@ class ReadThroughCache(StoreWrapper):
         except DieselError as error:
             return self._failed(key, error)
         if reservation is None:
-            # The tier has the chunk already, or another thread or process is bringing it
+            # The tier has the chunk, or another thread or process is bringing it
             return True
         try:
             content = self._checked_chunk(key, missed, size)
@@ -357,7 +338,7 @@ class ReadThroughCache(StoreWrapper):
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Do not try a chunk again for a while. Returns whether to go on with other chunks."""
+        """Wait before this chunk is tried again. Returns whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):
@@ -365,12 +346,11 @@ class ReadThroughCache(StoreWrapper):
         return isinstance(error, (FormatError, ObjectMissing))
 
     def _checked_chunk(self, key: ChunkKey, missed: _Missed, size: int) -> memoryview:
-        """The chunk in memory, fetched unless a reader has read all of it, and checked."""
         content, in_memory = missed.content, self._tier.kind == "memory"
         if content is None or in_memory:
             # The tier in memory keeps `room`, and counts it itself. A reader's bytes are copied, as
-            # the reader's whole answer would stay in memory with them. Other tiers do not keep
-            # `room`; the budget has it back when the last view of it is gone.
+            # the reader's whole answer would stay in memory with them. For other tiers the budget
+            # has `room` back when the last view of it is gone.
             room = (
                 np.empty(size, np.uint8).data
                 if in_memory
@@ -397,8 +377,8 @@ class ReadThroughCache(StoreWrapper):
             self._rest(took_s * REST_FACTOR)
 
     def _wait_until_quiet(self, missed: _Missed) -> bool:
-        """Wait until no reader waits for the store, or the chunk is admitted, but at most
-        `PATIENCE_S`. Returns whether that time ended first, so that the thread must rest later."""
+        """Wait at most `PATIENCE_S`. Returns whether the time ended first, so that the thread must
+        rest later."""
         until_s = time.monotonic() + PATIENCE_S
         while not self._closed and not missed.is_admitted:
             left_s = until_s - time.monotonic()
@@ -421,13 +401,11 @@ class ReadThroughCache(StoreWrapper):
 
 
 def _key_of(name: str) -> ChunkKey | None:
-    """The key of the chunk that an object of this name holds; None for other objects."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     return None if identity is None or chunk is None else ChunkKey(identity, chunk)
 
 
 def _note(notes: "OrderedDict[Noted, float]", what: "Noted", value: float) -> None:
-    """Note a number; if there are too many notes, the oldest is forgotten."""
     notes[what] = value
     notes.move_to_end(what)
     if len(notes) > _NOTED_MAX:

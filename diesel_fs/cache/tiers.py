@@ -1,9 +1,9 @@
 """Keeps whole chunks nearer than the object store: the interface, and the tier in memory.
 
-A server, and a node of a task, keep chunks in a *tier*: in memory (`MemoryTier`) or in a folder of
-a local disk (`DiskTier`, `disk/chunks.py`). A tier is bounded, and everything in it has been
-checked whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of
-a tier is never an error for a reader: `find` then returns None, as if the chunk were absent.
+A *tier* is a bounded place for whole chunks, near a server or a node of a task: in memory
+(`MemoryTier`) or in a folder of a local disk (`DiskTier`, `disk/chunks.py`). Everything in it has
+been checked whole. A failure of a tier is never an error for a reader: `find` then returns None, as
+if the chunk were absent.
 
 Everything may be called from many threads at once.
 """
@@ -26,36 +26,32 @@ from .policies.replacement import Shortage
 
 
 class ChunkKey(NamedTuple):
-    """Names one chunk of one dataset: the dataset's identity and the chunk's ID. Chunks never
-    change."""
+    """Names one chunk of one dataset. Chunks never change."""
 
     identity: UUID
     id: ChunkId
 
 
 class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
-    """A chunk of a tier, open until `close` (or the end of a `with`). Its bytes stay readable, even
-    if the tier drops the chunk meanwhile."""
+    """A chunk of a tier. It stays readable until `close`, even if the tier drops it."""
 
     bytes: int
-    """The size of the chunk."""
 
     @abstractmethod
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start` on. Raises OSError; EOFError if the chunk is too short."""
 
     def read_nowait(self, start: int, buffer: memoryview) -> bool:
-        """As `read_into`, but only if the bytes can be read without waiting. Returns whether
-        `buffer` is full now. Never raises, even if the chunk is too short."""
+        """Fill `buffer` if that needs no waiting. Returns whether it did. Never raises, even if the
+        chunk is too short."""
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """`size` bytes from `start` on, in the tier's own memory; None if the tier is not in
-        memory. The caller must not change them."""
+        """Bytes in the tier's own memory, not to be changed; None if the tier is not in memory."""
         return None
 
     def close(self) -> None:
-        """Release the chunk. Repeatable."""
+        """Repeatable."""
         return
 
     def __exit__(self, *error: object) -> None:
@@ -67,17 +63,15 @@ class Reservation(ABC):
 
     @abstractmethod
     def commit(self, content: memoryview) -> None:
-        """Put the chunk into the tier. The caller has checked it and will not change it. A failure
-        is not reported: the tier then does not have the chunk."""
+        """Put the chunk, which the caller has checked and will not change, into the tier. A failure
+        is not reported: the tier then lacks the chunk."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Give the room back: the chunk was not fetched."""
+        """Give the room back."""
 
 
 class CacheTier(ABC):
-    """A bounded place for whole chunks (see the module)."""
-
     kind: str
     """`memory` or `disk`: the name in statistics."""
 
@@ -86,38 +80,36 @@ class CacheTier(ABC):
 
     @abstractmethod
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk, whole and checked, if the tier has it, else None."""
+        """The chunk, whole and checked."""
 
     @abstractmethod
     def holds(self, key: ChunkKey) -> bool:
-        """Whether the tier seems to have the chunk or to be getting it. Does not open the chunk."""
+        """Whether the tier seems to have the chunk or to be getting it; cheap."""
 
     @abstractmethod
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
-        """Reserve room for a chunk that the caller will fetch; idle chunks are evicted for it. None
-        if the tier has the chunk or is getting it: the caller need not fetch it. Raises
-        NoSpaceError if every chunk in the tier is in use."""
+        """Reserve room for a chunk that the caller will fetch, and evict idle chunks for it. None
+        if the tier has the chunk or is getting it. Raises NoSpaceError if all chunks are in use."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Remove a chunk; no error if it is absent."""
+        """Remove a chunk, if it is there."""
 
     def report_damage(self, key: ChunkKey) -> None:
-        """A reader found damaged bytes in a chunk: check the chunk, or drop it."""
+        """Check or drop a chunk in which a reader found damaged bytes."""
         self.drop(key)
 
     def note_use(self, identity: UUID) -> None:
-        """Note that this dataset is being read. A tier on a disk then evicts other datasets first;
-        the tier in memory notes each read of a chunk in `find` instead."""
+        """Note a use of a dataset: a tier on a disk evicts the others first."""
         return
 
     def note_reading(self, *, begins: bool) -> None:
-        """Note that a reader of this process begins, or ends, to wait for a read of the object
-        store. Other processes that share the tier pause their fetches meanwhile (`others_read`)."""
+        """Note that a reader of this process begins, or ends, to wait for the object store. Other
+        processes that share the tier pause their fetches meanwhile (`others_read`)."""
         return
 
     def others_read(self) -> bool:
-        """Whether a reader of another process that shares this tier waits for the store now."""
+        """Whether a reader of another process that shares this tier waits for the store."""
         return False
 
     def close(self) -> None:
@@ -138,8 +130,7 @@ class MemoryTier(CacheTier):
     """Chunks in this process's memory.
 
     A chunk is evicted only when nobody has read it for `idle_s`. So if readers cycle through more
-    chunks than fit, the chunks in the tier stay and serve their part of the reads: the tier does
-    not thrash.
+    chunks than fit, the tier does not thrash: its chunks stay, and serve their part of the reads.
     """
 
     kind = "memory"
@@ -162,7 +153,7 @@ class MemoryTier(CacheTier):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the chunks here, and of those that are reserved."""
+        """The bytes of chunks and reservations."""
         return self._used_bytes
 
     def find(self, key: ChunkKey) -> CacheHandle | None:

@@ -1,12 +1,10 @@
 """Marks the causes for which a read waits, so that a mount can show where its readers' time goes.
 
-A reader of contents calls stores, other nodes and the decompressor. Each of these is marked with a
-`WaitCause` while it runs. A caller sets an observer for a piece of work (`observer_set`), and the
-marks call it, in any thread that does the work. The observer is a context variable: trio passes it
-on to tasks and threads. Without an observer a mark costs less than a microsecond, and the paths
-that read many files at once have none.
-
-`MarkedStore` marks all reads of an object store.
+Calls of stores, other nodes and the decompressor are marked with a `WaitCause` while they run. A
+caller sets an observer for a piece of work (`observer_set`), and the marks call it, in any thread
+that does the work: the observer is a context variable, which trio passes on to tasks and threads.
+Without an observer a mark costs less than a microsecond; the paths that read many files at once
+have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +32,7 @@ class WaitCause(IntEnum):
 
 
 class WaitObserver(Protocol):
-    """Is notified of the waits of one piece of work, by any thread, also by several at once."""
+    """The waits of one piece of work. Called by any thread, also by several at once."""
 
     def enter(self, cause: WaitCause) -> None:
         """The work begins to wait for this cause."""
@@ -48,7 +46,6 @@ class WaitObserver(Protocol):
 _observer: ContextVar[WaitObserver | None] = ContextVar("diesel_wait_observer", default=None)
 
 current_observer = _observer.get
-"""The observer of the work that this thread or task does; None if there is none."""
 
 
 @contextmanager
@@ -63,7 +60,7 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
 
 
 class waiting_for:  # a small letter, as it is used like a function
-    """Marks the code in the `with` as waiting for a cause, for the current observer."""
+    """Marks the code in the `with` as waiting for a cause."""
 
     __slots__ = ("_cause", "_observer")
 
@@ -101,8 +98,6 @@ class MarkedStore(StoreWrapper):
 
 
 class _MarkedReads(FastReads):
-    """The fast reads of a store, marked with a cause if they may wait."""
-
     def __init__(self, store: ObjectStore, inner: FastReads, cause: WaitCause) -> None:
         super().__init__(store)
         self._inner = inner
@@ -141,8 +136,7 @@ class _MarkedReads(FastReads):
             return self._inner.pin(name, on_revoke)
 
     def _marked(self, pieces: Iterator[_T]) -> Iterator[_T]:
-        """The same pieces. The wait for the next one is marked, the caller's work in between is
-        not."""
+        """Marks the wait for each piece, but not the caller's work in between."""
         while True:
             with waiting_for(self._cause):
                 try:

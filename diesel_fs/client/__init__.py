@@ -2,5 +2,5 @@
 
 Read `dataset.py` first (`connect` and the class `Dataset`), then `pending_puts.py` (its writes),
 `addressing.py` (paths and indices) and `reopening.py` (pickles). `extract.py` and `differences.py`
-are for `dlcmd get` and `dlcmd diff`. The package does not import `mounts`.
+are for `dlcmd get` and `dlcmd diff`.
 """

@@ -38,7 +38,7 @@ def is_path(key: EntryKey) -> bool:
 
 
 def encoded(path: object) -> bytes:
-    """A path as bytes. Raises UsageError for another type or text that cannot be encoded."""
+    """Raises UsageError for another type or text that cannot be encoded."""
     if not isinstance(path, _PATHS):
         raise wrong_type("a path", "str, bytes or os.PathLike", path)
     try:
@@ -48,7 +48,7 @@ def encoded(path: object) -> bytes:
 
 
 def index_of(view: Snapshot, key: EntryKey) -> int:
-    """The index of an entry. Raises NoSuchPath, and UsageError for neither a path nor an index."""
+    """Raises NoSuchPath, and UsageError for neither a path nor an index."""
     if isinstance(key, _PATHS):
         return view.index_of(encoded(key))
     if not isinstance(key, bool):
@@ -58,8 +58,8 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
 
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
-    """The entries as encoded paths, or as an array of indices if the caller gave these. Neither is
-    looked up yet. Raises UsageError."""
+    """The entries as encoded paths, or as an array of indices, not looked up yet. Raises
+    UsageError."""
     if isinstance(entries, np.ndarray) and entries.dtype == np.int64 and entries.ndim == 1:
         return entries
     if isinstance(entries, _PATHS):

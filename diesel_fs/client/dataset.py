@@ -67,8 +67,6 @@ MEMORY_BYTES_DEFAULT = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _OpenOptions:
-    """Arguments of `connect` that do not name the dataset."""
-
     memory_bytes: int | None
     compress: str
     task: TaskOptions
@@ -76,7 +74,7 @@ class _OpenOptions:
 
 
 class _Order(NamedTuple):
-    """The arguments of the last `shuffle`, which a process that loads a pickle repeats."""
+    """A process that loads a pickle repeats the last `shuffle` with these arguments."""
 
     seed: int
     epoch: int
@@ -102,10 +100,10 @@ def connect(
 ) -> "Dataset":
     """Open a dataset (DL_connect).
 
-    `"pets"` opens the dataset at its current version. `"pets@1790000000000000"` opens it at that
-    version, which must be kept; such a dataset is read-only until `refresh` moves it on.
+    `"pets"` opens the current version. `"pets@1790000000000000"` opens that version, which must be
+    kept; such a dataset is read-only until `refresh` moves it on.
 
-    `url`, `user` and `key` name the repository and your account on a server; if None, they come
+    `url`, `user` and `key` name the repository and your account on a server; by default they come
     from the environment, as for `dlcmd`. `create` makes a missing repository and dataset.
 
     `memory_bytes` limits the memory for chunks; None means MEMORY_BYTES_DEFAULT, or more if the two
@@ -178,15 +176,14 @@ def list_datasets(
 ) -> list[str]:
     """Return the sorted names of a repository's datasets; on a server, of those that you may read.
 
-    The arguments and errors are those of `connect`.
+    Arguments and errors as for `connect`.
     """
     with open_configured(_load(url, user, key)) as repository:
         return [info.name for info in repository.datasets()]
 
 
 def _load(url: str | None, user: str | None, key: str | None) -> Settings:
-    """The settings by these arguments and the environment. Raises UsageError for a key without a
-    user."""
+    """Raises UsageError for a key without a user."""
     given = {"url": url, "user": user, "key": key}
     for word, value in given.items():
         if value is not None:
@@ -200,7 +197,7 @@ def _load(url: str | None, user: str | None, key: str | None) -> Settings:
 
 
 class Dataset:
-    """A dataset that is open for reading and writing; see `connect`."""
+    """An open dataset; see `connect`."""
 
     def __init__(
         self,
@@ -263,7 +260,6 @@ class Dataset:
 
     @property
     def version(self) -> int:
-        """The version that is shown."""
         return self._view.version
 
     @property
@@ -345,9 +341,8 @@ class Dataset:
     def follow(self, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
 
-        `ends` has the position in the order at which each group ends (see `shuffle`); the last is
-        the order's length. Raises NoSuchPath, and UsageError if the chunks of a group do not fit
-        `memory_bytes`.
+        `ends` has the position in the order at which each group ends. Raises NoSuchPath, and
+        UsageError if the chunks of a group do not fit `memory_bytes`.
         """
         self._check_open()
         view = self._view
@@ -384,10 +379,8 @@ class Dataset:
         return [os.fsdecode(name) for name in view.names(view.children(index))]
 
     def task_stats(self) -> dict[str, object]:
-        """Return the state and counters of the task's cache, and of this object's reads from it.
-
-        Empty without a task, or in a process that has not joined it.
-        """
+        """Return the state and counters of the task's cache, and of this object's reads from it;
+        empty without a task, or in a process that has not joined it."""
         return {} if self._task is None else self._task.stats()
 
     def refresh(self) -> int:
@@ -409,8 +402,8 @@ class Dataset:
     ) -> None:
         """Put a file at `path` (DL_put); it is durable after `flush`.
 
-        `source` is the path of a file, bytes, or a file object. The file of a path gives mode and
-        mtime; for other sources they are `mode`, and `mtime_ns` or now.
+        `source` is the path of a file, bytes, or a file object. A file's path gives mode and mtime;
+        other sources get `mode`, and `mtime_ns` or now.
 
         Raises ConflictError if `path` is a folder or lies below a file, NoSuchFile or
         PermissionDenied if the source cannot be read. If a chunk cannot be stored, the puts since
@@ -488,9 +481,7 @@ class Dataset:
         Flushes, rewrites chunks with more than the share `max_unused` of unused bytes, deletes the
         old ones when no reader can need them, and moves on to the current version. `keep` versions
         are kept, and old chunks stay for `grace_s` seconds; -1 leaves a setting as it is (see
-        `PurgeOptions`).
-
-        Raises BusyError, NoSpaceError.
+        `PurgeOptions`). Raises BusyError, NoSpaceError.
         """
         if isinstance(max_unused, bool) or not isinstance(max_unused, int | float | np.number):
             raise wrong_type("max_unused", "a share between 0 and 1", max_unused)
@@ -587,8 +578,8 @@ class Dataset:
         return self._find(key)[0]
 
     def _find(self, key: EntryKey) -> tuple[int, EntryReader]:
-        """The index of an entry, and the reader of the version with this index (another thread may
-        move the dataset on meanwhile). If a path is missing, moves on to a newer version first."""
+        """The index of an entry, and the reader of its version (another thread may move the dataset
+        on meanwhile). If a path is missing, moves on to a newer version first."""
         self._check_open()
         reader = self._reader
         try:
@@ -612,7 +603,7 @@ class Dataset:
             return indices_of(reader.snapshot, names), reader
 
     def _catch_up(self) -> bool:
-        """Move on to a newer version if there is one; return whether there was."""
+        """Return whether there was a newer version to move on to."""
         if self._version_fixed:
             return False
         head = self._repository.dataset(self.name).head
@@ -649,7 +640,7 @@ def _reopen(
     is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
-    """Open a pickled dataset in this process; `is_fixed` has the two flags of `Dataset`."""
+    """`is_fixed` has the two flags of `Dataset`."""
     is_version_fixed, is_kept = is_fixed
     options = replace(options, task=reference.task_options_with_key)
     repository = reference.repository()

@@ -5,8 +5,8 @@ mtime, size, content or link target; an entry of another kind counts as removed 
 of two versions are compared by the checksums of their extents, and files of a folder as `put`
 compares them: by size and mtime, and with `checksum` by content.
 
-Nothing is written. Two versions with 1.28 million entries take about a second. A tree of folders is
-read one folder at a time, so only the entries of one are in memory.
+Two versions with 1.28 million entries take about a second. A tree of folders is read one folder at
+a time, so only the entries of one are in memory.
 """
 
 import os
@@ -26,13 +26,13 @@ from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
 CompareProgress = Callable[[int], None]
-"""A callback that gets the number of entries compared until now."""
+"""Called with the number of entries compared until now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The result of a comparison: paths by kind of difference, and the number of unchanged entries.
-    `failed` has the paths that could not be read, with the reasons."""
+    """Paths by kind of difference. `failed` has the paths that could not be read, with the
+    reasons."""
 
     added: Collection[bytes]
     changed: Collection[bytes]
@@ -42,7 +42,7 @@ class Differences:
 
 
 class _Paths(Collection[bytes]):
-    """The paths of some entries, which are decoded only during iteration."""
+    """Decodes the paths only during iteration."""
 
     def __init__(self, view: Snapshot, entries: Indices) -> None:
         self._view, self._entries = view, entries
@@ -58,7 +58,7 @@ class _Paths(Collection[bytes]):
 
 
 def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
-    """The differences from `old` to `new`, at and below a path in both. Raises NoSuchPath."""
+    """Compare the entries at and below a path in both versions. Raises NoSuchPath."""
     old_entries = old.walk(old.index_of(below))
     new_entries = new.walk(new.index_of(below))
     matched = diff_snapshots(old, new)
@@ -116,7 +116,6 @@ def compare_folder(
 
 
 def _entries(changes: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
-    """The paths that differ, with the kind of the entry in the compared folder."""
     path = target_path(below, changes.path)
     if changes.entry is not None:
         yield path, Kind.FOLDER

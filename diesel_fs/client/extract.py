@@ -1,9 +1,9 @@
 """Writes entries of a dataset back to a folder, to one file, or into a tar.
 
 Nothing outside the destination is touched: folders are opened component by component, and links are
-never followed. An existing file is replaced only with `force`, and only by a whole file. The order
-of work: folders are made, then files by their places in the chunks (so each chunk is read once),
-then links; the attributes of folders are set last, deepest first.
+never followed. An existing file is replaced only with `force`, and only by a whole file. Order of
+work: folders, then files by their places in the chunks (so each chunk is read once), then links;
+the attributes of folders last, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
 its name or not at all, and survives a power cut once the kernel has written it.
@@ -54,9 +54,9 @@ _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a st
 class GetReport:
     """The progress of a get.
 
-    `total` is the number of all entries, `entries` that of entries done. `files` and
-    `content_bytes` count the written files, `unchanged` the existing entries that were equal.
-    `failed` has the paths that were left out, with the reasons.
+    `total` counts all entries, `entries` those done, `files` and `content_bytes` the written files,
+    `unchanged` the existing entries that were equal. `failed` has the paths that were left out,
+    with the reasons.
     """
 
     total: int = 0
@@ -68,7 +68,7 @@ class GetReport:
 
 
 GetProgress = Callable[[GetReport], None]
-"""A callback that gets the report so far, after each entry."""
+"""Called with the report so far, after each entry."""
 
 
 def _no_progress(_: GetReport) -> None: ...
@@ -125,7 +125,7 @@ def get(
 
 
 def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
-    """Open or make the folder `dest`. Returns its descriptor, and whether it is new or empty."""
+    """Returns the descriptor of `dest`, and whether it is new or empty."""
     try:
         check_links(dest)
         dest.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ class _Folders:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def __getitem__(self, index: int) -> int:
-        """The descriptor of a folder, valid until the next call. Raises OSError, _EntrySkipped."""
+        """Valid until the next call. Raises OSError, _EntrySkipped."""
         to_open = []
         while index != self._top and index not in self._open:
             to_open.append(index)
@@ -187,7 +187,7 @@ class _Folders:
 
 
 def _safe_name(view: Snapshot, index: int) -> bytes:
-    """The name of an entry, checked again, since a snapshot may come from an untrusted place."""
+    """The name is checked again, since a snapshot may come from an untrusted place."""
     name = view.name(index)
     if fault := name_fault(name):
         raise _EntrySkipped(f"not written: its name has {fault}")
@@ -196,7 +196,7 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
 
 @dataclass(eq=False)
 class _FolderWriter:
-    """Writes entries into a folder; an entry that fails goes into the report."""
+    """An entry that fails goes into the report."""
 
     view: Snapshot
     reader: EntryReader
@@ -243,7 +243,7 @@ class _FolderWriter:
     # Folders
 
     def _make_folder(self, index: int) -> bool:
-        """Make a folder with write permission for us; return whether `_finish_folder` must set the
+        """Make a folder with write permission for us. Returns whether `_finish_folder` must set the
         dataset's attributes later."""
         above, name = self._destination_of(index)
         mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to its final mode
@@ -264,8 +264,8 @@ class _FolderWriter:
         return True
 
     def _finish_folder(self, index: int) -> None:
-        """Set a folder's attributes, after its entries. An implicit folder, which exists only since
-        something lies below it, gets only its mode."""
+        """An implicit folder, which exists only since something lies below it, gets only its
+        mode."""
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
         folder = self.folders[index]
@@ -279,7 +279,7 @@ class _FolderWriter:
     # Files and links
 
     def _must_write(self, index: int) -> bool:
-        """Whether a file or link must be written. If not, it is counted as unchanged or failed."""
+        """If a file or link need not be written, it is counted as unchanged or failed."""
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             try:
@@ -352,7 +352,6 @@ class _FolderWriter:
             self._count_entry()
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
-        """The descriptor of an entry's folder (as `_Folders` gives it), and the name in it."""
         name = self.names.get(index) or _safe_name(self.view, index)
         return self.folders[self.view.parent(index)], name
 
@@ -366,7 +365,7 @@ class _FolderWriter:
 
 
 class _EntryErrors:
-    """A context in which an error becomes a failure of one entry; a full disk ends the whole get.
+    """Makes an error a failure of one entry; a full disk ends the whole get.
 
     A class, since a generator function would take three times as long for each entry.
     """
@@ -397,7 +396,7 @@ class _EntryErrors:
 
 
 def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
-    """Sort files by their bytes in the chunks, so that each chunk is read once."""
+    """Each chunk is then read once."""
     if not len(files):
         return files
     return files[np.lexsort((view.columns.offset[files], view.chunk_of(files)))]
@@ -438,7 +437,6 @@ def _whole_files(
 
 
 def _pieces(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
-    """The content of a file, extent by extent."""
     done = 0
     for extent in view.extents(index):
         content = reader.read(index, extent.start, extent.size)
@@ -505,7 +503,7 @@ def get_tar(
 
 
 def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
-    """The tar header of an entry, without an owner, since a dataset keeps none."""
+    """The header has no owner, since a dataset keeps none."""
     entry: Stat = view.stat(index)
     info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     info.mode = entry.mode & MODE_MASK
@@ -536,8 +534,8 @@ def _grant_owner(above: int, name: bytes, mode: int) -> None:
 
 @contextmanager
 def _named_at_end(name: bytes, folder: int) -> Iterator[str]:
-    """A temporary name, under which the caller makes an entry in `folder` (a descriptor). It is
-    renamed to `name` when the `with` ends, or removed after an error."""
+    """A temporary name for an entry in `folder` (a descriptor). The entry is renamed to `name` when
+    the `with` ends, or removed after an error."""
     temporary = temporary_name()
     try:
         yield temporary

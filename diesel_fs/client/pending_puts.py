@@ -37,10 +37,7 @@ _SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length i
 
 
 class PendingPuts:
-    """The puts since the last flush: a session on the dataset, and a packer with their contents.
-
-    `view` is the version that the dataset shows, `compress` as in `connect`.
-    """
+    """A session on the dataset, and a packer with the contents since the last flush."""
 
     def __init__(self, repository: Repository, view: Snapshot, compress: str) -> None:
         self._repository = repository
@@ -60,7 +57,7 @@ class PendingPuts:
     def add(
         self, view: Snapshot, source: Source, path: PathText, mode: int, mtime_ns: int | None
     ) -> None:
-        """Put a file; `view` is the version that the dataset shows now. Raises as `Dataset.put`."""
+        """`view` is the version that the dataset shows now. Raises as `Dataset.put`."""
         packer = self._begun(view)[1]
         target = self._target(path)
         mode = whole_number("mode", mode, 0, _MODE_MAX)
@@ -86,7 +83,7 @@ class PendingPuts:
         self._files.add(target)
 
     def delete(self, view: Snapshot, paths: Sequence[bytes]) -> None:
-        """Delete entries of `view`, each before its folder."""
+        """Each entry of `view` comes before its folder."""
         self._begun(view)[0].delete(paths)
         self._folders.difference_update(paths)
         self._files.difference_update(paths)
@@ -104,12 +101,12 @@ class PendingPuts:
         return report
 
     def forget_paths(self) -> None:
-        """Forget the paths that were put, because the version shown next has them."""
+        """The version that is shown next has these paths."""
         self._folders.clear()
         self._files.clear()
 
     def close(self) -> None:
-        """Drop the puts that are not flushed. Repeatable."""
+        """Repeatable."""
         if self._writing is not None and self._process == os.getpid():
             self._writing[1].close()
         self._forget()
@@ -119,7 +116,7 @@ class PendingPuts:
         self.forget_paths()
 
     def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
-        """The session and its packer, which the first put after a flush begins."""
+        """The first put after a flush begins a session and its packer."""
         if self._process != os.getpid():
             self._forget()
         if self._writing is None:
@@ -148,7 +145,7 @@ class PendingPuts:
             raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
 
     def _target(self, path: PathText) -> bytes:
-        """The path of a put, as bytes. Raises UsageError, and ConflictError for a folder."""
+        """Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
             raise UsageError(
@@ -161,15 +158,14 @@ class PendingPuts:
         return target
 
     def _kind_at(self, path: bytes) -> Kind | None:
-        """The kind of the entry at a path in the newest known version, which may be newer than the
-        shown one."""
+        """The kind in the newest known version, which may be newer than the shown one."""
         assert self._writing is not None
         view = max(self._newest, self._writing[0].view, key=_version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
-        """Put the missing folders above `target`. Raises ConflictError if one of them is a file."""
+        """Raises ConflictError if a folder above `target` is a file."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._folders:
@@ -186,8 +182,7 @@ class PendingPuts:
 
 
 def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
-    """Copy the rest of a binary file object to `spool`. Raises UsageError for another object or a
-    file of text."""
+    """Raises UsageError for an object that is no file, or a file of text."""
     read = getattr(source, "read", None)
     if not callable(read):
         raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)

@@ -33,9 +33,8 @@ class DatasetReference:
 
     @classmethod
     def of(cls, repository: Repository, view: Snapshot, task: TaskOptions) -> Self:
-        """The reference to `view`. Raises UsageError if another process with our environment would
-        not find the same repository, account and task.
-        """
+        """Raises UsageError if another process with our environment would not find the same
+        repository, account and task."""
         url, credentials = repository.url, repository.credentials
         has_password = "@" in url.meta  # if wrongly true, only DIESEL_URL must be set
         found = cls(
@@ -62,23 +61,20 @@ class DatasetReference:
 
     @property
     def task_options_with_key(self) -> TaskOptions:
-        """The task's options, with the key from this process's environment ("" if it has none)."""
+        """The options with the key from this process's environment ("" if it has none)."""
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
         return replace(self.task_options, task_key=key)
 
     def repository(self) -> Repository:
-        """Open the repository. Raises as `open_repository`; ConfigError for a missing secret."""
+        """Raises as `open_repository`; ConfigError for a missing secret."""
         return open_repository(*self.address())
 
     def snapshot(self, repository: Repository) -> Snapshot:
-        """The version's snapshot. Raises as `same_view`."""
+        """Raises as `same_view`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 
     def address(self) -> tuple[RepositoryUrl, Credentials | None]:
-        """The repository's URL and the account, with secrets from the environment.
-
-        Raises ConfigError if one is missing.
-        """
+        """The secrets come from the environment. Raises ConfigError if one is missing."""
         settings = load_settings(
             {"user": self.user or None, "url": None if self.has_password else self.url}
         )

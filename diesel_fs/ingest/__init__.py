@@ -1,10 +1,10 @@
-"""Putting files into a dataset: `put(repository, dataset, source)`.
+"""Puts files into a dataset: `put(repository, dataset, source)`.
 
 A put skips entries that the dataset has already, so it can be repeated; nothing is acknowledged
 before it is durable. Read `put.py` first (the steps of every put, and the class `Source`), then
 `compare.py` (which entries are new, which are in the way), `sources/`, and `packer.py` (entries
 become chunks). `worker.py` has the processes that pack a folder, `concurrent_writers.py` mends
-conflicts between two writers, and `manifest.py` stores a manifest.
+conflicts between two writers.
 """
 
 from .manifest import FetchedManifest

@@ -1,8 +1,8 @@
 """Compares the source of a put with the dataset, to find new, conflicting and removed entries.
 
-A `Comparer` remembers which entries of the dataset the source has, for `--delete`. A source whose
-entries come one by one (a tar, a bucket, a file) looks up each; a `FolderComparer` compares folder
-by folder. Contents are read only with `--checksum`. This module changes nothing. One thread.
+A source whose entries come one by one (a tar, a bucket, a file) looks up each in a `Comparer`; a
+`FolderComparer` compares folder by folder. Contents are read only with `--checksum`. This module
+changes nothing. One thread.
 """
 
 import logging
@@ -57,7 +57,6 @@ class ReadabilityCheck:
             )
 
     def __call__(self, index: int) -> bool:
-        """Whether the entry with this index is readable."""
         if index in self.lost:
             return False
         if self._reader is None or self._view.stat(index).kind != Kind.FILE:
@@ -73,8 +72,8 @@ class ReadabilityCheck:
 
 @dataclass(eq=False)
 class Comparer:
-    """Records which entries of `view`, the dataset before the put, the source has, and which were
-    replaced. `readable` tells whether an entry (by its index) can be read."""
+    """Records which entries of `view`, the dataset before the put, the source has (for `--delete`),
+    and which were replaced."""
 
     view: Snapshot
     target: bytes  # the path of the source in the dataset
@@ -90,20 +89,19 @@ class Comparer:
         self._any_found = False
 
     def find(self, path: bytes) -> int:
-        """The entry at a path of the dataset, or -1. The source has this path, too."""
+        """The index of an entry that the source has; -1 if the dataset lacks it."""
         self._any_found = True
         index = self.view.lookup(path)
         self._mark(index)
         return index
 
     def keep(self, path: bytes) -> None:
-        """Never list this path among those that `--delete` removes, although the source lacks
-        it."""
+        """Keep `--delete` from removing this path, although the source lacks it."""
         self._mark(self.view.lookup(path))
 
     def accepts_any_file(self, folder: bytes) -> bool:
-        """Whether files of any names can be put into a folder of the dataset: it is empty or
-        missing, and no file or link is at its path, or at the path of a folder above it."""
+        """Whether a folder of the dataset is empty or missing, and no file or link is at its path,
+        or at the path of a folder above it."""
         self._any_found = True
         at = self.view.lookup(folder)
         if at >= 0 and len(self.view.children(at)):
@@ -111,8 +109,8 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """Why an entry of a kind cannot be put at a path, at which the dataset has the entry
-        `index` (-1: none); or an empty string."""
+        """Why an entry cannot be put at a path, or "". The dataset has the entry `index` there (-1:
+        none)."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -121,8 +119,8 @@ class Comparer:
         return reason or self._replacement_conflict(index, kind)
 
     def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
-        """Whether the dataset's entry `index` (-1: none) has exactly these attributes, was not
-        replaced by this put, and is readable."""
+        """Whether the entry `index` (-1: none) has exactly these attributes, was not replaced by
+        this put, and is readable."""
         return (
             index >= 0
             and index not in self._replaced
@@ -158,9 +156,9 @@ class Comparer:
         return self.path_filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
 
     def _replacement_conflict(self, index: int, kind: Kind) -> str:
-        """Why an entry of a kind cannot replace the entry `index` (-1: none); or an empty string. A
-        folder replaces no file or link, and a file or link replaces no folder, unless `--delete`
-        removes the old entry with all that is in it."""
+        """As `conflict_reason`, for the entry itself. A folder replaces no file or link, and a file
+        or link replaces no folder, unless `--delete` removes the old entry with all that is in
+        it."""
         if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
             return ""
         if self.options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
@@ -170,8 +168,7 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """Why nothing can be put into a folder, for its own sake or that of a folder above it; or
-        an empty string."""
+        """Why nothing can be put into a folder (it or one above it is a file or link), or ""."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -182,7 +179,6 @@ class Comparer:
         return ""
 
     def _mark(self, index: int, *, with_all_below: bool = False) -> None:
-        """Record that the source has an entry, and with `with_all_below` all entries below it."""
         if index < 0 or not self.options.delete:
             return
         self._seen[index] = 1
@@ -191,8 +187,6 @@ class Comparer:
                 self._seen[int(below)] = 1
 
     def _mark_above(self, folder: bytes) -> None:
-        """Record that the source has this folder and those above it, as far as they are folders of
-        the dataset."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
@@ -202,8 +196,7 @@ class Comparer:
 
 
 def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
-    """Whether a local file has the contents of the entry `index`, by their checksums. `folder` is
-    the descriptor of the file's folder. Raises OSError."""
+    """Compares checksums. `folder` is the descriptor of the local file's folder. Raises OSError."""
     file = open_file(folder, name)
     try:
         return same_content(view.extents(index), partial(os.pread, file))
@@ -225,8 +218,7 @@ class FolderChanges:
 
 @dataclass(eq=False)
 class FolderComparer(Comparer):
-    """Compares folder by folder. `failed` is called with the path of an entry that cannot be put,
-    and the reason."""
+    """`failed` is called with the path of an entry that cannot be put, and the reason."""
 
     failed: ReportFailure
     root: int  # a descriptor of the source
@@ -241,8 +233,8 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """The changes of each listed folder. A folder that cannot be put is reported as failed, and
-        its subfolders are taken out of the listing, so that they are not walked."""
+        """A folder that cannot be put is reported as failed, and its subfolders are taken out of
+        the listing, so that they are not walked."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -286,8 +278,8 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The new or different files and links, and the number of unchanged ones. `indices` are
-        those of the dataset's entries in this folder, by name."""
+        """The new or different files and links, and the number of unchanged ones. `indices` has the
+        dataset's entries in this folder, by name."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -314,7 +306,6 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """Why no entry of a folder can be put at the path `target`; or an empty string."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""

@@ -1,7 +1,7 @@
 """Mends paths that two writers made at once, one as a file and the other as a folder.
 
-A put refuses such a path when it can see the conflict (`compare.py`), but it cannot see the commits
-of other writers while it runs. Of two entries at one path the entry with the greater stamp (see
+A put refuses such a path when it sees the conflict (`compare.py`), but it cannot see the commits of
+other writers while it runs. Of two entries at one path the one with the greater stamp (see
 FORMAT.md) wins, so a folder would replace the file for good. Therefore a writer that finishes looks
 for files that a folder has replaced since the put began, if the file or the folder is its own, and
 puts the file again. Then the file's bytes stay in the dataset, although readers still show the
@@ -41,7 +41,7 @@ _READ_BYTES = 1 << 20  # of a file that is put again
 
 
 class _Entry(NamedTuple):
-    """An entry of a chunk that is new since the put began, at `position` in the chunk's header."""
+    """`position` is in the chunk's header."""
 
     stamp: Stamp
     header: ChunkHeader
@@ -60,8 +60,8 @@ def finish_put(
     `prefix`, the source's path in the dataset.
 
     Returns whether others have written since the session began. If so, continue with a new session:
-    this one would look at all new chunks each time. `session.view` must have been loaded when the
-    session began.
+    this one would look at all new chunks each time. `session.view` must have been loaded at the
+    session's beginning.
     """
     report.version = session.finish()
     if not session.others_committed():
@@ -103,8 +103,8 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """The files and links that a folder has replaced since the session began, if one of the two is
-    this session's: the entries of the file's extents, by path."""
+    """Files and links that a folder has replaced, with the entries of their extents, if one of the
+    two is this session's."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
@@ -179,8 +179,8 @@ def _headers(
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """A snapshot with these files alone; the dataset's own snapshot shows folders at their
-    paths."""
+    """The dataset's own snapshot shows folders at the paths of these files, so this one has the
+    files alone."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

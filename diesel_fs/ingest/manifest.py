@@ -27,7 +27,6 @@ class FetchedManifest:
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """The path of the stored manifest, for a source that was put to `target`."""
         return join(target, MANIFEST_NAME)
 
 
@@ -41,9 +40,9 @@ def put_manifest(
     *,
     is_readable: bool,
 ) -> None:
-    """Put a manifest unless the dataset has it already, and `is_readable` (whether the stored one
-    can be read) is true. If `view`, the dataset after the put, lacks files that the manifest names,
-    the report gets the first such lines, and a stored manifest stays. Raises DieselError."""
+    """Put a manifest unless the dataset has it already and it `is_readable` there. If `view`, the
+    dataset after the put, lacks files that the manifest names, the report gets the first such
+    lines, and a stored manifest stays. Raises DieselError."""
     found = find_samples(fetched.manifest, view, target)
     for fault in found.faults:
         report.fail(fault.path, f"{fetched.manifest.name}, line {fault.line}: {fault.reason}")

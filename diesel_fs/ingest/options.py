@@ -16,7 +16,7 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """The options of a put. Raises UsageError for bad values.
+    """Raises UsageError for bad values.
 
     `delete` deletes entries of the dataset that the source lacks; for an empty source, that needs
     `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include` and
@@ -82,29 +82,27 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """Count a committed chunk. `entries` is the number of entries that end in it: a large file
-        ends with its last extent."""
+        """`entries` of a committed chunk end in it: a large file ends with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes
         self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
-        """Report that a path, relative to the source, is left out."""
+        """`path` is relative to the source."""
         self.failed.append((path, reason))
 
 
 PutProgress = Callable[[PutReport], None]
-"""Called after each change, from the thread that puts."""
+"""The thread that puts calls it after each change."""
 
 
 def no_progress(_: PutReport) -> None:
-    """The default of a put: progress is not shown."""
+    """Progress is not shown."""
 
 
 class Filter:
-    """Decides which entries are put, by the globs of `PutOptions`. Paths are relative to the
-    source."""
+    """Applies the globs of `PutOptions`. Paths are relative to the source."""
 
     def __init__(self, options: PutOptions) -> None:
         self._include = [_Glob.of(pattern) for pattern in options.include]
@@ -115,11 +113,11 @@ class Filter:
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
     def includes_folder(self, path: bytes) -> bool:
-        """Whether a folder is put, if the folders above it are."""
+        """Assumes that the folders above it are put."""
         return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
     def includes_file(self, path: bytes) -> bool:
-        """Whether a file is put, if the folders above it are."""
+        """Assumes that the folders above it are put."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
         is_taken = not self._include or any(
@@ -129,7 +127,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """Whether an entry is left out, for its own path or for that of a folder above it."""
+        """Also looks at the folders above an entry."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

@@ -1,4 +1,4 @@
-"""Packing: entries become chunks, and full chunks are stored while the next one is filled.
+"""Packs entries into chunks; full chunks are stored while the next one is filled.
 
 A file that is longer than a chunk is cut into extents, one in each of its chunks. A file that
 changes during the reading is read again, and after some tries left out: it is packed only in the
@@ -49,22 +49,20 @@ _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bi
 _RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
 
 SplitPath = tuple[bytes, bytes]
-"""Folder and name."""
 
 
 class Readable(Protocol):
     def read(self, size: int, /) -> bytes | memoryview:
-        """The next bytes, at most `size`; none at the end."""
+        """Returns at most `size` bytes; none at the end."""
         ...
 
 
 class FileSkipped(Exception):
-    """A file could not be read in one unchanged state."""
+    """The file could not be read in one unchanged state."""
 
 
 class Packer:
-    """Fills chunks with entries and stores them. `finish` stores the last chunk; then all are
-    durable.
+    """Fills chunks with entries and stores them. After `finish`, all are durable.
 
     After a chunk could not be stored, every method except `close` raises the error, since entries
     are lost. Continue with a new packer. `stripped` and `hard_links` count as those of `PutReport`.
@@ -94,17 +92,16 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
-        """The longest extent: a longer file is cut into several."""
+        """A longer file is cut into several extents."""
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """Entries in the unfinished chunk."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """Add a file, which `folder`, a descriptor, has under `name`; `path` is its path in the
-        dataset. Raises OSError, or FileSkipped if the file is not regular or keeps changing; then
-        no part of it is in any version of the dataset."""
+        """Add the file `name` in `folder`, a descriptor; `path` is its path in the dataset. Raises
+        OSError, or FileSkipped if the file is not regular or keeps changing; then no part of it is
+        in any version of the dataset."""
         if self._failure is not None:  # as `_check`, without a call for each file
             raise self._failure
         for attempt in range(READ_TRIES):
@@ -127,8 +124,8 @@ class Packer:
     def add_files(
         self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
     ) -> None:
-        """Add files of one folder (`path` is its path in the dataset). For a file that cannot be
-        added, calls `failed` with its name and the reason."""
+        """`path` is the folder's path in the dataset. Calls `failed` with the name of a file that
+        cannot be added, and the reason."""
         at = 0
         while at < len(names):
             self._check()
@@ -144,12 +141,9 @@ class Packer:
                 at += 1
 
     def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
-        """Read files until the chunk is full or something is unusual; returns the number of added
-        files.
-
-        Nearly every file of a put is read in this loop, so it makes no avoidable call, and keeps no
-        object for each file.
-        """
+        """Read files until the chunk is full or something is unusual. Returns the number of added
+        files. Nearly every file of a put is read in this loop, so it makes no avoidable call, and
+        keeps no object for each file."""
         builder = self._builder
         room = builder.room(builder.room_bytes)
         end_max = min(self._extent_bytes, len(room) - 1)
@@ -196,8 +190,7 @@ class Packer:
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """Add a link, which `folder`, a descriptor, has under `name`. Raises OSError,
-        FileSkipped."""
+        """As `add_file`, for a link."""
         self._check()
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -206,7 +199,7 @@ class Packer:
         self._submit_if_full()
 
     def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
-        """Add a folder's own entry. Raises FileSkipped."""
+        """Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -214,8 +207,7 @@ class Packer:
         self._submit_if_full()
 
     def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """Add a link whose target the caller has already, for example from an archive. Raises
-        FileSkipped."""
+        """Add a link whose target the caller has already. Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self._builder.add_link(path, mtime_ns, target)
@@ -224,8 +216,7 @@ class Packer:
     def add_stream(
         self, file: Readable, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
-        """Add a file that has the next `size` bytes of `file`. Raises FileSkipped, also if `file`
-        ends before."""
+        """Add the next `size` bytes of `file`. Raises FileSkipped, also if `file` ends before."""
         self._check()
         check_storable(mtime_ns, size)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
@@ -250,8 +241,7 @@ class Packer:
         mtimes_ns: Sequence[int],
         contents: Sequence[memoryview],
     ) -> None:
-        """Add files of one folder (`path` is its path in the dataset) whose contents are in memory.
-        None may be longer than `extent_bytes`."""
+        """As `add_files`, with contents in memory. None may be longer than `extent_bytes`."""
         at = 0
         while at < len(names):
             self._check()
@@ -274,7 +264,7 @@ class Packer:
             self._submit_if_full()
 
     def finish(self) -> None:
-        """Wait until all is durable. The packer can be used again."""
+        """All is durable then. The packer can be used again."""
         self._check()
         if len(self._builder):
             self._submit()
@@ -283,12 +273,12 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Wait for the chunk that is being stored. Entries of all later chunks are lost, so call
-        `finish` first to keep them."""
+        """Entries of chunks that are not being stored yet are lost, so call `finish` first to keep
+        them."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Add an opened file of one extent. Returns False if the file changed meanwhile."""
+        """Returns False if the file changed meanwhile."""
         size, builder = before.st_size, self._builder
         room = builder.room(size + 1)
         count = os.readv(file, (room,))
@@ -309,8 +299,8 @@ class Packer:
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Like `_read`, for a longer file. The last extent is added only if the file did not
-        change: without this extent, no reader ever shows the file."""
+        """As `_read`, for a longer file. The last extent is added only if the file did not change:
+        without this extent, no reader ever shows the file."""
         first: Stamp | None = None
         for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
@@ -378,8 +368,7 @@ class Packer:
         return future
 
     def _await_oldest(self) -> None:
-        """Wait until the oldest submitted chunk is stored; only then may its builder be filled
-        again."""
+        """Only after this wait may the builder of the chunk be filled again."""
         future, builder = self._submitted[0]
         future.result()
         del self._submitted[0]
@@ -402,7 +391,7 @@ class Packer:
         return self._failure
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """Seal a chunk and make it durable, unless an earlier one failed. In the storing thread."""
+        """Runs in the storing thread, unless an earlier chunk failed."""
         self._check()
         try:
             chunk, parts, _ = seal_and_store(
@@ -423,8 +412,8 @@ def start_packer(
     compress: str,
     committed: Callable[[ValidatedChunk, int], None] | None = None,
 ) -> Packer:
-    """A packer that commits each durable chunk to the session, then calls `committed` with the
-    chunk and the number of entries that end in it."""
+    """Commits each durable chunk to the session, then calls `committed` with the chunk and the
+    number of entries that end in it."""
 
     def commit(preamble: bytes, header: bytes, entries: int) -> None:
         chunk = session.commit(preamble, header)
@@ -435,7 +424,7 @@ def start_packer(
 
 
 def check_storable(mtime_ns: int, size: int = 0) -> None:
-    """Raise FileSkipped if no chunk can hold this time or size."""
+    """Raises FileSkipped if no chunk can hold this time or size."""
     if mtime_ns not in MTIMES_NS:
         raise FileSkipped("refused: its mtime cannot be stored (years 1678 to 2261 can)")
     if not 0 <= size <= FILE_BYTES_MAX:
@@ -443,7 +432,7 @@ def check_storable(mtime_ns: int, size: int = 0) -> None:
 
 
 def _split_extents(size: int, extent_bytes: int) -> Iterator[ExtentInfo | None]:
-    """The extents of a file of `size` bytes; None alone if it has just one."""
+    """None alone if the file has just one extent."""
     if size <= extent_bytes:
         yield None
         return

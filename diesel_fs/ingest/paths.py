@@ -16,7 +16,6 @@ def source_path(target: bytes, path: bytes) -> bytes:
 
 
 def is_reserved(path: bytes) -> bool:
-    """Whether a path is the mount's own folder, or lies in it."""
     return path.startswith(RESERVED_NAME) and path.split(b"/", 1)[0] == RESERVED_NAME
 
 
@@ -26,7 +25,7 @@ def check_not_reserved(path: bytes) -> None:
 
 
 def check_file_target(path: bytes) -> None:
-    """Raise UsageError if no file can be put at this path of a dataset."""
+    """Raises UsageError if no file can be put at this path of a dataset."""
     check_path(path)
     if not path:
         raise UsageError("a file needs a name in the dataset")
@@ -34,7 +33,7 @@ def check_file_target(path: bytes) -> None:
 
 
 def refusal_reason(path: bytes) -> str:
-    """Why nothing can be put at this path of a dataset; or an empty string."""
+    """Empty if something can be put at this path of a dataset."""
     if fault := path_fault(path):
         return f"refused: its name has {fault}"
     if is_reserved(path):

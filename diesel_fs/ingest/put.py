@@ -1,9 +1,7 @@
 """A put: adds the entries of a source to a dataset, unless they are there already.
 
-`put` opens the source, compares it with the dataset, packs and commits new entries, deletes entries
-that the source lacks (with `--delete`), and publishes; a manifest comes last (`manifest.py`). A
-`Source` has everything that differs between the sources in `sources/`. One thread; a source may
-start others.
+A `Source` has everything that differs between the sources in `sources/`. A put is one thread; a
+source may start others.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +22,6 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """The dataset, the options and the report of one put, for its source."""
-
     repository: Repository
     target: bytes  # the path of the source in the dataset
     options: PutOptions
@@ -49,12 +45,12 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Open the source, before the dataset is read or made. `target` is the path that the source
-        gets in it. Raises NotFoundError, PermissionDenied, UsageError."""
+        """Open the source, before the dataset is read or made. Raises NotFoundError,
+        PermissionDenied, UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
-        """Begin the comparison with the dataset. Returns the comparer that will record the source's
-        entries. Raises ConflictError."""
+        """Begin the comparison with the dataset; the comparer will record the source's entries.
+        Raises ConflictError."""
         self._work = work
         self._comparer = Comparer(
             work.view, work.target, work.options, work.path_filter, work.readable
@@ -68,11 +64,11 @@ class Source(ABC):
     @abstractmethod
     def pack(self, session: WriteSession) -> bool:
         """Commit the new entries. Returns whether the source was read to its end; otherwise,
-        entries that it seems to lack must not be deleted. Raises DieselError; earlier commits stay.
-        """
+        entries that it seems to lack must not be deleted. Raises DieselError; earlier commits
+        stay."""
 
     def published(self, session: WriteSession) -> None:  # noqa: B027  # most have nothing to add
-        """Called when the put is durable, and the snapshot of its version is published."""
+        """The put is durable now, and the snapshot of its version is published."""
 
     def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
@@ -90,10 +86,10 @@ def put(
 ) -> PutReport:
     """Put a source's entries below the path `target` of a dataset, which is created if missing.
 
-    Unchanged entries are skipped, so a put can be repeated, and an interrupted put continues. When
-    this returns, all entries are durable, and the snapshot of the new version is in the repository.
-    The report names the entries that could not be put. A manifest becomes a file of the dataset, in
-    a version of its own after that of its files. Raises DieselError; earlier commits stay.
+    Unchanged entries are skipped, so an interrupted put can be repeated to continue. When this
+    returns, all entries are durable, and the snapshot of the new version is in the repository. The
+    report names the entries that could not be put. A manifest becomes a file of the dataset, in a
+    version of its own after that of its files. Raises DieselError; earlier commits stay.
     """
     options = options or PutOptions()
     check_not_reserved(target)
@@ -135,8 +131,8 @@ def put(
 def _begin(
     repository: Repository, dataset: str, options: PutOptions
 ) -> tuple[WriteSession | None, Snapshot, ReadabilityCheck]:
-    """The session (None in a dry run), the dataset before the put, and the check of its entries. A
-    dry run takes a missing dataset for an empty one and does not create it. Raises DieselError."""
+    """A dry run takes a missing dataset for an empty one and does not create it. Raises
+    DieselError."""
     session = None if options.dry_run else repository.begin(dataset)
     try:
         view = session.view if session else repository.view(dataset)
@@ -159,5 +155,5 @@ def _delete_shadowed_files(
 
 
 def _shadowed_files(view: Snapshot) -> set[bytes]:
-    """The paths at which a dataset has a file and a folder; readers do not see the files."""
+    """Readers do not see these files."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

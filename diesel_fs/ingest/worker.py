@@ -50,7 +50,7 @@ from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a packing process handles differently from its coordinator. They are blocked until
+"""A packing process handles these signals differently from its coordinator. They are blocked until
 the process has its own handlers."""
 
 _END_WAIT_S = 10.0  # for a process to end by itself
@@ -64,8 +64,6 @@ FolderEntry = tuple[bytes, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """The part of a put that all packing processes need."""
-
     root: int  # a descriptor of the source
     target: bytes  # of the source, in the dataset
     identity: UUID
@@ -105,7 +103,6 @@ class _PackProcess:
             self.end()
 
     def run(self) -> None:
-        """Packs the batches that arrive, and returns after "finish"."""
         threading.Thread(target=self._receive, daemon=True).start()
         while True:
             with self._arrived:
@@ -118,8 +115,7 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """Receives messages, in a thread of its own. Ends this process when the coordinator
-        ends."""
+        """Ends this process when the coordinator ends."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -155,8 +151,7 @@ class _PackProcess:
     def _pack(
         self, folders: list[FolderFiles], entries: list[FolderEntry]
     ) -> list[tuple[bytes, str]]:
-        """Packs a batch: files and links of folders, and `entries`, the folders' own. Returns
-        failed paths, with reasons."""
+        """Returns failed paths, with reasons. `entries` are the folders' own."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in entries:
             target = target_path(self._job.target, path)
@@ -210,8 +205,7 @@ def _run_forked_worker(
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
-    """The main function of a packing program: gets its job over the pipe `descriptor`, and
-    packs."""
+    """The main function of a packing program, which gets its job over the pipe `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -280,8 +274,7 @@ class WorkerHandle:
     def _start_program(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
-        """Starts the program, which inherits only the pipe and the source, with the signals
-        blocked."""
+        """The program inherits only the pipe and the source, with the signals blocked."""
         if not program:
             raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
         process = subprocess.Popen(
@@ -294,8 +287,7 @@ class WorkerHandle:
         return process
 
     def close_requests(self) -> None:
-        """Closes the pipe to the process, which then ends. Its messages still arrive.
-        Repeatable."""
+        """Ends the process; its messages still arrive. Repeatable."""
         self._end_s = self._end_s or time.monotonic() + _END_WAIT_S
         with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(SHUT_WR)
@@ -307,7 +299,7 @@ class WorkerHandle:
         return max(0.0, self._end_s - time.monotonic())
 
     def end(self) -> None:
-        """Wait for the process to end, or kill it."""
+        """Kill the process if it does not end in time."""
         self.pipe.close()
         if isinstance(self._process, subprocess.Popen):
             try:
@@ -328,7 +320,7 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """The error of a process that has ended: the one that it sent, if it sent one."""
+        """The error that the ended process sent, if it sent one."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())

@@ -12,25 +12,24 @@ share.
     <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
 
 `<identity>` is the dataset's UUID in hexadecimal. Start with `folder.py`: `CacheFolder` owns the
-room in the folder, for all its stores, and evicts. `jobs.py` records the uses of datasets.
-`chunks.py` has the tier of a server and of the nodes of a task. `logs.py` has the files of order
-logs: copies of files in the order in which a mount will read them (`order_logs/` reads and writes
-the logs). `listing.py` serves programs that only look. While order logs of a dataset are in use, no
-chunks of that dataset are written, and its chunks that are here are evicted for the logs.
+room in the folder, for all its stores, and evicts. `chunks.py` has the tier of a server and of the
+nodes of a task. `logs.py` has the files of order logs (`order_logs/` reads and writes them): copies
+of files in the order in which a mount will read them. While a dataset has order logs in use, none
+of its chunks are written, and those that are here are evicted for the logs. `jobs.py` records the
+uses of datasets, `listing.py` serves programs that only look.
 
-Eviction: a process that needs room evicts for all datasets. Two things keep a chunk from being
-evicted for another dataset. A job that uses the chunk's dataset *pins* it: a mount or a node of a
-task holds a shared lock on `.used` as long as it lives, so a kill ends the pin, too. Otherwise the
-dataset must *cool down*: nobody may have used it for `IDLE_S` (DLCache, section III-C.2). If
-nothing may be evicted, a new chunk is not admitted; a process that starts with a lower limit than
-that of the jobs that fill the folder meets this at once. The process that needs the room chooses
-the order among the chunks that may be evicted: the longest unread first, or with `by_references`
-cost-aware LRFU (`policies/lrfu.py`).
+Eviction: a process that needs room evicts for all datasets. It spares two kinds of chunks. A job
+that uses a dataset *pins* its chunks for other datasets: a mount or a node of a task holds a shared
+lock on `.used` as long as it lives, so a kill ends the pin, too. And a dataset must *cool down*:
+nobody may have used it for `IDLE_S` (DLCache, section III-C.2). If nothing may be evicted, a new
+chunk is not admitted; this happens at once to a process that starts with a lower limit than that of
+the jobs that fill the folder. The process that needs the room chooses the order: the longest unread
+first, or with `by_references` cost-aware LRFU (`policies/lrfu.py`).
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
-reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any
+reads it, so a chunk that a crash has damaged is noticed and dropped. A process may die at any
 point: the next process that needs room removes the files that it was writing. After three failures
-of the disk in a row, the cache pauses for `DISK_PAUSE_S` and serves nothing.
+of the disk in a row, the cache serves nothing for `DISK_PAUSE_S`.
 
 Concurrency: a process that makes or removes files holds an exclusive lock on `.diesel-cache`;
 readers never wait for a lock. A directory entry with a chunk's name that is not a regular file is

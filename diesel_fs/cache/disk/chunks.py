@@ -46,7 +46,7 @@ class DiskTier(CacheTier):
         *,
         by_references: bool = False,
     ) -> None:
-        """See `CacheFolder` for the parameters. Raises PermissionDenied, BusyError."""
+        """As `CacheFolder`."""
         self.folder = CacheFolder(place, store, limit_bytes, clock, by_references=by_references)
         self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
@@ -64,8 +64,8 @@ class DiskTier(CacheTier):
         return held
 
     def load(self, key: ChunkKey, room: memoryview) -> bool:
-        """Read a whole chunk into `room`, and check it. Returns False if it is not here, cannot be
-        read, is not as large as `room`, or is damaged; in the last two cases it is dropped."""
+        """Read a whole chunk into `room`, and check it. Returns False if that fails. A chunk that
+        is damaged or not as large as `room` is dropped."""
         held = self._open(key)
         if held is None:
             return False
@@ -79,7 +79,6 @@ class DiskTier(CacheTier):
         return False
 
     def _open(self, key: ChunkKey) -> "_File | None":
-        """The open file of a chunk, not checked; None if the chunk is absent or cannot be read."""
         folder, path = self.folder, self._path(key)
         if folder.reads.is_open:
             return None
@@ -103,8 +102,7 @@ class DiskTier(CacheTier):
         return held
 
     def _is_sound(self, key: ChunkKey, held: "_File", room: memoryview | None = None) -> bool:
-        """Whether a chunk is undamaged: reads all of it, into `room` if given, and checks it. A
-        damaged chunk is dropped."""
+        """Reads all of a chunk, into `room` if given. A damaged one is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data if room is None else room
             held.read_into(0, content)
@@ -134,20 +132,19 @@ class DiskTier(CacheTier):
         return False
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
-        """The chunks of a dataset that seem to be here. Raises OSError."""
+        """The chunks that seem to be here. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return [*list_files(self.folder.dataset(identity)).chunks]
         return []
 
     def drop(self, key: ChunkKey) -> None:
-        """Remove a chunk. Its bytes stay counted until the next eviction, which counts all
-        files."""
+        """Its bytes stay counted until the next eviction, which counts all files."""
         self._checked_s.pop(key, None)
         unlink(self._path(key))
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
-        """Remove chunks and free their room at once. A chunk that cannot be removed stays, and all
-        of them if the folder cannot be locked."""
+        """Remove chunks and free their room at once. Those that cannot be removed stay; all, if the
+        folder cannot be locked."""
         with contextlib.suppress(OSError, BusyError), self.folder.locked() as ledger:
             for key in keys:
                 self._checked_s.pop(key, None)
@@ -179,7 +176,7 @@ class DiskTier(CacheTier):
         return reservation
 
     def _reserve(self, ledger: FolderLedger, key: ChunkKey, size: int) -> Reservation | None:
-        """`reserve`, called with the folder's lock."""
+        """Needs the folder's lock."""
         if self.holds(key):
             return None
         place = self.folder.dataset(key.identity)
@@ -284,8 +281,8 @@ class _FileReservation(Reservation):
         folder.writes.succeeded()
 
     def cancel(self) -> None:
-        """Remove the file. If the folder cannot be locked, the file stays until an eviction removes
-        the files of dead writers."""
+        """If the folder cannot be locked, the file stays until an eviction removes the files of
+        dead writers."""
         try:
             with contextlib.suppress(OSError, BusyError), self._tier.folder.locked() as ledger:
                 os.unlink(self._temporary)

@@ -1,9 +1,7 @@
 """The folder of a cache: its marker, the bytes used in it, and the evictions that make room.
 
-`CacheFolder` is one process's view of the folder. A caller that makes or removes files there takes
-the folder's lock, and gets a `FolderLedger`, which counts the bytes of all files and makes room.
-The number of bytes is kept in the marker file, so processes need not count all files; each
-eviction counts them anew, since it looks at every file anyway.
+The number of bytes is kept in the marker file, so processes need not count all files; each eviction
+counts them anew, since it looks at every file anyway.
 """
 
 import contextlib
@@ -38,7 +36,6 @@ from .references import USED, References, read_references
 log = logging.getLogger("diesel.cache")
 
 DISK_PAUSE_S = 30.0
-"""A disk that failed is not used for this time."""
 
 _FAILURES_MAX = 3  # in a row, before the pause: one file may be damaged while the disk is well
 
@@ -46,17 +43,17 @@ FREE_FRACTION_MIN = 0.05
 """This part of the file system stays free for other programs (and nearly full disks are slow)."""
 
 IDLE_S = 600.0
-"""The cool-down: chunks of a dataset that nobody has used for this time may be evicted for others.
-A job that ended is often started again, and evaluates or restarts within minutes."""
+"""The cool-down: chunks of a dataset that nobody has used for this time may be evicted. A job that
+ended is often started again, and evaluates or restarts within minutes."""
 
 CHUNK_IDLE_S = 24 * 3600.0
 """A chunk that nobody has read for this time may be evicted although its dataset is read: an epoch
-is shorter, and chunks that a purge has replaced are never read again. Such a chunk of a pinned
-dataset is evicted only for new chunks of the same dataset."""
+is shorter, and chunks that a purge has replaced are never read again. If the dataset is pinned,
+only for new chunks of the same dataset."""
 
 EVICT_FRACTION = 0.05
-"""Evict this part of the limit in addition to the bytes that are needed, so that evictions, which
-look at every file, are rare."""
+"""Part of the limit that is evicted in addition to the bytes that are needed, so that evictions,
+which look at every file, are rare."""
 
 LOGS = ".logs"
 LOG_NAME = re.compile(r"order-[0-9a-f]{16}")
@@ -66,8 +63,8 @@ _STORE_NAME = re.compile(IDENTITY_TEXT)
 
 
 class DiskBreaker:
-    """A circuit breaker for a disk: while `is_open`, callers leave the disk alone. Logs a failure
-    once. One object each for reading and writing. Any thread."""
+    """A circuit breaker for a disk, which logs a failure once. One object each for reading and
+    writing. Any thread."""
 
     def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
         self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
@@ -77,18 +74,15 @@ class DiskBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the disk is not used now."""
         return self._breaker.is_open(self._clock())
 
     def succeeded(self) -> None:
-        """Note that an access of the disk worked."""
         self._breaker.record_success()
         if self._is_reported:
             self._is_reported = False
             log.warning("the cache in %s works again", self._root)
 
     def failed(self, error: OSError) -> None:
-        """Note that an access of the disk failed."""
         if self._breaker.record_failure(None, self._clock()) and not self._is_reported:
             self._is_reported = True
             log.warning(
@@ -99,30 +93,24 @@ class DiskBreaker:
 
 @dataclass(frozen=True, slots=True)
 class CachedDataset:
-    """The folder of a dataset in a cache, as a scan finds it."""
-
     folder: str
-    used_s: float
-    """Its last use, in seconds since 1970."""
+    used_s: float  # its last use, in seconds since 1970
     is_pinned: bool
     references: References
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedFile:
-    """A chunk or an order log, as a scan finds it. `used_s` is its last use, in seconds since
-    1970."""
-
     path: str
     bytes: int
-    used_s: float
+    used_s: float  # its last use, in seconds since 1970
     dataset: CachedDataset
     is_temporary: bool
     is_log: bool
 
 
 class CacheFolder:
-    """The folder of a cache, as one process uses it for one store; all stores share its limit."""
+    """One process's use of the folder for one store; all stores share its limit."""
 
     def __init__(
         self,
@@ -133,10 +121,10 @@ class CacheFolder:
         *,
         by_references: bool = False,
     ) -> None:
-        """`place` is the folder that `prepare_cache_folder` returned. If `limit_bytes` is None, the
-        limit is half of the sum of the bytes that are free there and those that the cache has
-        already. `clock` (seconds) times the pauses of a failed disk, and how often chunks are
-        marked as used. `by_references`: evict by cost-aware LRFU (see the package).
+        """`place` is the folder that `prepare_cache_folder` returned. `limit_bytes` is by default
+        half of the sum of the bytes that are free there and those that the cache has. `clock`
+        (seconds) times the pauses of a failed disk, and how often chunks are marked as used.
+        `by_references`: evict by cost-aware LRFU (see the package).
 
         Raises PermissionDenied, BusyError.
         """
@@ -147,9 +135,9 @@ class CacheFolder:
         self.read_only_reason = ""
         """Why nothing can be written here (chunks are read all the same); "" if it can."""
         self.evictions = 0
-        """Files that this process has evicted, for any reason."""
+        """Files that were evicted for any reason."""
         self.room_evictions = self.room_evicted_bytes = 0
-        """The number and bytes of those evictions that made room, from any dataset."""
+        """The number and bytes of the evictions that made room, from any dataset."""
         self.reads = DiskBreaker(self.root, "read from", clock)
         self.writes = DiskBreaker(self.root, "write to", clock)
         self.readers = WaitingReaders(f"{self.root}/{_READING}")
@@ -169,11 +157,11 @@ class CacheFolder:
             log.warning("%s", self.read_only_reason)
 
     def dataset(self, identity: UUID) -> str:
-        """The path of the folder of a dataset; the folder may be absent."""
+        """The dataset's folder, which may be absent."""
         return f"{self.store_folder}/{identity.hex}"
 
     def make_dataset(self, folder: str) -> None:
-        """Make the folder of a dataset if it is absent. Needs the lock. Raises OSError."""
+        """Needs the lock. Raises OSError."""
         for each in (self.store_folder, folder):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each, 0o700)
@@ -181,9 +169,8 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator["FolderLedger"]:
-        """Lock the folder for the `with`, and give its ledger: no other process makes or removes
-        files meanwhile. Raises BusyError if others keep it locked; OSError, also if the folder is
-        no cache any more."""
+        """Lock the folder for the `with`: no other process makes or removes files meanwhile. Raises
+        BusyError if others keep it locked; OSError, also if the folder is no cache any more."""
         path = f"{self.root}/{MARKER}"
         try:
             marker = os.open(path, os.O_RDWR | FILE_FLAGS)
@@ -206,7 +193,7 @@ class CacheFolder:
             os.close(marker)
 
     def free_bytes(self) -> int:
-        """About how many bytes can be put here without an eviction; 0 if that is unknown."""
+        """Bytes that can be put here without an eviction, about; 0 if that is unknown."""
         try:
             marker = os.open(f"{self.root}/{MARKER}", os.O_RDONLY | FILE_FLAGS)
         except OSError:
@@ -219,8 +206,8 @@ class CacheFolder:
             os.close(marker)
 
     def make_room(self, identity: UUID, size: int) -> int:
-        """Evict idle chunks until `size` bytes are free for a dataset, if possible; returns
-        `free_bytes` then."""
+        """Evict idle chunks until `size` bytes are free for a dataset, if possible. Returns
+        `free_bytes`."""
         with contextlib.suppress(OSError, BusyError), self.locked() as ledger:
             ledger.make_room(size, self.dataset(identity))
         return self.free_bytes()
@@ -243,47 +230,42 @@ class CacheFolder:
         return True
 
     def close(self) -> None:
-        """Release the lock of waiting readers. Repeatable."""
+        """Repeatable."""
         self.readers.close()
 
     def _settle_limit(self, half_bytes: int) -> None:
-        """Set the limit of a folder that was opened without a limit. Later calls change nothing."""
         if self._takes_half:
             self.limit_bytes = half_bytes
             self._takes_half = False
 
 
 class FolderLedger:
-    """The bytes used in a cache's folder, and the room in it. Valid as long as the lock is held;
-    without the lock, its figures may change at any time."""
+    """Valid as long as the lock is held; without the lock, its figures may change at any time."""
 
     def __init__(self, folder: CacheFolder, marker: int) -> None:
-        """`marker` is an open descriptor of the marker."""
         self._folder = folder
         self._marker = marker
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files of all datasets here."""
         _, used_bytes = HEAD.unpack(os.pread(self._marker, HEAD.size, 0))
         return int(used_bytes)
 
     def add(self, size: int) -> None:
-        """Count `size` bytes more, or less if it is negative."""
         if size:
             os.pwrite(self._marker, HEAD.pack(MAGIC, max(self.used_bytes + size, 0)), 0)
 
     @property
     def free_bytes(self) -> int:
-        """The bytes that the limit and the file system leave; negative if too many are used."""
+        """Negative if more is used than the limit and the file system allow."""
         disk = os.fstatvfs(self._marker)
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
         by_disk = disk.f_bavail * disk.f_frsize - floor_bytes
         return min(self._folder.limit_bytes - self.used_bytes, by_disk)
 
     def make_room(self, size: int, folder: str, *, takes_chunks: bool = False) -> bool:
-        """Evict, if need be, until `size` bytes are free for a dataset's folder (see `tidy`).
-        Returns whether they are free now. Raises OSError."""
+        """Evict if need be (see `tidy`). Returns whether `size` bytes are free now. Raises
+        OSError."""
         if size <= self.free_bytes:
             return True
         self.tidy(size, folder, takes_chunks=takes_chunks)
@@ -293,8 +275,7 @@ class FolderLedger:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
         and some more fit in a dataset's folder. If `folder` is "", evict until the limit holds;
         then chunks that were used lately may go, too, unless a job pins them. `takes_chunks`: the
-        chunks in `folder` itself count as idle. Raises OSError.
-        """
+        chunks in `folder` itself count as idle. Raises OSError."""
         own, now_s = self._folder, time.time()
         files: list[_CachedFile] = []
         for each in self._scan():
@@ -330,7 +311,6 @@ class FolderLedger:
         self.add(used_bytes - self.used_bytes)
 
     def _in_eviction_order(self, files: Sequence[_CachedFile], now_s: float) -> list[_CachedFile]:
-        """Files, the first to be evicted first."""
         if not self._folder.by_references:
             return sorted(files, key=lambda each: each.used_s)
         known = [each.dataset.references for each in files]
@@ -370,7 +350,7 @@ class FolderLedger:
 
 
 def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bool) -> bool:
-    """Whether a file may be evicted for the dataset in `folder`; see `FolderLedger.tidy`."""
+    """See `FolderLedger.tidy`."""
     if each.is_temporary or (each.is_log and not is_unlocked(each.path)):
         return False
     is_own = each.dataset.folder == folder
@@ -386,7 +366,7 @@ def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bo
 
 
 class WaitingReaders:
-    """Tells the other processes of a cache's folder, by a shared lock on `.reading`, whether
+    """Shows the other processes of a cache's folder, by a shared lock on `.reading`, whether
     readers of this process wait for the store. Any thread."""
 
     def __init__(self, path: str) -> None:
@@ -396,17 +376,14 @@ class WaitingReaders:
         self._file = -1
 
     def open(self) -> None:
-        """Make the file that is locked while readers wait. Without it, `note` does nothing. Raises
-        OSError."""
+        """Without this call, `note` does nothing. Raises OSError."""
         self._file = self._opened()
 
     def _opened(self) -> int:
-        # Opened for reading: a file that is open for writing keeps a file system from becoming
-        # read-only.
+        # For reading: a file that is open for writing keeps a file system from becoming read-only
         return os.open(self._path, os.O_RDONLY | os.O_CREAT | FILE_FLAGS, 0o600)
 
     def note(self, *, begins: bool) -> None:
-        """Note that a reader of this process begins, or ends, to wait."""
         with self._lock:
             self._count += 1 if begins else -1
             # The first reader that waits takes the lock, the last one releases it.
@@ -417,8 +394,8 @@ class WaitingReaders:
                     fcntl.flock(self._file, how)
 
     def others_wait(self) -> bool:
-        """Whether a reader of another process waits now. Readers of this process would count, too:
-        call it only while none of them waits."""
+        """Whether a reader of another process waits now. Call it only while no reader of this
+        process waits."""
         try:
             file = self._opened()
         except OSError:
@@ -429,7 +406,7 @@ class WaitingReaders:
             os.close(file)
 
     def close(self) -> None:
-        """Release the lock. Repeatable."""
+        """Repeatable."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -437,12 +414,11 @@ class WaitingReaders:
 
 
 def dataset_folders_in(root: str) -> list[str]:
-    """The folders of all datasets of all stores in a cache's folder. Raises OSError."""
+    """The folders of all stores' datasets. Raises OSError."""
     return [each for store in _folders(root) for each in _folders(store)]
 
 
 def _folders(path: str) -> list[str]:
-    """The folders of stores, or of datasets, in a folder."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         return [
             entry.path
@@ -453,8 +429,8 @@ def _folders(path: str) -> list[str]:
 
 
 def find_dataset(folder: str) -> CachedDataset:
-    """The dataset in a folder; without a file `.used`, one that nobody has used. Needs the lock of
-    the marker, so that no process takes a lock on `.used` meanwhile."""
+    """Without a file `.used`, nobody has used the dataset. Needs the lock of the marker, so that no
+    process takes a lock on `.used` meanwhile."""
     nothing = CachedDataset(folder, 0.0, is_pinned=False, references=References())
     try:
         file = os.open(f"{folder}/{USED}", os.O_RDONLY | FILE_FLAGS)
@@ -471,6 +447,5 @@ def find_dataset(folder: str) -> CachedDataset:
 
 
 def unlink(path: str) -> None:
-    """Remove a file; a failure is ignored."""
     with contextlib.suppress(OSError):
         os.unlink(path)

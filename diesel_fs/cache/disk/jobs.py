@@ -1,8 +1,8 @@
 """Records the uses of the datasets in a cache's folder: times of last use, jobs, costs.
 
 The start of a *job* (a mount, a node of a task) counts as a reference of its dataset for cost-aware
-LRFU, and the job pins the dataset (see the package). All of this is kept in the dataset's file
-`.used` (`references.py`) and in locks on it.
+LRFU, and the job pins the dataset (see the package). This is kept in the dataset's file `.used`
+(`references.py`) and in locks on it.
 """
 
 import contextlib
@@ -21,14 +21,13 @@ from .locks import FILE_FLAGS, try_lock
 from .references import USED, References, read_references, write_references
 
 TOUCH_S = 60.0
-"""Times of last use may be this many seconds too old. Exact times would cost a system call for each
-read."""
+"""Times of last use may be this much too old: exact ones would cost a system call for each read."""
 
 _COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
 
 
 class CacheJobs:
-    """Records the jobs of this process. Any thread."""
+    """The jobs of this process. Any thread."""
 
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
@@ -37,7 +36,6 @@ class CacheJobs:
         self._byte_costs_s: dict[UUID, float] = {}  # as this process has written them
 
     def note_use(self, identity: UUID) -> None:
-        """Note that a dataset is being read now."""
         now_s = self._folder.clock()
         if now_s - self._touched_s.get(identity, -TOUCH_S) >= TOUCH_S:
             self._touched_s[identity] = now_s
@@ -45,9 +43,9 @@ class CacheJobs:
                 os.utime(f"{self._folder.dataset(identity)}/{USED}")
 
     def register(self, identity: UUID, now_s: float) -> None:
-        """Register a job that begins to read a dataset at `now_s` (seconds since 1970): it adds a
-        reference of the dataset, and pins it until `close` or the end of the process. If the folder
-        cannot be written or locked, nothing is noted."""
+        """Add a reference for a job that begins to read a dataset at `now_s` (seconds since 1970),
+        and pin the dataset until `close` or the end of the process. Notes nothing if the folder
+        cannot be written or locked."""
         with contextlib.suppress(OSError, BusyError), self._folder.locked():
             folder = self._folder.dataset(identity)
             self._folder.clear(f"{folder}/{USED}")
@@ -64,8 +62,8 @@ class CacheJobs:
             write_references(f"{folder}/{USED}", self._add_reference(before, now_s))
 
     def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
-        """Note how many seconds it takes to fetch a byte of a dataset again, measured or expected.
-        Among datasets of equal CRF (`policies/lrfu.py`), cheap ones are evicted first."""
+        """Note the seconds to fetch a byte again, measured or expected. Among datasets of equal CRF
+        (`policies/lrfu.py`), cheap ones are evicted first."""
         known = self._byte_costs_s.get(identity, 0.0)
         if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
             0 < byte_cost_s < math.inf

@@ -18,7 +18,7 @@ from .marker import is_cache_folder, locked_for_listing
 
 @dataclass(frozen=True, slots=True)
 class CachedDatasetUse:
-    """The bytes of a dataset in a cache's folder, and its last use (seconds since 1970)."""
+    """`used_s` is the last use, in seconds since 1970."""
 
     folder: str
     bytes: int
@@ -27,8 +27,7 @@ class CachedDatasetUse:
 
 
 def cached_datasets(path: Path) -> list[CachedDatasetUse]:
-    """The datasets in a cache's folder. Nothing is changed. Raises OSError, and BusyError if other
-    processes keep the folder locked."""
+    """Changes nothing. Raises OSError, and BusyError if other processes keep the folder locked."""
     with locked_for_listing(path):
         datasets = [find_dataset(each) for each in dataset_folders_in(f"{path}")]
     found = []
@@ -44,25 +43,22 @@ def cached_datasets(path: Path) -> list[CachedDatasetUse]:
 
 @dataclass(frozen=True, slots=True)
 class CachedFiles:
-    """The contents of a dataset's folder in a cache, by the names of its files."""
+    """A dataset's files, by their names."""
 
     chunks: tuple[ChunkId, ...]
-    """The chunks that have files here. Their bytes were not checked."""
-    has_logs: bool
-    """Whether there are order logs, which have contents of the dataset, too."""
+    """Their bytes were not checked."""
+    has_logs: bool  # they have contents of the dataset, too
 
 
 def dataset_folders(path: Path) -> dict[str, UUID]:
-    """The folders of datasets in a cache's folder, and the datasets' identities. Nothing is locked
-    or changed. Raises OSError."""
+    """The identities of datasets, by their folders. Locks and changes nothing. Raises OSError."""
     if not is_cache_folder(path):
         return {}
     return {each: UUID(hex=os.path.basename(each)) for each in dataset_folders_in(f"{path}")}
 
 
 def list_files(folder: str) -> CachedFiles:
-    """The chunks and logs in the folder of a dataset. Nothing is locked or changed. Raises
-    OSError."""
+    """Locks and changes nothing. Raises OSError."""
     chunks, has_logs = [], False
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -5,13 +5,12 @@ import os
 import stat
 
 FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags for every `open` in a cache's folder: if a link or a FIFO has the name of a file, `open`
-must not follow it or wait."""
+"""Flags for every `open` in a cache's folder: `open` must not follow a link, or wait for a FIFO,
+that has the name of a file."""
 
 
 def try_lock(file: int, how: int) -> bool:
-    """Lock an open file, if that need not wait. `how` is as for flock(2). Returns whether it is
-    locked now."""
+    """Returns whether the open file is locked now. Never waits. `how` is as for flock(2)."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -20,8 +19,8 @@ def try_lock(file: int, how: int) -> bool:
 
 
 def is_unlocked(path: str) -> bool:
-    """Whether `path` is a regular file that no process has locked, so that its writer or user has
-    ended. False if it cannot be opened."""
+    """Whether `path` is a regular file whose writer or user has ended. False if it cannot be
+    opened."""
     try:
         file = os.open(path, os.O_RDWR | FILE_FLAGS)
     except OSError:

@@ -1,6 +1,4 @@
-"""The files of order logs in a cache's folder: copies of a dataset's files in the order in which a
-mount will read them. `order_logs/` reads and writes their contents.
-"""
+"""The files of order logs in a cache's folder. `order_logs/` reads and writes their contents."""
 
 import contextlib
 import fcntl
@@ -17,8 +15,8 @@ class OrderLogFiles:
     """The order logs of one dataset, in place of its chunks. Any thread."""
 
     def __init__(self, folder: CacheFolder, identity: UUID) -> None:
-        """Until `close`, the dataset has order logs here, and no process adds chunks of it. `close`
-        closes `folder`, too. Raises OSError, BusyError."""
+        """Until `close`, no process adds chunks of the dataset. `close` closes `folder`, too.
+        Raises OSError, BusyError."""
         self._folder = folder
         self._place = folder.dataset(identity)
         with folder.locked():  # so that no other process tests the lock of `.logs` meanwhile
@@ -34,9 +32,8 @@ class OrderLogFiles:
         return self._folder.limit_bytes
 
     def open(self, name: str) -> int:
-        """Open the file of an order log, made if it is absent, and lock it. Returns its descriptor;
-        the lock ends when the caller closes that. Raises BusyError if another process uses the log;
-        OSError."""
+        """Open and lock the file of an order log, made if it is absent. The lock ends when its
+        descriptor is closed. Raises BusyError if another process uses the log; OSError."""
         path = f"{self._place}/{name}"
         file = os.open(path, os.O_RDWR | os.O_CREAT | FILE_FLAGS, 0o600)
         if stat.S_ISREG(os.fstat(file).st_mode) and try_lock(file, fcntl.LOCK_EX):
@@ -45,7 +42,7 @@ class OrderLogFiles:
         raise BusyError(f"another mount uses {path}")
 
     def remove(self, name: str, file: int) -> None:
-        """Remove an order log. `file` is the descriptor that `open` returned; it is closed."""
+        """Remove an order log, and close `file`, its descriptor."""
         try:
             size = os.fstat(file).st_blocks * 512
             with contextlib.suppress(OSError):
@@ -56,7 +53,7 @@ class OrderLogFiles:
 
     def take_room(self, size: int) -> bool:
         """Reserve room for `size` more bytes; chunks of the dataset, too, may be evicted for them.
-        Returns False if there is no room."""
+        Returns whether there is room."""
         if self._folder.writes.is_open:
             return False
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
@@ -66,7 +63,6 @@ class OrderLogFiles:
         return False
 
     def give_room(self, size: int) -> None:
-        """Give back `size` bytes that `take_room` has reserved."""
         with contextlib.suppress(OSError, BusyError), self._folder.locked() as ledger:
             ledger.add(-size)
 

@@ -59,7 +59,6 @@ def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path
 
 
 def is_cache_folder(path: Path) -> bool:
-    """Whether a folder has the marker of a cache."""
     with contextlib.suppress(OSError):
         is_file = stat.S_ISREG((path / MARKER).stat().st_mode)  # reading a FIFO might never end
         return is_file and (path / MARKER).read_bytes()[: len(MAGIC)] == MAGIC
@@ -67,8 +66,8 @@ def is_cache_folder(path: Path) -> bool:
 
 
 def foreign_in(path: Path) -> str:
-    """The first name in a folder that is foreign to a cache, so that no cache is made in it. ""
-    if there is none, or if the folder is a cache already. Raises OSError."""
+    """The first name that keeps a folder from becoming a cache; "" if there is none, or if the
+    folder is one. Raises OSError."""
     others = [name for name in sorted(os.listdir(path)) if not _FOREIGN_ALLOWED.fullmatch(name)]
     return "" if is_cache_folder(path) or not others else others[0]
 
@@ -85,8 +84,8 @@ def _check_apart(place: Path, store: Path) -> None:
 
 
 def check_marker(place: Path) -> None:
-    """Make the marker in a folder that is empty; does nothing in a cache. Raises ConflictError if
-    the folder is neither; OSError."""
+    """Make the marker in an empty folder; does nothing in a cache. Raises ConflictError if the
+    folder is neither; OSError."""
     with contextlib.suppress(FileNotFoundError):
         is_file = stat.S_ISREG((place / MARKER).stat().st_mode)  # reading a FIFO might never end
         if is_file and (place / MARKER).read_bytes()[: len(MAGIC)] == MAGIC:
@@ -111,8 +110,8 @@ def check_marker(place: Path) -> None:
 
 @contextlib.contextmanager
 def locked_for_listing(path: Path) -> Iterator[None]:
-    """Lock a cache's folder for the `with`, for a program that changes nothing there. Raises
-    OSError, and BusyError if other processes keep the folder locked."""
+    """The lock of a program that changes nothing. Raises OSError, and BusyError if other processes
+    keep the folder locked."""
     marker = os.open(path / MARKER, os.O_RDONLY | FILE_FLAGS)
     try:
         lock_marker(marker, path / MARKER)
@@ -122,8 +121,8 @@ def locked_for_listing(path: Path) -> Iterator[None]:
 
 
 def lock_marker(marker: int, path: Path | str) -> None:
-    """Lock the marker file that is open as `marker`; `path` is its name for errors. Waits `_LOCK_S`
-    at most, then raises BusyError."""
+    """Lock the open marker file; `path` is its name for errors. Raises BusyError after
+    `_LOCK_S`."""
     until = time.monotonic() + _LOCK_S
     while not try_lock(marker, fcntl.LOCK_EX):
         if time.monotonic() > until:

@@ -25,16 +25,13 @@ _HOUR_MAX = 1e9  # a greater one is damage
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The content of a file `.used` (see the module): the CRF of a dataset at its last reference,
-    the hour of that reference since 1970, and the seconds that a fetched byte costs."""
-
     crf: float = 1.0
     hour: float = 0.0
     byte_cost_s: float = 0.0
 
     @classmethod
     def parse(cls, content: bytes) -> "References | None":
-        """The references in the content of a file; None if that is not a sound record."""
+        """None if `content` is not a sound record."""
         if len(content) != _RECORD.size:
             return None
         magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
@@ -49,20 +46,19 @@ class References:
         return None
 
     def packed(self) -> bytes:
-        """The record to write into the file."""
         content = _RECORD.pack(_MAGIC, self.crf, self.hour, self.byte_cost_s, 0)[:-4]
         return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def read_references(file: int) -> References:
-    """The references in an open file `.used`. If the file has no sound record, its last use (mtime)
-    counts as one reference. Raises OSError."""
+    """Without a sound record, the file's last use (mtime) counts as one reference. Raises
+    OSError."""
     found = References.parse(os.pread(file, _RECORD.size + 1, 0))
     return References(hour=hour_of(os.fstat(file).st_mtime)) if found is None else found
 
 
 def write_references(path: str, references: References) -> None:
-    """Replace the content of a file `.used`. Raises OSError."""
+    """Raises OSError."""
     file = os.open(path, os.O_WRONLY | FILE_FLAGS)
     try:
         os.pwrite(file, references.packed(), 0)

@@ -15,8 +15,8 @@ from ...storage.objects.store import ObjectStore, new_buffer
 
 
 class ChunkNames(dict[int, str]):
-    """The names of the objects that hold a snapshot's chunks, by the chunks' numbers. Each name is
-    made when it is first used, which takes 10 us."""
+    """The names of the objects of a snapshot's chunks, by the chunks' numbers. Each is made when it
+    is first used, which takes 10 us."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._identity, self._ids = snapshot.identity, snapshot.chunk_ids
@@ -27,25 +27,22 @@ class ChunkNames(dict[int, str]):
 
 
 class ChunkSource:
-    """The chunks of one snapshot as objects of a store. Safe from any thread."""
+    """The chunks of one snapshot in a store. Safe from any thread."""
 
     def __init__(self, snapshot: Snapshot, objects: ObjectStore, counts: Counter[str]) -> None:
         """Adds to these in `counts`: `fetches`, `fetched_bytes`; `healed` (extents whose second
-        reading was sound) and `damaged` (those of which it was not)."""
+        reading was sound) and `damaged` (whose second reading was not)."""
         self._snapshot = snapshot
         self._reads = objects.fast_reads
         self._counts = counts
         self._names = ChunkNames(snapshot)
 
     def name(self, chunk: int) -> str:
-        """The name of the object that holds a chunk."""
         return self._names[chunk]
 
     def read(self, chunk: int, offset: int, size: int, *, fresh: bool = False) -> memoryview:
-        """Stored bytes of a chunk, in memory of their own. `fresh`: bypasses every cached copy.
-
-        Raises ObjectMissing for a lost chunk, NoSpaceError, ObjectStoreError.
-        """
+        """Stored bytes, in memory of their own. `fresh`: bypasses every cached copy. Raises
+        ObjectMissing for a lost chunk, NoSpaceError, ObjectStoreError."""
         buffer: Bytes
         try:
             if fresh:
@@ -60,11 +57,9 @@ class ChunkSource:
         return memoryview(buffer).toreadonly()
 
     def repair(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
-        """Read an extent again after its bytes did not match their checksum. Returns the stored
-        bytes and the content.
-
-        Raises CorruptError if the store's own bytes are damaged, and the errors of `read`.
-        """
+        """Read an extent again after a mismatch of its checksum. Returns the stored bytes and the
+        content. Raises CorruptError if the store's own bytes are damaged, and the errors of
+        `read`."""
         try:
             raw = self.read(extent.chunk, extent.offset, extent.stored, fresh=True)
             content = decode(raw, extent.codec, extent.size, extent.checksum)
@@ -82,7 +77,6 @@ class ChunkSource:
         return raw, content
 
     def lost_chunk_error(self, chunk: int, error: ObjectMissing) -> ObjectMissing:
-        """The error for a chunk that the store does not have."""
         dataset = self._snapshot.dataset
         return ObjectMissing(
             f"chunk {chunk_id_text(self._snapshot.chunk_ids[chunk])} of {dataset!r} is lost:"

@@ -1,10 +1,10 @@
-"""Which ranges of chunks are read together, and how far ahead.
+"""Decides which ranges of chunks are read together, and how far ahead. Pure.
 
-A request for two near ranges costs less than two requests, so every reader merges its ranges
-first. `merge_spans` works on numpy columns, for the thousands of extents that a mount wants at
-once; `merge_ranges` works on lists, for requests to a server, most of which have a few parts. An
-*extent* is a run of bytes of one file in one chunk; a *span* is a range of a chunk that is read in
-one piece. Pure.
+A request for two near ranges costs less than two requests, so every reader merges its ranges first.
+`merge_spans` works on numpy columns, for the thousands of extents that a mount wants at once;
+`merge_ranges` works on lists, for requests to a server, most of which have a few parts. An *extent*
+is a run of bytes of one file in one chunk; a *span* is a range of a chunk that is read in one
+piece.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from ...format.entries import ChunkId, ChunkRanges
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512
-"""The most bytes and parts of one request to a store that takes many reads in one request. The
-request itself then costs little beside its bytes (as much as some hundred kilobytes do), and its
-first part still arrives within a few milliseconds."""
+"""Limits of one request to a store that takes many reads in one request. The request itself then
+costs little (as much as some hundred kilobytes do), and its first part still arrives within a few
+milliseconds."""
 
 MERGED_BYTES_MAX = 32 << 20
-"""The largest range that `merge_ranges` merges from several parts. A larger part is read alone,
-into the memory of the answer."""
+"""The largest range that `merge_ranges` merges. A larger part is read alone, into the memory of the
+answer."""
 
 AHEAD_DIVISOR, AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 4, 256 << 10, 32 << 20
 """A mount's prefetch worker *pushes* contents into the page cache before they are read. Contents
@@ -37,20 +37,19 @@ class ReadLimits:
     """How `CoalescingReader` merges and reads ahead; tests shrink these."""
 
     gap_bytes: int = 64 << 10
-    """The most unwanted bytes between two extents that are read in one span: a second read would
-    cost as much as 64 KiB on a local disk, and far more on an object store."""
+    """The most unwanted bytes between two extents of one span: a second read would cost as much as
+    64 KiB on a local disk, and far more on an object store."""
 
     sparse_gap_bytes: int = 4 << 10
-    """The same if the store is slow and most of the chunk around the extents is not wanted, as for
-    orders that are shuffled over all files: such gaps would make most of the bytes."""
+    """The same if the store is slow and most of the chunk around the extents is not wanted, as in
+    orders that are shuffled over all files: there, wider gaps would make most of the bytes."""
 
     batched_gap_bytes: int = 4 << 10
     """The same if the store takes many reads in one request: one more costs 3 us there."""
 
     span_bytes: int = 512 << 10
-    """The largest span. Its bytes are then still in the processor's cache when they are checked and
-    passed on: 110 KiB cost 8 us, and 25 us in spans of 4 MiB. A larger extent is a span by
-    itself."""
+    """The largest span, unless one extent is larger. Its bytes are then still in the processor's
+    cache when they are checked and passed on: 110 KiB cost 8 us, but 25 us in spans of 4 MiB."""
 
     slow_span_bytes: int = 8 << 20
     """The same if each span is a request of its own to a slow store."""
@@ -63,8 +62,8 @@ class ReadLimits:
 
     @classmethod
     def within(cls, pushed_bytes: int) -> Self:
-        """The limits for contents that are pushed into `pushed_bytes` of memory. Contents that are
-        read ahead from the cache of a task also take room there until they are pushed."""
+        """The limits for pushes into `pushed_bytes` of memory. Contents that are read ahead from
+        the cache of a task also take room there until they are pushed."""
         ahead_bytes = max(pushed_bytes // AHEAD_DIVISOR, AHEAD_BYTES_MIN)
         return cls(ahead_bytes=min(ahead_bytes, AHEAD_BYTES_MAX))
 
@@ -80,11 +79,11 @@ def merge_spans(
     gap_bytes: int | npt.NDArray[np.int64],
     span_bytes: int,
 ) -> list[int]:
-    """Merge extents, which are sorted by chunk and start, into spans. Returns the index of each
-    span's first extent, and at last the number of extents.
+    """Merge extents, sorted by chunk and start, into spans. Returns the index of each span's first
+    extent, and at last the number of extents.
 
-    A span has extents of one chunk, with gaps of at most `gap_bytes` (or a limit for each extent,
-    for the gap before it), and at most `span_bytes` bytes unless a single extent has more.
+    The extents of a span are of one chunk, with gaps of at most `gap_bytes` (if an array: the limit
+    for the gap before each extent), and at most `span_bytes` bytes unless a single extent has more.
     """
     if not len(starts):
         return [0]
@@ -106,7 +105,7 @@ def is_sparse(
     chunks: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """For each extent, whether less than half of the bytes from the first to the last extent of its
-    chunk are wanted. The extents are sorted by chunk and start; there is at least one."""
+    chunk are wanted. Needs at least one extent, sorted by chunk and start."""
     firsts = np.flatnonzero(np.concatenate([[True], np.diff(chunks) != 0]))
     wanted = np.add.reduceat(ends - starts, firsts)
     whole = np.maximum.reduceat(ends, firsts) - starts[firsts]
@@ -124,16 +123,13 @@ ChunkPart = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class MergedRange:
-    """Parts of one chunk that one read brings, from `start` to `end`."""
-
     start: int
     end: int
     parts: Sequence[ChunkPart]
 
 
 def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[ChunkPart]]:
-    """The parts of each chunk, sorted by start; of equal starts the longest first. Parts of no
-    bytes are left out."""
+    """Sorted by start; of equal starts the longest first. Leaves out parts of no bytes."""
     chunks, starts, sizes = (parts[name].tolist() for name in ("chunk", "start", "size"))
     found: dict[ChunkId, list[ChunkPart]] = {}
     for chunk, start, size, place in zip(chunks, starts, sizes, range(len(parts)), strict=True):
@@ -145,11 +141,9 @@ def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[ChunkPart]]:
 
 
 def merge_ranges(wanted: Sequence[ChunkPart], gap_bytes: int) -> list[MergedRange]:
-    """The reads that bring parts of one chunk. The parts are sorted as by `by_chunk`.
-
-    Neighbours are merged if at most `gap_bytes` lie between them and the merged range has at most
-    `MERGED_BYTES_MAX`. A part that lies within another part is read with that part.
-    """
+    """Merge parts, sorted as by `by_chunk`. Neighbours share a read if at most `gap_bytes` lie
+    between them and the read has at most `MERGED_BYTES_MAX`. A part within another part is read
+    with that part."""
     runs: list[MergedRange] = []
     first, start, end = 0, 0, -1
     for number, (part_start, size, _) in enumerate(wanted):

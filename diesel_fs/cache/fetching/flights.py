@@ -1,10 +1,8 @@
 """Reads under way (*flights*), which several callers share.
 
-`ChunkCache` loads whole chunks, `RangeReader` reads ranges for the clients of a server,
-`SpanFetcher` reads spans (ranges) for pushes into the page cache. Each class has a loop of its own,
-since their threads, deadlines and the memory that they read into differ. This module has the common
-part: a caller shares a read that brings its range, and begins a read only if there is none. The
-class that does the reads, their *owner*, takes a read out of its table before it publishes the
+A caller shares a read that brings its range, and begins a read only if there is none. The classes
+that read (`ChunkCache`, `RangeReader`, `SpanFetcher`) have their own loops, since their threads,
+deadlines and memory differ. Such an *owner* takes a read out of its table before it publishes the
 outcome, so callers that come later never get an old error.
 
 Nothing here does I/O. A table is used by one thread, or under its owner's lock. The outcome of a
@@ -21,8 +19,6 @@ Read = TypeVar("Read")
 
 
 class Flight(Generic[Content]):
-    """One read, and its outcome for the threads that wait for it."""
-
     __slots__ = ("_content", "_ended", "_error", "_is_claimed", "is_wanted")
 
     def __init__(self) -> None:
@@ -34,9 +30,8 @@ class Flight(Generic[Content]):
         self._error: BaseException | None = None
 
     def claim(self) -> bool:
-        """Whether the caller shall do the read. If False, another thread does it, and the caller
-        may wait for `result`. Called under the owner's lock, while the read is in the owner's
-        table."""
+        """Whether the caller shall do the read; else it may wait for `result`. Called under the
+        owner's lock, while the read is in the owner's table."""
         if not self._is_claimed:
             self._is_claimed = True
             return True
@@ -45,19 +40,19 @@ class Flight(Generic[Content]):
         return False
 
     def finish(self, content: Content) -> None:
-        """Publish the content. The owner has taken the read out of its table."""
+        """The owner has taken the read out of its table."""
         self._content = content
         if self._ended is not None:
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """Publish the error of the read. The owner has taken the read out of its table."""
+        """The owner has taken the read out of its table."""
         self._error = error
         if self._ended is not None:
             self._ended.set()
 
     def result(self, timeout_s: float | None = None) -> Content:
-        """Wait for the content. Raises the error of the read; TimeoutError after `timeout_s`."""
+        """Raises the error of the read; TimeoutError after `timeout_s`."""
         if self._ended is not None and not self._ended.wait(timeout_s):
             raise TimeoutError
         if self._error is not None:
@@ -66,24 +61,23 @@ class Flight(Generic[Content]):
 
 
 class FlightTable(dict[tuple[Chunk, int, int], Read]):
-    """The reads under way; the keys are the spans that they bring (chunk, start, size). One read
-    may bring several spans. Only `begin` and `end` change the table."""
+    """The reads under way, by the spans that they bring (chunk, start, size). One read may bring
+    several. Only `begin` and `end` change the table."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        """The size of all spans together."""
         self._by_chunk: dict[Chunk, dict[tuple[Chunk, int, int], None]] = {}
 
     def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
-        """Add a read that has begun, and the spans that it brings. None of them may be here yet."""
+        """None of the spans may be here yet."""
         for span in spans:
             self[span] = read
             self.bytes += span[2]
             self._by_chunk.setdefault(span[0], {})[span] = None
 
     def end(self, span: tuple[Chunk, int, int]) -> Read | None:
-        """Take out a span. Returns the read that brings it, or None if the span is not here."""
+        """Take out a span. Returns the read that brings it."""
         read = self.pop(span, None)
         if read is not None:
             self.bytes -= span[2]
@@ -94,14 +88,14 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
         return read
 
     def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
-        """A span under way that contains this one (or is the same), or None."""
+        """A span under way that contains this one (or is the same)."""
         return span if span in self else _covering(self._by_chunk.get(span[0], ()), span)
 
     def larger(
         self, spans: Iterable[tuple[Chunk, int, int]]
     ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
-        """For each of the spans that is not itself under way but lies in a larger span that is:
-        that larger span."""
+        """Spans that are not under way themselves but lie in a larger span that is, with that
+        larger span."""
         found = {}
         for span in spans:
             larger = self.covering(span)
@@ -113,7 +107,6 @@ class FlightTable(dict[tuple[Chunk, int, int], Read]):
 def _covering(
     others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
 ) -> tuple[Chunk, int, int] | None:
-    """The first of other spans of the same chunk that contains this one."""
     _, start, size = span
     end = start + size
     for other in others:

@@ -1,7 +1,6 @@
 """Plans the reads for files: finds their extents, and the spans to read them in. Pure.
 
-An *extent* is a run of bytes of one file in one chunk; a *span* is a range of a chunk that is read
-in one piece. `coalesce.merge_spans` decides which extents share a span.
+`coalesce.py` defines extents and spans, and decides which extents share a span.
 """
 
 from collections.abc import Sequence
@@ -38,11 +37,10 @@ class ReadPlan(NamedTuple):
     """The size of all spans together."""
 
     def rows_of(self, number: int) -> Rows:
-        """The extents of one span."""
         return self.rows[self.cuts[number] : self.cuts[number + 1]]
 
     def rows_of_some(self, numbers: Sequence[int]) -> Rows:
-        """The extents of several spans, in the order of `numbers`, which has no number twice."""
+        """Extents in the order of `numbers`, which has no number twice."""
         if numbers[-1] - numbers[0] == len(numbers) - 1:  # they are ascending
             return self.rows[self.cuts[numbers[0]] : self.cuts[numbers[-1] + 1]]
         cuts, some = np.array(self.cuts), np.array(numbers)
@@ -52,7 +50,7 @@ class ReadPlan(NamedTuple):
         return rows
 
     def contents(self, number: int, read: memoryview) -> Sequence[memoryview]:
-        """The stored bytes of each extent of a span. `read` has the bytes of the whole span."""
+        """The stored bytes of each extent of a span, out of those of the span."""
         rows = self.rows_of(number)
         if len(rows) == 1 and rows["stored"][0] == len(read):
             return (read,)
@@ -61,8 +59,7 @@ class ReadPlan(NamedTuple):
         return [read[begin:end] for begin, end in places]
 
     def narrowed(self, entries: SomeEntries) -> "ReadPlan":
-        """The part of this plan for some of its entries: the same spans, except those that have no
-        extent of these entries."""
+        """The plan for some of its entries, without the spans that have none of them."""
         is_wanted = np.isin(self.rows["entry"], entries)
         counts = np.add.reduceat(is_wanted.astype(np.int64), self.cuts[:-1])
         spans = [span for span, count in zip(self.spans, counts.tolist(), strict=True) if count]
@@ -78,12 +75,8 @@ def plan_reads(
     span_bytes: int,
     sparse_gap_bytes: int | None = None,
 ) -> ReadPlan:
-    """The extents of these files, and the spans to read them in. A span has gaps of at most
-    `gap_bytes` between its extents, and at most `span_bytes` unless a single extent has more.
-
-    `sparse_gap_bytes`: the limit of gaps in a chunk of which little is wanted: less than half of
-    the bytes between the first and the last of these extents. None: the same as `gap_bytes`.
-    """
+    """The spans are made by `merge_spans`. `sparse_gap_bytes`: the limit of gaps in a chunk of
+    which little is wanted (`is_sparse`). None: the same as `gap_bytes`."""
     rows = rows_of(snapshot, np.asarray(entries, np.int64))
     rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
     chunks, starts, ends = rows["chunk"], rows["offset"].copy(), rows["offset"] + rows["stored"]
@@ -102,7 +95,7 @@ def plan_reads(
 
 
 def rows_of(snapshot: Snapshot, entries: npt.NDArray[np.int64]) -> Rows:
-    """The extents of these entries, as rows; entries without content have none."""
+    """Entries without content have none."""
     columns = snapshot.columns
     flags = columns.flags[entries]
     many = (flags & MANY_EXTENTS) != 0

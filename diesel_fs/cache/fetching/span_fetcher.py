@@ -1,13 +1,13 @@
 """Fetches spans (ranges) of chunks from one store, shares those in flight, and measures the reads.
 
-`CoalescingReader` uses it. Most spans are fetched by a `ChunkReader`: that of a task's cache, else
-`StoredParts`. A span that several units (groups of files that are pushed together) want is fetched
-once: a span that is in flight is taken, and a smaller one is cut out of a larger one in flight.
-`ReadLimits.ahead_bytes` bounds the spans that are begun before they are wanted.
+Most spans are fetched by a `ChunkReader`: that of a task's cache, else `StoredParts`. A span that
+several units (groups of files that are pushed together) want is fetched once; a smaller one is cut
+out of a larger one in flight. `ReadLimits.ahead_bytes` bounds the spans that are begun before they
+are wanted.
 
 Concurrency: one thread at a time calls; only `costs_of`, `places` and `is_slow` may be called
-beside it. The requests go on in the `ChunkReader`'s threads or in processes of other nodes, but the
-caller's thread takes the contents. So nothing here changes between two calls.
+beside it. Requests go on in the `ChunkReader`'s threads or in other nodes, but the caller's thread
+takes the contents. So nothing here changes between two calls.
 """
 
 import time
@@ -36,21 +36,17 @@ Contents: TypeAlias = dict[Span, memoryview]
 
 
 class Arrived(NamedTuple):
-    """Stored bytes that have arrived together."""
-
     contents: Contents
     is_checked: bool
     """Whether the bytes of each extent have been checked against its checksum."""
 
 
 class _Asked:
-    """One request to a `ChunkReader` for several spans, and the contents that have arrived."""
-
     def __init__(
         self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
     ) -> None:
-        """Begins to read. `note` is called when the caller has waited for contents: with their
-        place (`ChunkReader.places`), their number of bytes, and the time of the request."""
+        """`note` is called when the caller has waited for contents: with their place
+        (`ChunkReader.places`), their number of bytes, and the time of the request."""
         self.spans = spans
         self._note = note
         self._asked_s = time.monotonic()
@@ -58,14 +54,13 @@ class _Asked:
         self._places = reader.places(parts[:, 0].astype(np.int64))
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
-        self.wanted = len(spans)
-        """How many of the spans are still wanted."""
+        self.wanted = len(spans)  # how many of the spans are still wanted
         self._arrived: list[Arrived] = []
         self._error: DieselError | None = None
 
     def arriving(self) -> Iterator[Arrived]:
-        """The contents, group by group; groups that have arrived before come first. An error of the
-        read is raised again at each call, since several units may share this request."""
+        """Groups that have arrived before come first. An error of the read is raised again at each
+        call, since several units may share this request."""
         yield from self._arrived
         while self._error is None:
             wait_from_s = time.monotonic()
@@ -86,24 +81,19 @@ class _Asked:
         raise self._error.with_traceback(None)
 
     def result(self) -> Contents:
-        """Wait for all of the contents. Raises the errors of the read."""
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
     def give_up(self) -> None:
-        """Drop the reads of this request that have not begun, since nobody wants the contents."""
         close = getattr(self._reading, "close", None)
         if close is not None:
             close()
 
 
 class SpanFetcher:
-    """Spans of the chunks of one snapshot, out of one object store."""
-
     def __init__(
         self, snapshot: Snapshot, objects: ObjectStore, limits: ReadLimits, counts: Counter[str]
     ) -> None:
-        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts` (see
-        `ChunkSource`)."""
+        """Adds to `counts` as `ChunkSource` does."""
         self._reads = objects.fast_reads
         self._limits = limits
         self._counts = counts
@@ -120,7 +110,6 @@ class SpanFetcher:
 
     @property
     def batches_reads(self) -> bool:
-        """Whether the store takes many reads in one request."""
         return self._reads.batches_reads
 
     @property
@@ -130,21 +119,17 @@ class SpanFetcher:
         return not self._reads.batches_reads and self._stored.costs.is_slow
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
-        """Whether any of these spans is being read."""
         return not self._flights.keys().isdisjoint(spans)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any span is being read."""
         return bool(self._flights)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The place from which each of these chunks would be read now (`ChunkReader.places`)."""
         return self._chunks.places(chunks)
 
     def give_up(self, span: Span) -> None:
-        """Forget a span in flight that nobody wants any more. When none of the spans of a request
-        is wanted, the request is given up."""
+        """Forget a span that nobody wants any more. A request without wanted spans is given up."""
         asked = self._take(span)
         if asked is not None and not asked.wanted:
             asked.give_up()
@@ -173,28 +158,25 @@ class SpanFetcher:
         return begun
 
     def _start(self, spans: Sequence[Span]) -> _Asked:
-        """Begin to read the spans of one request."""
         asked = _Asked(spans, self._chunks, self._note_asked)
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += asked.bytes
         return asked
 
     def requests(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
-        """The spans in their order, as many together as one request to the store may have."""
+        """Groups of spans for one request to the store each."""
         if self._reads.batches_reads:
             return batched_parts(spans, self._limits.batch_parts, self._limits.batch_bytes)
         return ([span] for span in spans)
 
     def _take(self, span: Span) -> _Asked | None:
-        """The request in flight that brings a span, or None. The span leaves the table."""
         asked = self._flights.end(span)
         if asked is not None:
             asked.wanted -= 1
         return asked
 
     def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
-        """The stored bytes of these spans as they arrive, perhaps with other spans of the same
-        requests. Spans that are in flight already are taken."""
+        """The spans' stored bytes as they arrive, perhaps with other spans of the same requests."""
         begun: dict[int, _Asked] = {}
         missing = []
         for span in spans:  # all are taken, even if the first fails
@@ -218,7 +200,7 @@ class SpanFetcher:
         return self.read(span) if asked is None else self._result(asked, span)
 
     def _result(self, asked: _Asked, span: Span) -> memoryview:
-        """The stored bytes of a span of a request. Raises the errors of `ChunkSource.read`."""
+        """Raises the errors of `ChunkSource.read`."""
         try:
             return asked.result()[span]
         except ObjectMissing as error:
@@ -229,19 +211,19 @@ class SpanFetcher:
             raise
 
     def _forget(self, failed: _Asked) -> None:
-        """Take the other spans of a request that has failed out of the table: units that want them
-        request them again."""
+        """Take the other spans of a failed request out of the table: units that want them request
+        them again."""
         for span in failed.spans:
             if self._flights.get(span) is failed:
                 self._take(span)
 
     def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
-        """For each of the spans that lies in a larger span in flight: that larger span."""
+        """The spans that lie in a larger span in flight, with that larger span."""
         return self._flights.larger(spans)
 
     def read_within(self, span: Span, larger: Span) -> memoryview:
-        """The stored bytes of a span out of a larger one in flight, which stays in flight for the
-        unit that it was begun for."""
+        """Cut a span out of a larger one in flight, which stays there for the unit that it was
+        begun for."""
         asked = self._flights.get(larger)
         if asked is None:  # the larger span's request has failed meanwhile
             return self.read(span)
@@ -249,7 +231,7 @@ class SpanFetcher:
         return self._result(asked, larger)[start : start + span[2]]
 
     def read(self, span: Span) -> memoryview:
-        """The stored bytes of a span, in memory of their own."""
+        """Stored bytes in memory of their own."""
         start_s = time.monotonic()
         try:
             return self.source.read(*span)
@@ -257,7 +239,7 @@ class SpanFetcher:
             self._stored.costs.observe(span[2], time.monotonic() - start_s)
 
     def read_spans(self, chunk: int, spans: Sequence[Span]) -> Iterator[memoryview]:
-        """The stored bytes of spans of one chunk; each may be used until the next one comes."""
+        """Each result may be used until the next one comes."""
         if self._flights.keys().isdisjoint(spans):
             largest = max(size for _, _, size in spans)
             if largest > len(self._buffer):
@@ -278,13 +260,11 @@ class SpanFetcher:
         yield from map(self.read_one, spans)
 
     def costs_of(self, place: int) -> ReadCosts:
-        """The costs of reads from a place (`ChunkReader.places`)."""
         return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
-        """Note that contents of a request that was made at `asked_s` have just arrived from a
-        place. Requests share the transfer, so a read counts from the arrival before it, if later
-        than its request."""
+        """Note that contents have just arrived from a place. Requests share the transfer, so a read
+        counts from the arrival before it, if later than its request (`asked_s`)."""
         now_s = time.monotonic()
         if self._chunks is not self._stored:  # `StoredParts` observes its reads by itself
             self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))

@@ -1,7 +1,7 @@
 """Reads parts of chunks from an object store by the chunks' numbers.
 
-`StoredParts` is the `ChunkReader` for stores without one of their own (a task's cache has one). So
-the readers of this package use every store in the same way, whatever a request costs there.
+`StoredParts` is the `ChunkReader` for stores without one of their own (a task's cache has one), so
+that readers use every store in the same way.
 """
 
 import os
@@ -28,12 +28,12 @@ from .chunk_source import ChunkNames
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX
 
 FETCH_THREADS = 64
-"""Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230
-MB/s."""
+"""Reads of a slow store that are under way at once. If each takes 30 ms, 64 reads of 110 KiB bring
+230 MB/s."""
 
 
 class StoredParts:
-    """Parts of the chunks of one snapshot, out of one object store (`ChunkReader`).
+    """The chunks of one snapshot in one object store.
 
     If the store takes many parts in one request, threads make such requests. From a slow store,
     threads read several parts at once. From any other store, parts are read one after the other, as
@@ -44,13 +44,11 @@ class StoredParts:
         self._reads = objects.fast_reads
         self._names = ChunkNames(snapshot)
         self.costs = ReadCosts()
-        """The costs of all reads until now."""
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0  # reads
         self._threads: tuple[int, ThreadPoolExecutor] | None = None  # and their process's number
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
-        """See `ChunkReader`."""
         wanted: list[Part] = [
             (self._names[chunk], start, size) for chunk, start, size in parts.tolist()
         ]
@@ -62,7 +60,7 @@ class StoredParts:
         return self._one_by_one(wanted)
 
     def _at_once(self, wanted: Sequence[Part], first: int = 0) -> Iterator[ReadGroup]:
-        """Read each part by a request of its own. `first` is the number of the first part among the
+        """Each part is read by a request of its own. `first` is the number of the first among the
         parts of `begin`."""
         return _Arriving([self._pool().submit(self._together, [each]) for each in wanted], first)
 
@@ -74,11 +72,9 @@ class StoredParts:
             yield ReadGroup((place,), self._together([each]), False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """See `ChunkReader`: all chunks are in the store."""
         return np.full(len(chunks), IN_STORE, np.int32)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """See `ChunkReader`."""
         return self._together([(self._names[chunk], start, size)])[0], False
 
     def close(self) -> None:
@@ -106,9 +102,6 @@ class StoredParts:
 
 
 class _Arriving(Iterator[ReadGroup]):
-    """The contents of requests, in the order of the requests. `first` is the number of the first
-    part."""
-
     def __init__(self, begun: Sequence["Future[list[memoryview]]"], first: int = 0) -> None:
         self._begun = begun
         self._left = iter(begun)
@@ -120,6 +113,5 @@ class _Arriving(Iterator[ReadGroup]):
         return ReadGroup(range(first, self._first), contents, False)
 
     def close(self) -> None:
-        """Give up the requests that have not begun."""
         for each in self._begun:
             each.cancel()

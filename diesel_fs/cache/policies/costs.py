@@ -1,19 +1,16 @@
-"""The time that reads take: the model by which all readers choose between ways of reading.
+"""The time that reads take: the model by which all readers choose between ways of reading. Pure.
 
 A read from one place (the object store, a node of a task, a disk) takes a latency, and a time for
 each byte. This is Lobster's model (section 4.3, equation 1); reads that are under way at once are
-taken to have the throughput of one read each. `ReadCosts` fits latency and time for a byte to the
-reads that it observes. It answers three questions: how long will a read take, how many unwanted
-bytes are worth reading to save a request, and are several reads at once faster than one after the
-other. Pure.
+taken to have the throughput of one read each.
 """
 
 _READS_AVERAGED = 8
 
 SLOW_READ_S = 0.003
-"""If the reads of a place take longer than this, readers request several parts at once, in threads.
-From a faster place they read one after the other: reading 4 MiB from the page cache takes 1 ms,
-and taking turns with other threads would cost more."""
+"""If the reads of a place take longer, readers request several parts at once, in threads. From a
+faster place they read one after the other: 4 MiB from the page cache take 1 ms, and taking turns
+with other threads would cost more."""
 
 LATENCY_S_MAX = 1.0
 """The greatest latency that is fitted. A longer one is an outage, which does not predict the next
@@ -36,18 +33,15 @@ class ReadCosts:
     _WEIGHT_MIN, _DECAY, _SPREAD_MIN = 3.5, 1 - 1 / 32, 0.01
 
     def __init__(self, latency_s: float = 0.005, s_per_byte: float = 1e-8) -> None:
-        """The costs until reads have been observed: by default those of a usual object store."""
         self.latency_s = latency_s
         self.s_per_byte = s_per_byte
         self._at_once = 1.0
         self._mean_s = 0.0
-        # Sums over the reads, old ones with less weight. Sizes are in megabytes: the squares of
-        # bytes would lose digits.
+        # Sums over the reads. Sizes are in megabytes: the squares of bytes would lose digits.
         self._weight = self._sizes = self._times = self._squares = self._products = 0.0
 
     def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
-        """Note that a read of `size` bytes took this time, while `at_once` reads, with this one,
-        were under way."""
+        """`at_once`: the number of reads that were under way, with this one."""
         megabytes, keep = size / 1e6, self._DECAY
         self._mean_s += (seconds - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
         self._at_once += (at_once - self._at_once) / _READS_AVERAGED
@@ -81,17 +75,16 @@ class ReadCosts:
 
     @property
     def gap_bytes(self) -> int:
-        """The number of unwanted bytes that take as long to read as another request."""
+        """Unwanted bytes that take as long to read as another request."""
         gap = self.latency_s / max(self.s_per_byte, _S_PER_BYTE_MIN)
         return int(min(max(gap, _GAP_MIN), _GAP_MAX))
 
     def read_s(self, size: int) -> float:
-        """Seconds for one read of `size` bytes."""
         return self.latency_s + self.s_per_byte * size
 
     def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
-        """Seconds for `size` bytes that are read in spans of at most `span_bytes`, as many at once
-        as usual lately: the latency, and the time of the transfer."""
+        """Seconds for `size` bytes in spans of at most `span_bytes`, as many at once as usual
+        lately: latency and transfer."""
         if not size:
             return 0.0, 0.0
         alone_s = self.read_s(min(size, span_bytes))

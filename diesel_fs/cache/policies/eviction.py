@@ -1,8 +1,7 @@
 """Eviction policies: which chunks a cache takes in, and which it gives up when it is full.
 
-A policy keeps the table of one cache: which *units* are in the cache, and their bytes. A unit is
-kept or evicted as a whole, and has a number; in most caches it is a chunk. The cache holds the
-contents, reports every insertion, removal and read to the policy, and requests decisions. If the
+A policy keeps the table of one cache: which *units* (mostly chunks) are in it, and their bytes. The
+cache holds the contents, reports every insertion, removal and read, and requests decisions. If the
 future reads are known (`orders/future.py`), the cache passes them on; only the policy `plan` uses
 them. Policies are pure: the same calls give the same answers on every machine. One thread at a
 time.
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from ...orders.future import NEVER, FutureUses, Times, Units
 
 UnitValues = npt.NDArray[np.float32]
-"""For each unit, an estimate of the number of its parts that will be read in an epoch."""
+"""For each unit, how many of its parts will be read in an epoch (an estimate)."""
 
 _Key = tuple[int, float, int, int]
 """The order of eviction, least first: the time of a unit's next use, negative; its value; the
@@ -32,33 +31,29 @@ _OLD_KEYS_MIN = 1024  # with fewer old keys, the heap is not built anew
 
 
 class EvictionPolicy(ABC):
-    """The units of one cache, and the decision which of them stay."""
-
     uses_future: ClassVar[bool] = False
-    """Whether the policy decides by the future reads, if it knows them."""
 
     def __init__(self) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
-        """The bytes of each unit in the cache. Only the policy's methods change this table."""
+        """The bytes of each unit in the cache. Only the policy changes this table."""
         self.bytes = 0
-        """The sum of `sizes`."""
 
     def insert(self, unit: int, size: int) -> None:
-        """Note that a unit of `size` bytes is in the cache now."""
+        """Note that a unit is in the cache now."""
         self.bytes += size - self.sizes.get(unit, 0)
         self.sizes[unit] = size
 
     def remove(self, unit: int) -> None:
-        """Note that a unit has left the cache, for whatever reason. Ignores unknown units."""
+        """Ignores unknown units."""
         self.bytes -= self.sizes.pop(unit, 0)
 
     @abstractmethod
     def record_access(self, unit: int) -> None:
-        """Note that a reader has read bytes of a unit, whether the cache had it or not."""
+        """Note a read of a unit, whether the cache had it or not."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
-        """Whether to take in a unit of `size` bytes that is not in the cache, while `free_bytes`
-        are free. Changes nothing: the caller may decide otherwise."""
+        """Whether to take in a unit that is not in the cache. Changes nothing: the caller may
+        decide otherwise."""
         return size <= free_bytes + self.bytes
 
     @abstractmethod
@@ -68,29 +63,29 @@ class EvictionPolicy(ABC):
 
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
         """Whether a unit that is not in the cache should replace `victims`, the first units of
-        `eviction_order`. None if the policy cannot tell: the caller decides (`admission.py`).
-        Fetching the unit costs as much as `uses_min` reads past the cache, so it should be used at
-        least `uses_min` times before a victim is. Changes nothing."""
+        `eviction_order`; None leaves it to the caller (`admission.py`). Fetching costs as much as
+        `uses_min` reads past the cache, so the unit should be used that often before a victim is.
+        Changes nothing."""
         return None
 
     def set_future(self, future: FutureUses | None) -> None:
-        """Set the future reads of this cache's readers; None if they are not known any more. The
-        caller moves the readers (`FutureUses.seek`), as several policies may share a future."""
+        """Set the future reads of this cache's readers; None if they are unknown. The caller moves
+        the readers (`FutureUses.seek`): several policies may share a future."""
         return
 
     def note_passed(self, units: Units) -> None:
-        """Note that a reader whose future is known has passed these units, or has gone back to
-        before them, so that their next uses have changed."""
+        """The next uses of these units have changed: a reader whose future is known has passed
+        them, or has gone back to before them."""
         return
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Set the value of each unit, which decides between units of equal next use. None: all
-        are worth the same."""
+        """Set the values that decide between units of equal next use. None: all are worth the
+        same."""
         return
 
     def renumber(self, after: Mapping[int, int]) -> None:
-        """Give the units other numbers, since the dataset has another version: `after` maps old
-        numbers to new ones; units without a new number leave. The order of eviction stays."""
+        """`after` maps old unit numbers to those of another version of the dataset; units without a
+        new number leave. The order of eviction stays."""
         kept = dict.fromkeys([*self.eviction_order(), *self.sizes])
         sizes = {after[unit]: self.sizes[unit] for unit in kept if unit in after}
         for unit in kept:
@@ -100,8 +95,6 @@ class EvictionPolicy(ABC):
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Evicts the unit first that has not been read for the longest time."""
-
     def insert(self, unit: int, size: int) -> None:
         super().insert(unit, size)
         self.sizes.move_to_end(unit)
@@ -118,14 +111,13 @@ class FarthestNextUse(LeastRecentlyUsed):
     """Evicts units first that are not read any more, then those that are read last (Lobster, ICPP
     2022, section 4.4; Belady's MIN).
 
-    Among units of equal next use, and among those that are not read any more, the one of the least
-    value goes first; among equal values, the longest unread. If no order is known, the longest
-    unread goes first. The policy does not know whether a unit is the last copy among several nodes:
-    the caller must evict such a unit only after others.
+    Among units of equal next use the one of the least value goes first; among equal values, and if
+    no order is known, the longest unread. The policy does not know whether a unit is the last copy
+    among several nodes: the caller must evict such a unit only after others.
 
     All units are in a heap, the first victim at its top. A unit gets a new key when it is read or
-    its next use changes. The old key stays in the heap, and is passed over, until it comes to the
-    top or more than half of the keys are old.
+    its next use changes. The old key is passed over until it comes to the top or more than half of
+    the keys are old.
     """
 
     uses_future = True
@@ -161,8 +153,8 @@ class FarthestNextUse(LeastRecentlyUsed):
         return super().eviction_order() if self._future is None else self._walk_heap()
 
     def _walk_heap(self) -> Iterator[int]:
-        """The units in the order of their keys. A key of a heap is never less than the one above
-        it, so the next least key is always among those right below the keys taken before."""
+        """A key of a heap is never less than the one above it, so the next least key is always
+        right below one of those taken before."""
         heap, seen = self._heap, set[int]()
         reached = [(heap[0], 0)] if heap else []
         while reached:
@@ -239,8 +231,8 @@ class FarthestNextUse(LeastRecentlyUsed):
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """Evicts the unit first that has been read least often since it came; among equals, the
-    longest unread."""
+    """Evicts the unit that has been read least often since it came; among equals, the longest
+    unread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,11 +268,8 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 class NoEviction(EvictionPolicy):
-    """Keeps the units that came first, and takes in no other once the cache is full.
-
-    Each epoch then hits all units that fit, while LRU may hit none (the cache MinIO of CoorDL;
-    Mohan et al., VLDB 2021, section 4.1).
-    """
+    """Keeps the units that came first: each epoch then hits all units that fit, while LRU may hit
+    none (the cache MinIO of CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
 
     def record_access(self, unit: int) -> None:
         """Does nothing: the decisions depend on free room alone."""
@@ -298,4 +287,4 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lfu": LeastFrequentlyUsed,
     "none": NoEviction,
 }
-"""Policies by the names that `--evict` takes."""
+"""By the names that `--evict` takes."""

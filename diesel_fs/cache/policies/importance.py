@@ -1,24 +1,19 @@
 """`ImportanceHeap` finds the entries that should leave a full cache first: those that training
-finds least important (iCache, HPCA 2023, section III-B).
+finds least important (iCache, HPCA 2023, section III-B). Pure; for one thread.
 
-iCache keeps a min-heap of the cached samples. When importance has changed, it fills a second heap,
-the shadow, while the first one serves. Here a heap is columns instead of objects. An entry's
-**level** is the upper half of its importance as a float of 4 bytes; such bits have the order of the
-numbers, and importances that differ by more than a 128th have different levels. All entries are
-sorted by level once (a radix sort, in blocks of a million). A count of cached entries for each
-level leads to the least important ones, so an insertion only increases a count.
+A heap is columns instead of objects. An entry's **level** is the upper half of its importance as a
+float of 4 bytes; such bits have the order of the numbers, and importances that differ by more than
+a 128th have different levels. All entries are sorted by level once (a radix sort, in blocks). A
+count of cached entries for each level leads to the least important ones, so an insertion only
+increases a count. New importances go into a second table of levels, iCache's **shadow**, which is
+sorted block by block (`build_some`) while the first one serves, and then replaces it. The columns
+take 7 bytes for each entry of the dataset, 13 while there are two tables.
 
-New importances go into a second table of levels, the **shadow**. It is sorted block by block
-(`build_some`) while the first table serves, and then replaces it. The columns take 7 bytes for each
-entry of the dataset, 13 while there are two tables.
-
-**Several jobs** that train on one dataset give the same sample different importances, and a job
-that has trained longer gives lower ones. So they are merged by percentile (section III-D): a
-sample's merged importance is the sum, over all jobs, of the job's benefit times the share of all
-samples that are less important to it. A job's *benefit* is the factor by which the cache speeds up
-its batches; jobs below `BENEFIT_MIN` do not count. A list of a job takes 2 bytes for each entry.
-
-Pure. Used by one thread.
+**Several jobs** that train on one dataset give the same sample different importances, and lower
+ones the longer a job has trained. So they are merged by percentile (section III-D): a sample's
+merged importance is the sum, over all jobs, of the job's benefit times the share of all samples
+that are less important to it. A job's *benefit* is the factor by which the cache speeds up its
+batches. A job's list takes 2 bytes for each entry.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +29,7 @@ Mask = npt.NDArray[np.bool_]
 _Levels = npt.NDArray[np.uint16]
 
 LEVELS = 1 << 15
-"""The number of levels: numbers that are not negative have 15 bits in their upper half."""
+"""Numbers that are not negative have 15 bits in their upper half."""
 
 BLOCK_ENTRIES = 1 << 20
 """Entries that are sorted at once: some 10 ms."""
@@ -42,16 +37,16 @@ BLOCK_ENTRIES = 1 << 20
 BENEFIT_MIN = 1.5
 """A job that gains less from the cache does not influence which samples stay, as in iCache."""
 JOBS_MAX, SILENT_TELLS = 8, 16
-"""At most `JOBS_MAX` jobs have lists: a further job replaces the oldest list. If the other jobs
-send `SILENT_TELLS` lists while a job sends none, that job counts as ended, and its list is
-removed."""
+"""A job beyond `JOBS_MAX` replaces the oldest list. A job that sends nothing while the others send
+`SILENT_TELLS` lists counts as ended, and its list is removed."""
 
 _ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
 
 @dataclass(slots=True)
 class _Table:
-    """Levels, and the entries of each level, in blocks as far as they are sorted."""
+    """`orders` and `starts` have a block for each `BLOCK_ENTRIES`, as far as the table is
+    sorted."""
 
     levels: _Levels
     orders: list[Entries] = field(default_factory=list)
@@ -62,7 +57,6 @@ class _Table:
         return len(self.orders) * BLOCK_ENTRIES >= len(self.levels)
 
     def sort_block(self) -> None:
-        """Sort the next block."""
         first = len(self.orders) * BLOCK_ENTRIES
         levels = self.levels[first : first + BLOCK_ENTRIES]
         order = np.argsort(levels, kind="stable").astype(np.uint32)
@@ -71,7 +65,7 @@ class _Table:
         self.starts.append(np.concatenate(([0], ends)).astype(np.int32))
 
     def entries_of(self, levels: npt.NDArray[np.int64]) -> Entries:
-        """All entries of these levels, the lowest first in each block."""
+        """The lowest level comes first in each block."""
         found = []
         for order, starts in zip(self.orders, self.starts, strict=True):
             counts = starts[levels + 1] - starts[levels]
@@ -82,7 +76,7 @@ class _Table:
 
 
 def check_importances(values: npt.NDArray[np.float32]) -> None:
-    """Check importances. Raises UsageError if any is NaN, infinite or negative."""
+    """Raises UsageError if any is NaN, infinite or negative."""
     bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(bad):
         raise UsageError(
@@ -91,12 +85,11 @@ def check_importances(values: npt.NDArray[np.float32]) -> None:
 
 
 class ImportanceHeap:
-    """The entries that a cache has and may give up, by importance (see the module). These entries
-    are called *in* the heap."""
+    """The entries that a cache has and may give up: those *in* the heap."""
 
     def __init__(self, count: int, sizes: npt.NDArray[np.uint32] | None = None) -> None:
-        """Entries are numbered from 0 to `count` - 1. `sizes` has the size of each in the cache, in
-        any unit (default: 1). At first all have the importance 0, and none is in the heap."""
+        """Entries are numbered from 0. `sizes` has the size of each in the cache, in any unit
+        (default: 1). At first all have the importance 0, and none is in the heap."""
         self._sizes = sizes
         self._in: Mask = np.zeros(count, np.bool_)
         self._table = _Table(np.zeros(count, np.uint16))
@@ -116,7 +109,7 @@ class ImportanceHeap:
         """Set the importance of entries; the others keep theirs. The change takes effect when
         `build_some` returns False. `more`: further calls follow for the same list, and nothing is
         built before the last one. Raises UsageError for NaN, infinite and negative numbers, and
-        then nothing has changed."""
+        then changes nothing."""
         check_importances(values)
         levels = (self._shadow or self._table).levels
         if self._shadow is None or self._shadow.orders:
@@ -142,20 +135,20 @@ class ImportanceHeap:
         return False
 
     def build_first(self) -> None:
-        """Build the first importances at once, however long that takes: to decide without any would
-        be worse than to wait. Does nothing once importances have taken effect."""
+        """Build the first importances at once: to decide without any would be worse than to
+        wait."""
         while not self.changes and self.build_some():
             pass
 
     @property
     def bytes_max(self) -> int:
-        """The bytes of memory that the columns take while there are two tables."""
+        """The memory while there are two tables."""
         count = len(self._in)
         one = count * (np.dtype(np.uint16).itemsize + np.dtype(np.uint32).itemsize)
         return self._in.nbytes + 2 * one
 
     def importance(self, entries: Entries) -> npt.NDArray[np.float32]:
-        """The importance of each entry, rounded down by at most a 128th."""
+        """The importance, rounded down by at most a 128th."""
         return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
 
     def is_high(self, entries: Entries) -> Mask:
@@ -164,12 +157,11 @@ class ImportanceHeap:
         return found
 
     def __len__(self) -> int:
-        """The number of entries that are in."""
         return int(self._counts.sum())
 
     def insert(self, entries: Entries) -> None:
-        """Add entries, which the cache may give up from now on. Ignores entries that are in. No
-        entry may occur twice."""
+        """Add entries, none twice, which the cache may give up from now on. Ignores entries that
+        are in."""
         new = entries[~self._in[entries]]
         self._in[new] = True
         levels = self._table.levels[new]
@@ -177,8 +169,8 @@ class ImportanceHeap:
         np.add.at(self._sums, levels, self._size(new))
 
     def remove(self, entries: Entries) -> None:
-        """Remove entries, which the cache has given up or must keep from now on. Ignores entries
-        that are not in. No entry may occur twice."""
+        """Remove entries, none twice, which the cache has given up or must keep from now on.
+        Ignores entries that are not in."""
         old = entries[self._in[entries]]
         self._in[old] = False
         levels = self._table.levels[old]
@@ -187,7 +179,6 @@ class ImportanceHeap:
 
     @property
     def zero_count(self) -> int:
-        """The number of entries of importance 0 that are in."""
         return int(self._counts[0])
 
     @property
@@ -196,9 +187,8 @@ class ImportanceHeap:
         return int(self._sums[: self._high_level + 1].sum())
 
     def least(self, count: int, *, high: bool = False) -> Entries:
-        """At most `count` of the entries that are in, the least important first; among entries of
-        one level, the lowest number first. The entries stay in the heap. `high`: only entries of
-        high importance (`is_high`)."""
+        """At most `count` of the entries that are in, the least important first; within a level,
+        the lowest number first. They stay in the heap. `high`: only those of high importance."""
         levels = np.flatnonzero(self._counts)
         if high:
             levels = levels[levels > self._high_level]
@@ -222,15 +212,13 @@ class ImportanceHeap:
 
 @dataclass(slots=True)
 class _JobList:
-    """The list of one job, as a level for each entry, and the job's benefit."""
-
     levels: _Levels
     benefit: float
     last_tell: int  # the number of its last list among those of all jobs
 
     def percentiles(self) -> npt.NDArray[np.float32]:
-        """For each entry, the share of all entries that are less important to the job. Equally
-        important entries count half."""
+        """The share of all entries that are less important to the job. Equally important entries
+        count half."""
         counts = np.bincount(self.levels, minlength=LEVELS)
         below = np.cumsum(counts) - counts / 2
         shares: npt.NDArray[np.float32] = (below / len(self.levels)).astype(np.float32)
@@ -238,11 +226,8 @@ class _JobList:
 
 
 class JobImportances:
-    """The importances that several jobs send, and their sum (see the module)."""
-
     def __init__(self, count: int) -> None:
-        """`count` is the number of entries of the dataset."""
-        self._count = count
+        self._count = count  # entries of the dataset
         self._jobs: dict[str, _JobList] = {}  # the job that sent its list last is last
         self._tells = 0  # whole lists, of all jobs
 
@@ -258,9 +243,7 @@ class JobImportances:
         *,
         more: bool = False,
     ) -> None:
-        """Take the importance of entries from a job (any name for it); the other entries keep
-        theirs. `more`: further calls follow for the same list. Raises UsageError for NaN, infinite
-        and negative numbers, and then nothing has changed."""
+        """As `ImportanceHeap.set_importances`, for the list of one job, under any name for it."""
         check_importances(values)
         self._tells += not more
         found = self._jobs.pop(job, None)
@@ -274,8 +257,7 @@ class JobImportances:
                 del self._jobs[name]
 
     def merged(self) -> npt.NDArray[np.float32]:
-        """The merged importance of each entry (see the module). If no job's benefit reaches
-        `BENEFIT_MIN`, all jobs count the same."""
+        """If no job's benefit reaches `BENEFIT_MIN`, all jobs count the same."""
         jobs = [each for each in self._jobs.values() if each.benefit >= BENEFIT_MIN]
         weights = [each.benefit for each in jobs] or [1.0] * len(self._jobs)
         found = np.zeros(self._count, np.float32)
@@ -285,5 +267,5 @@ class JobImportances:
 
 
 def _levels_of(values: npt.NDArray[np.float32]) -> _Levels:
-    """The level of each importance; -0 is 0."""
+    # The sum turns -0 into 0
     return ((values + np.float32(0)).view(np.uint32) >> 16).astype(np.uint16)

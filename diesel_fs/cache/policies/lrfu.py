@@ -1,28 +1,25 @@
 """Decides which chunks (the paper's *blocks*) leave a full cache that several datasets share:
-cost-aware LRFU.
+cost-aware LRFU (DLCache, section III-C.2). Pure.
 
-The source is DLCache, section III-C.2. A *reference* is the start of a job that reads a dataset:
-training reads all of a dataset, so one reference counts for each of its blocks. The *CRF* of a
-block (combined recency and frequency) at the time t is the sum of F(t - t_i) over its references at
-the times t_i, with:
+A *reference* is the start of a job that reads a dataset: training reads all of a dataset, so one
+reference counts for each of its blocks. The *CRF* of a block (combined recency and frequency) at
+the time t is the sum of F(t - t_i) over its references at the times t_i, with:
 
     F(x) = (1 / p) ** (step * x)
 
-The block of the least CRF leaves first. Among equals, the one that is cheapest to bring back
-leaves first, and then the one that has not been read for the longest time.
+The block of the least CRF leaves first; among equals the one that is cheapest to bring back, and
+then the one that has not been read for the longest time.
 
-F is exponential, so the sum need not be kept term by term: only its value at the last reference and
-the time of that reference are kept. Until the next reference the value decays, which then adds 1.
-A kept value is thus at least 1. Comparisons are made between logarithms, since the values
-themselves become 0 if the last reference is old.
+F is exponential, so only the sum at the last reference and the time of that reference are kept. The
+sum decays until the next reference, which adds 1; so a kept value is at least 1. Logarithms are
+compared, since the values themselves become 0 if the last reference is old.
 
 The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
 within the same hour tie, and the cost decides between their datasets. A node runs a few jobs in a
 day, so finer times would only measure chance. With `step` 0 nothing is forgotten, and the number of
 references decides (LFU). With `step` 1 and a `p` of 2 or more, if a dataset has at most one
-reference in each unit of time, a reference outweighs all older ones together: the time of the last
-reference decides (LRU). Only the product `step * ln(p)` matters; the code keeps both numbers since
-the paper has both. Pure.
+reference in each unit of time, the time of the last reference decides (LRU). Only the product
+`step * ln(p)` matters; the code keeps both numbers since the paper has both.
 """
 
 import math
@@ -35,25 +32,24 @@ HOUR_S = 3600.0
 """The unit of times in a cache folder, in seconds."""
 
 Values = npt.NDArray[np.float64]
-"""One number for each block, or for each dataset."""
 
 
 def hour_of(time_s: float) -> float:
-    """The whole hours of a time in seconds since 1970."""
+    """The whole hours since 1970."""
     return float(math.floor(time_s / HOUR_S))
 
 
 @dataclass(frozen=True, slots=True)
 class Attenuation:
-    """How references lose weight over time. Raises ValueError for a `p` that is not above 1 or not
-    finite, and for a `step` that is not between 0 and 1."""
+    """How references lose weight over time. Raises ValueError unless `p` is above 1 and finite, and
+    `step` is between 0 and 1."""
 
     p: float = 2.0
     step: float = 1 / 24
     """The default halves a reference within a day, if times are hours. A dataset that is used each
-    day then counts about two references, and one that was used often counts little after a week.
-    In a simulation of DLCache's experiment (`tests/bench/experiments/lrfu.py`), jobs waited least
-    with a `step` from 0 to 1/24; 0 would never forget."""
+    day then counts about two references, and one that was used often counts little after a week. In
+    a simulation of DLCache's experiment (`tests/bench/experiments/lrfu.py`), jobs waited least with
+    a `step` from 0 to 1/24; 0 would never forget."""
 
     def __post_init__(self) -> None:
         if not 1 < self.p < math.inf:
@@ -62,26 +58,25 @@ class Attenuation:
             raise ValueError(f"step is from 0 to 1, not {self.step}")
 
     def add_reference(self, crf: Values, last: Values, now: float) -> Values:
-        """The CRF of each block after one more reference at the time `now`. `crf` has the values (0
-        or more) at the times `last` of the last references."""
+        """Add a reference at the time `now` to `crf`, the values (0 or more) at the last
+        references."""
         return 1 + crf * np.exp(-self._decay(last, now))
 
     def log_crf(self, crf: Values, last: Values, now: float) -> Values:
-        """The natural logarithm of each block's CRF at the time `now`. `crf` has the values (at
-        least 1) at the times `last` of the last references."""
+        """Logarithms at the time `now`. `crf` has the values (at least 1) at the last
+        references."""
         return np.log(crf) - self._decay(last, now)
 
     def _decay(self, last: Values, now: float) -> Values:
-        """The amounts by which the logarithms have fallen since `last`. If the clock was set back,
-        a time in the future counts as one equally far in the past: otherwise that block would not
-        age for a while."""
+        """The fall of the logarithms since `last`. If the clock was set back, a future time counts
+        as one equally far in the past: otherwise that block would not age."""
         return self.step * math.log(self.p) * np.abs(now - last)
 
 
 def eviction_order(log_crf: Values, cost: Values, used: Values) -> npt.NDArray[np.intp]:
-    """The indices of the blocks, the first to be evicted first.
+    """The blocks, the first to be evicted first.
 
-    `cost` has the seconds to bring each block back (as in the paper), or the seconds for each of
-    its bytes if blocks differ in size. `used` has the time at which each block was read last.
+    `cost` has the seconds to bring each block back (as in the paper), or the seconds for each byte
+    if blocks differ in size. `used` has the times of the last reads.
     """
     return np.lexsort((used, cost, log_crf))

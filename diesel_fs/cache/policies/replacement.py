@@ -1,9 +1,8 @@
-"""Chooses the units that leave a full cache for a new one: the loop that all caches share.
+"""Chooses the units that leave a full cache for a new one: the loop that all caches share. Pure.
 
-A policy (`eviction.py`, `lrfu.py`) gives the order in which units may leave; the cache knows which
-of them cannot leave now: pinned ones, for example. `Shortage` takes victims out of such orders, one
-order after the other, until there is room. Nothing is evicted here: the cache must still decide
-whether the new unit is worth its victims (`EvictionPolicy.replaces`, `admission.py`). Pure.
+`Shortage` takes victims out of one or several orders of eviction (`eviction.py`, `lrfu.py`) until
+there is room. Nothing is evicted here: the cache must still decide whether the new unit is worth
+its victims (`EvictionPolicy.replaces`, `admission.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,17 +14,14 @@ Unit = TypeVar("Unit")
 
 @dataclass(slots=True)
 class Shortage(Generic[Unit]):
-    """The room that a new unit lacks, and the victims that have been chosen for it."""
-
     bytes: int
     """The bytes that are lacking; 0 or less if there is room."""
     units: int = 0
-    """How many units must leave because the cache limits their number; 0 or less if none must."""
+    """The same as a number of units, if the cache limits their number."""
     victims: list[Unit] = field(default_factory=list)
 
     @property
     def is_met(self) -> bool:
-        """Whether the new unit has room once the victims have left."""
         return self.bytes <= 0 and self.units <= 0
 
     def choose(
@@ -34,8 +30,8 @@ class Shortage(Generic[Unit]):
         size_of: Callable[[Unit], int],
         stays: Callable[[Unit], bool] | None = None,
     ) -> bool:
-        """Choose further victims, the first candidates first, until nothing is lacking; returns
-        `is_met`. Passes over candidates that were chosen before or for which `stays` is true."""
+        """Choose further victims, the first candidates first. Returns `is_met`. Passes over
+        candidates that were chosen before or that stay (`stays`: pinned ones, for example)."""
         chosen = {*self.victims}
         if not self.is_met:
             for each in candidates:

@@ -1,15 +1,14 @@
 """Keeps chunks in this process's memory, within a budget, and loads each of them once.
 
-`EntryReader` requests chunks by number. If several threads miss one chunk, one of them loads it and
-the others wait for that load. Chunks may also be loaded ahead, by `FETCH_THREADS` threads; a load
-that a reader waits for is never queued behind loads ahead. If the cache follows no order, the least
-recently used chunk is evicted when the budget is full. If the cache follows an order
-(`OrderPrefetch` decides), a chunk is dropped when the reader has finished with it.
+If several threads miss one chunk, one of them loads it and the others wait. Chunks may also be
+loaded ahead, in other threads; a load that a reader waits for is never queued behind these. When
+the budget is full, the least recently used chunk is evicted; but if the cache follows an order
+(`OrderPrefetch`), a chunk is dropped when the reader has finished with it.
 
 A chunk may be *pinned*: it lies in memory that the object store shares with other processes (the
 cache of a task's nodes), and the store may ask for it back (`revoke`).
 
-Thread-safe. After a fork the child keeps the chunks that were loaded and begins with new locks.
+Thread-safe. After a fork the child keeps the loaded chunks and begins with new locks.
 """
 
 import os
@@ -29,8 +28,7 @@ from ..waiting import WaitCause, waiting_for
 from .order_prefetch import OrderPrefetch
 
 FETCH_THREADS = 4
-"""The most loads ahead at once, per cache: enough to hide a store's latency behind its
-bandwidth."""
+"""Loads ahead at once, per cache: enough to hide a store's latency behind its bandwidth."""
 
 PINNED_COST_DIVISOR = 32
 """A pinned chunk counts as a 32nd of its bytes in the budget: its memory belongs to another
@@ -38,19 +36,16 @@ process, and only its page tables and decoded contents are ours."""
 
 
 class _EveryOffset(set[int]):
-    """A set that contains every offset."""
-
     def __contains__(self, _: object) -> bool:
         return True
 
 
 @dataclass(slots=True)
 class LoadedChunk:
-    """A chunk's bytes, the offsets of its entries that have been checked, and decoded contents by
-    offset.
+    """A chunk's bytes, and by offset the entries that have been checked, and decoded contents.
 
-    Readers get slices of `view`, which is read-only. `patch` replaces bytes that have failed their
-    check. The owner of a pinned chunk's memory has checked all of the chunk.
+    Readers get slices of `view`, which is read-only. The owner of a pinned chunk's memory has
+    checked all of it.
     """
 
     buffer: memoryview
@@ -74,8 +69,6 @@ class LoadedChunk:
 
 
 class ChunkCache:
-    """Chunks by number, of at most `budget_bytes` together, and the loads in flight."""
-
     def __init__(
         self,
         budget_bytes: int,
@@ -83,8 +76,7 @@ class ChunkCache:
         *,
         load_cause: WaitCause = WaitCause.STORE,
     ) -> None:
-        """`load` loads a chunk by its number. `load_cause` is reported as the cause of the waits of
-        readers for a load in another thread."""
+        """Readers that wait for a load in another thread report `load_cause`."""
         self.budget_bytes = budget_bytes
         self._load = load
         self._load_cause = load_cause
@@ -102,11 +94,11 @@ class ChunkCache:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that count in the budget now."""
+        """Bytes that count in the budget now."""
         return self._held_bytes
 
     def peek(self, number: int) -> LoadedChunk | None:
-        """The chunk if it is in memory; never waits for a load."""
+        """Never waits for a load."""
         chunk = self._chunks.get(number)
         if chunk is not None:
             with self._lock:
@@ -119,8 +111,8 @@ class ChunkCache:
         return self._chunks.get(number)
 
     def get(self, number: int) -> LoadedChunk:
-        """The chunk. If it is absent, this thread loads it, or waits for a thread that does so
-        already. Raises the errors of `load`."""
+        """Load the chunk, or wait for a thread that does, unless it is here. Raises the errors of
+        `load`."""
         chunk = self.peek(number)
         if chunk is not None:
             return chunk
@@ -139,13 +131,12 @@ class ChunkCache:
             return flight.result()
 
     def prefetch(self, number: int) -> None:
-        """Begin to load a chunk in the background, unless it is here or in flight."""
+        """Load a chunk in the background, unless it is here or in flight."""
         with self._lock:
             self._begin(number)
 
     def prefetch_what_fits(self, sizes: Mapping[int, int]) -> None:
-        """`prefetch` chunks, in this order, as long as nothing is evicted. `sizes` has the bytes of
-        each chunk by its number."""
+        """`prefetch` chunks, in the order of `sizes`, as long as nothing is evicted."""
         room_bytes = self.budget_bytes - self._held_bytes
         for number, size in sizes.items():
             room_bytes -= size
@@ -155,20 +146,17 @@ class ChunkCache:
 
     @property
     def order(self) -> OrderPrefetch | None:
-        """The order that the cache follows; None if it follows no order."""
         return self._order
 
     def set_order(self, followed: OrderPrefetch) -> None:
-        """Follow this order from now on: load and drop chunks as it decides. All chunks that are in
-        memory now are dropped."""
+        """Load and drop chunks as this order decides. Drops all chunks that are in memory now."""
         with self._lock:
             self._order = followed
             for number in [*self._chunks, *self._flights]:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
-        """Note that a reader of the order is at entry `index`, of this visit
-        (`order_prefetch.py`). No effect if the cache follows another order."""
+        """A reader of the order is at an entry. No effect if the cache follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.advance(visit, index, self.budget_bytes))
@@ -176,8 +164,7 @@ class ChunkCache:
     def mark_read(
         self, followed: OrderPrefetch, visit: int, entries: npt.NDArray[np.int64]
     ) -> None:
-        """Note that a reader of the order has read entries of one visit. No effect if the cache
-        follows another order."""
+        """A reader of the order has read entries. No effect if the cache follows another order."""
         with self._lock:
             if followed is self._order:
                 self._apply(*followed.mark_read(visit, entries, self.budget_bytes))
@@ -192,7 +179,7 @@ class ChunkCache:
                 self._uncount(chunk)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
-        """Add the bytes of decoded contents to those that a chunk counts in the budget."""
+        """Count the bytes of decoded contents in the budget."""
         with self._lock:
             chunk.charged += more_bytes
             if chunk.is_counted:  # else the chunk was dropped, and a reader still holds it
@@ -200,7 +187,7 @@ class ChunkCache:
                 self._shrink()
 
     def close(self) -> None:
-        """Drop everything. Views that were returned stay valid."""
+        """Views that were returned stay valid."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
@@ -222,7 +209,6 @@ class ChunkCache:
         self._threads.submit(self._run_prefetch, number, flight)
 
     def _apply(self, dropped: list[int], begun: list[int]) -> None:
-        """Carry out decisions of the order."""
         for number in dropped:
             self._drop(number)
         for number in begun:

@@ -1,18 +1,15 @@
 """Reads many entries of a dataset in few requests, checked, in the order of their chunks or as they
 arrive.
 
-The prefetch worker of a mount uses this module: the worker *pushes* contents into the kernel's page
-cache and keeps none of them (`EntryReader` in `entry_reader.py` keeps chunks in memory instead).
-The caller requests one list of entries at a time, and may announce the next lists. Such a list is
-called a *unit* here: the entries of one push. A *span* is a range of a chunk that is read in one
-piece; `fetching/coalesce.py` decides which extents of files are merged to one span.
+It serves a mount's prefetch worker, which *pushes* contents into the kernel's page cache and keeps
+none of them. The worker requests one list of entries at a time, a *unit*: the entries of one push.
+It may announce the next units. A *span* is a range of a chunk that is read in one piece
+(`fetching/coalesce.py`).
 
-Reads cost more in one store than in another, so there are three ways to read. From a fast store (a
-folder in the page cache) spans are read one after the other into one buffer. From a slow store
-several spans are read at once, and announced units are read ahead. From a store that takes many
-reads in one request (`batches_reads`: a server, the cache of a task) whole batches are requested,
-also ahead. In the last two cases the requests go on in a `ChunkReader`: that of the task's cache,
-else `StoredParts`.
+From a fast store (a folder in the page cache) spans are read one after the other into one buffer.
+From a slow store several spans are read at once, and announced units are read ahead. From a store
+that takes many reads in one request (`batches_reads`: a server, the cache of a task) whole batches
+are requested, also ahead.
 
 Every byte is checked against the checksum of its entry, unless the store has checked it; after a
 mismatch the entry is read once more, past all caches. One thread at a time uses a reader; the
@@ -43,34 +40,32 @@ log = logging.getLogger("diesel.mount")
 
 
 class ExtentBatch(NamedTuple):
-    """Contents of n extents: runs of bytes of a file, each in one chunk; most files are one extent.
+    """Contents of extents: runs of bytes of a file, each in one chunk; most files are one extent.
     The contents may be used until the iterator gives the next batch."""
 
     entries: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
-    """Where in its file each extent begins, in bytes."""
+    """The byte of its file at which each extent begins."""
     contents: Sequence[memoryview]
 
 
 class BatchSource(Protocol):
-    """Checked contents for the prefetch worker of a mount."""
+    """Checked contents for a mount's prefetch worker."""
 
     def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[ExtentBatch]:
-        """The contents of these files, batch by batch. Damaged extents are left out. Raises
-        DieselError."""
+        """The contents, batch by batch. Damaged extents are left out. Raises DieselError."""
         ...
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
-        """Announce the lists of files that `batches` will probably be called with next, the soonest
-        first, so that they are read ahead."""
+        """Announce the lists that `batches` will probably be called with next, the soonest first,
+        to be read ahead."""
         ...
 
     def read_costs(
         self, units: Sequence[npt.NDArray[np.uint32]], /
     ) -> Sequence[tuple[float, float]]:
-        """The cost of reading each of these lists of files: latency and transfer time, in seconds
-        (a mount's `prefetch/decisions.py` uses them). Returns at once, and takes no account of
-        reads under way."""
+        """Latency and transfer time of each of these lists of files, in seconds (for a mount's
+        `prefetch/decisions.py`). Returns at once, and takes no account of reads under way."""
         ...
 
     @property
@@ -79,17 +74,17 @@ class BatchSource(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counts of the reads, by name."""
+        """Counts of the reads."""
         ...
 
     def close(self) -> None:
-        """Stops reading ahead. May be called again."""
+        """Stop reading ahead. Repeatable."""
         ...
 
 
 @dataclass(slots=True)
 class _AnnouncedUnit:
-    """Entries that `batches` will be called with, and whether all their spans are being read."""
+    """`is_begun`: whether all its spans are being read."""
 
     entries: frozenset[int]
     plan: ReadPlan
@@ -97,8 +92,6 @@ class _AnnouncedUnit:
 
 
 class CoalescingReader:
-    """Reads entries of one snapshot from one object store (see the module)."""
-
     def __init__(
         self, snapshot: Snapshot, objects: ObjectStore, *, limits: ReadLimits | None = None
     ) -> None:
@@ -111,8 +104,8 @@ class CoalescingReader:
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
 
     def batches(self, entries: SomeEntries) -> Iterator[ExtentBatch]:
-        """The contents of these files; within a batch they are sorted by chunk and offset in it. If
-        a `ChunkReader` reads from several nodes, each batch has contents from one of them.
+        """As `BatchSource.batches`; within a batch sorted by chunk and offset. If a `ChunkReader`
+        reads from several nodes, each batch has contents from one of them.
 
         Entries that are damaged or have lost their chunk are logged, counted and left out. Raises
         ObjectStoreError if the store fails.
@@ -126,8 +119,8 @@ class CoalescingReader:
             raise
 
     def _give_up_unannounced(self, plan: ReadPlan) -> None:
-        """Give up the spans in flight of a read that did not end, except spans of announced units:
-        these stay, so that a second try reads only the spans that have failed."""
+        """Give up the spans in flight of a read that failed. Spans of announced units stay, so that
+        a second try reads only the spans that have failed."""
         announced: set[Span] = set()
         for unit in self._units.values():
             unit.is_begun = False  # spans that have failed are begun again
@@ -156,11 +149,9 @@ class CoalescingReader:
                 self._note_lost(error)
 
     def prefetch(self, units: Sequence[SomeEntries]) -> None:
-        """Announce the units that `batches` will be called with next, the soonest first.
-
-        Begins to read them if the store is slow or takes many reads in one request, up to
-        `ReadLimits.ahead_bytes`. Units of earlier calls that are not among these are given up.
-        """
+        """As `BatchSource.prefetch`. Reads ahead if the store is slow or takes many reads in one
+        request, up to `ReadLimits.ahead_bytes`. Gives up units of earlier calls that are not among
+        these."""
         if not (self.is_slow or self._fetcher.is_busy or self._fetcher.batches_reads):
             return
         before, self._units = self._units, {}
@@ -184,8 +175,7 @@ class CoalescingReader:
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
     def read_costs(self, units: Sequence[SomeEntries]) -> list[tuple[float, float]]:
-        """The cost of reading each of these lists of files, by the places of their chunks: the
-        latency and the transfer, in seconds. A chunk of unknown place counts as in the store."""
+        """As `BatchSource.read_costs`. A chunk of unknown place counts as in the store."""
         return [self._read_cost(unit) for unit in units]
 
     def _read_cost(self, entries: SomeEntries) -> tuple[float, float]:
@@ -205,9 +195,8 @@ class CoalescingReader:
         return latency_s, transfer_s
 
     def _announced(self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
-        """A unit for entries that were not announced as one unit before. They may be a unit of
-        `before` that has lost some entries, since other readers have read those: then its spans in
-        flight are used, although they bring too much."""
+        """If the entries are a unit of `before` without some that other readers have read, its
+        spans in flight are used, although they bring too much."""
         wanted = frozenset(entries.tolist())
         for other in before:
             if wanted <= other.entries and self._fetcher.has_any_in_flight(other.plan.spans):
@@ -216,11 +205,9 @@ class CoalescingReader:
 
     @property
     def is_slow(self) -> bool:
-        """See `BatchSource.is_slow`."""
         return self._fetcher.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
-        """Begin to read these units, in this order, as far as there is room."""
         spans = [span for unit in units for span in unit.plan.spans]
         begun = self._fetcher.begin(spans)
         for unit in units:
@@ -228,9 +215,8 @@ class CoalescingReader:
             unit.is_begun = begun >= 0
 
     def _read_at_once(self, plan: ReadPlan, first: int) -> Iterator[ExtentBatch]:
-        """As `batches`, from a slow store, for the spans from the number `first` on. Several spans
-        are read at once. Small ones are passed on in one batch, since each batch costs the caller a
-        fixed time."""
+        """Read from a slow store, from the span number `first` on. Small spans are passed on in one
+        batch, since each batch costs the caller a fixed time."""
         within = self._fetcher.within_flights(plan.spans[first:])
         self._fetcher.begin(
             [span for span in plan.spans[first:] if span not in within], are_due=True
@@ -256,8 +242,8 @@ class CoalescingReader:
             yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
 
     def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
-        """As `batches`, from a store that takes many reads in one request; a batch may have extents
-        of several chunks."""
+        """Read from a store that takes many reads in one request; a batch may have extents of
+        several chunks."""
         requests = list(self._fetcher.requests(plan.spans))
         if len(requests) > 1:
             self._fetcher.begin(plan.spans)
@@ -281,7 +267,6 @@ class CoalescingReader:
     def _batches_of(
         self, plan: ReadPlan, numbers: Sequence[int], arrived: Arrived
     ) -> Iterator[ExtentBatch]:
-        """The batches of spans that have arrived, given by their numbers, ascending."""
         found = arrived.contents
         first, size = 0, 0
         for at, number in enumerate(numbers):
@@ -312,22 +297,19 @@ class CoalescingReader:
         )
 
     def close(self) -> None:
-        """Stop reading ahead. Repeatable."""
         self._fetcher.close()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the reader was made."""
         return dict(self._counts)
 
     def _checked(self, plan: ReadPlan, number: int, read: memoryview) -> ExtentBatch:
-        """The contents of the extents of one span, out of its stored bytes `read`."""
         return self._checked_contents(plan.rows_of(number), [*plan.contents(number, read)])
 
     def _checked_contents(
         self, rows: Rows, contents: list[memoryview], *, is_checked: bool = False
     ) -> ExtentBatch:
-        """The contents of these extents, checked and decoded. `contents` has their stored bytes,
-        and may be changed; `is_checked`: their checksums were found right before."""
+        """Check and decode stored bytes; may change `contents`. `is_checked`: their checksums were
+        found right before."""
         is_right = is_checked or (
             list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
         )

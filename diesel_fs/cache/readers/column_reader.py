@@ -1,10 +1,9 @@
 """Reads many small files in few requests, as columns: Python does no work for each file except its
 check.
 
-`EntryReader.read_many` uses it for stores that take many parts in one request. The next request is
-under way while the contents of the last one are checked. Files that are damaged, cannot be read or
-are not one plain extent (one uncompressed run of bytes in a chunk) are left to the functions of
-`EntryReader`. Thread-safe: nothing is kept between calls.
+The next request is under way while the contents of the last one are checked. Files that are
+damaged, cannot be read or have several extents are left to the functions of `EntryReader`.
+Thread-safe: nothing is kept between calls.
 """
 
 from collections import Counter
@@ -26,16 +25,15 @@ Column = npt.NDArray[np.int64]
 
 EXTENT_BITS, PLAIN_FILE = np.uint32(layout.EXTENT_BITS), np.uint32(layout.PLAIN_FILE)
 _SINGLE_EXTENT_BITS = np.uint32(3 << layout.KIND_SHIFT | layout.MANY_EXTENTS)
-_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)
-"""The flags of a file that is one extent, masked with `_SINGLE_EXTENT_BITS`."""
+_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)  # if masked with `_SINGLE_EXTENT_BITS`
 
 _EMPTY = memoryview(b"")
 
 
 class _ColumnBatch(NamedTuple):
-    """Files that are read in one request, and the request. `reading` gives the stored bytes of the
-    files at the positions `places` of `rows`; if `places` is None, of all files, which are then all
-    plain. `reading` is None if no file can be read in this way."""
+    """`reading` gives the stored bytes of the files at the positions `places` of `rows`; if
+    `places` is None, of all files, which are then all plain (one uncompressed extent). `reading` is
+    None if no file can be read in this way."""
 
     rows: Column
     places: Column | None
@@ -43,8 +41,6 @@ class _ColumnBatch(NamedTuple):
 
 
 class ColumnReader:
-    """The contents of files of one snapshot, by a `ChunkReader`."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -53,9 +49,8 @@ class ColumnReader:
         read: Callable[[int], memoryview],
         check: Callable[[int, Extent, memoryview], memoryview],
     ) -> None:
-        """`read` reads one file, and raises its error. `check` is given an entry, its extent and
-        the stored bytes, and returns the checked, decoded content. Adds to `misses`, `fetches` and
-        `fetched_bytes` in `counts`."""
+        """`read` reads one file, and raises its error. `check` returns the checked, decoded content
+        of an entry. Adds to `misses`, `fetches` and `fetched_bytes` in `counts`."""
         self._snapshot = snapshot
         self._parts = chunks
         self._counts = counts
@@ -63,8 +58,8 @@ class ColumnReader:
         self._check = check
 
     def contents(self, wanted: Column, bytes_max: int) -> Iterator[list[memoryview]]:
-        """The contents of the files `wanted`, in this order: one list for each request, of at most
-        `bytes_max` stored bytes. One request is under way ahead."""
+        """One list for each request, of at most `bytes_max` stored bytes. One request is under way
+        ahead."""
         batches = self._batches(wanted, bytes_max)
         following = next(batches, None)
         while following is not None:
@@ -72,7 +67,7 @@ class ColumnReader:
             yield self._checked_batch(batch)
 
     def _batches(self, wanted: Column, bytes_max: int) -> Iterator[_ColumnBatch]:
-        """The files in batches of one request each. A request begins when its batch is yielded."""
+        """A request begins when its batch is yielded."""
         columns = self._snapshot.columns
         bytes_max = min(BATCH_BYTES_MAX, max(bytes_max, 1))
         start = 0
@@ -97,7 +92,6 @@ class ColumnReader:
             yield _ColumnBatch(rows, places, self._parts.begin(parts) if len(at) else None)
 
     def _checked_batch(self, batch: _ColumnBatch) -> list[memoryview]:
-        """The contents of the files of a batch."""
         rows, places, reading = batch
         if reading is None:  # no file with content, or only large ones
             return list(map(self._read, rows.tolist()))
@@ -133,9 +127,9 @@ class ColumnReader:
     def _mended_batch(
         self, rows: Column, places: Column | None, stored: list[memoryview], wrong: list[int]
     ) -> list[memoryview]:
-        """The contents of the files `rows`, of which some are damaged or not plain. `stored` has
-        the stored bytes of the files at `places` (None: of all); the bytes at the positions `wrong`
-        of `stored` are damaged."""
+        """The contents of a batch with files that are damaged or not plain. `stored` has the stored
+        bytes of the files at `places` (None: of all); those at the positions `wrong` are
+        damaged."""
         at = np.arange(len(rows)) if places is None else places
         flags = self._snapshot.columns.flags[rows[at]]
         is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class EntryFile(io.RawIOBase):
-    """The content of one file as a stream that can seek (`io.RawIOBase`). Reads raise the errors of
+    """The content of one file as a stream that can seek. Reads raise the errors of
     `EntryReader.read`.
 
     The stream stays with the version in which the file was found. It does not close `reader`; the
@@ -41,8 +41,8 @@ class EntryFile(io.RawIOBase):
         return self._at
 
     def read_at(self, offset: int, size: int) -> memoryview:
-        """`size` bytes from `offset` on, fewer only at the file's end. Raises ValueError for a
-        negative number, and once the stream is closed."""
+        """Fewer bytes only at the file's end. Raises ValueError for a negative number, and once the
+        stream is closed."""
         self._check_not_closed()
         if offset < 0 or size < 0:
             raise ValueError(f"cannot read {size} bytes from {offset} on")

@@ -1,10 +1,9 @@
 """Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
-`EntryReader` decides for each miss whether to read the whole chunk or only the entry (a chunk is a
-pack of many small files, some 4 MiB; an entry is a file, folder or link of the dataset). Whole
-chunks are kept in memory by `ChunkCache` (`chunk_cache.py`). Every byte is checked against the
-checksum of its entry when it enters this process's memory; after a mismatch the entry is read once
-more, past all caches (`fetching/chunk_source.py`).
+For each miss, `EntryReader` decides whether to read the whole chunk (a pack of many small files,
+some 4 MiB) or only the entry (a file, folder or link of the dataset). It keeps whole chunks in
+memory (`chunk_cache.py`). Every byte is checked when it enters this process's memory; after a
+mismatch the entry is read once more, past all caches (`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -34,7 +33,7 @@ from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 from .windows import Window, WindowPlanner
 
 WINDOW_ENTRIES = 4096
-"""How many files `read_many` looks ahead; fewer if their chunks do not fit the memory."""
+"""Files that `read_many` looks ahead; fewer if their chunks do not fit the memory."""
 
 CHECKED_AT_ONCE_BYTES = 256 << 10
 """`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
@@ -47,7 +46,7 @@ _EMPTY = memoryview(b"")
 
 
 class EntryReader:
-    """Reads files of one snapshot from one object store, with at most `memory_bytes` of chunks."""
+    """`memory_bytes` limits the chunks in memory."""
 
     def __init__(
         self,
@@ -58,8 +57,7 @@ class EntryReader:
         prefer_entries: bool = False,
     ) -> None:
         """`prefer_entries`: if the dataset does not fit the memory, read small entries without
-        their chunks. For stores that themselves keep chunks near, such as a task's cache.
-        """
+        their chunks. For stores that themselves keep chunks near, such as a task's cache."""
         self.snapshot = snapshot
         self._objects = objects
         self._reads = objects.fast_reads
@@ -80,7 +78,7 @@ class EntryReader:
             snapshot, parts, self._counts, read=self.read, check=self._check_alone
         )
         self._single_bytes_max = 0
-        """Files of fewer bytes may be read alone, without a look at the cache of chunks."""
+        """Smaller files may be read alone, without a look at the cache of chunks."""
 
         if not self._everything_fits:
             smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
@@ -98,8 +96,8 @@ class EntryReader:
         """`size` bytes (None: all) of the file `index` from `offset` on; fewer only at the file's
         end.
 
-        Raises DieselError: CorruptError if the stored bytes are damaged, ObjectMissing if the chunk
-        is lost, ObjectStoreError if the store cannot be reached.
+        Raises CorruptError if the stored bytes are damaged, ObjectMissing if the chunk is lost,
+        ObjectStoreError if the store cannot be reached.
         """
         total = self.snapshot.stat(index).size
         end = total if size is None else min(offset + size, total)
@@ -117,8 +115,8 @@ class EntryReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_plain(self, index: int, plain: PlainExtent) -> Bytes:
-        """The whole content of a file that is one plain extent (uncompressed, in one chunk). As
-        `read`, but with little work for a small file that a task's cache has in memory."""
+        """As `read`, for a file that is one plain extent (uncompressed, in one chunk), but with
+        little work for a small file that a task's cache has in memory."""
         chunk, start, size, checksum = plain
         chunks = self._chunks
         if chunks is None or size >= self._single_bytes_max or self._last_miss == (chunk, start):
@@ -135,11 +133,8 @@ class EntryReader:
         return self._check(index, extent, memoryview(content), None)
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """As `read` if the content is in memory, else None. Never waits for the store.
-
-        A small entry whose chunk is in memory is checked in this call; of a larger entry that has
-        not been checked yet, the result is None.
-        """
+        """As `read` if the content is in memory, else None. Never waits for the store. Returns None
+        for a large entry that has not been checked yet (`CHECKED_AT_ONCE_BYTES`)."""
         end = min(offset + size, self.snapshot.stat(index).size)
         if offset >= end:
             return _EMPTY
@@ -153,10 +148,8 @@ class EntryReader:
         return None if content is None else content[offset - extent.start : end - extent.start]
 
     def read_many(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[memoryview]:
-        """The whole contents of the files `indices`, in this order. Chunks are loaded ahead.
-
-        Raises the errors of `read`; folders and links have empty contents.
-        """
+        """The whole contents of these files, in this order. Chunks are loaded ahead. Raises the
+        errors of `read`; folders and links have empty contents."""
         wanted = np.asarray(indices, np.int64)
         if self._chunks is not None and not self._everything_fits and self._cache.order is None:
             return chain.from_iterable(self._column_contents(wanted))
@@ -166,7 +159,6 @@ class EntryReader:
         return self._columns.contents(wanted, self._cache.budget_bytes // 4)
 
     def _read_windows(self, wanted: Column) -> Iterator[memoryview]:
-        """`read_many`, window by window."""
         start, entries = 0, WINDOW_ENTRIES
         while start < len(wanted):
             some = wanted[start : start + entries]
@@ -181,8 +173,8 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """The contents of these files, if all of them have been checked before and have their
-        chunks in memory; else None. Does hardly any work for each file."""
+        """The contents, if all these files were checked before and have their chunks in memory.
+        Does hardly any work for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -206,12 +198,11 @@ class EntryReader:
         return found
 
     def prefetch_order(self, order: Column, ends: Column, *, grow: bool = False) -> None:
-        """Announce that reads will come in this order, an order in groups of chunks
-        (`order_prefetch.py`). `ends` has the position behind each group.
+        """Announce that reads will come in this order, in groups of chunks (`order_prefetch.py`).
+        `ends` has the position behind each group.
 
-        From then on, reads in this order load each chunk once for a group, and at most the chunks
-        of two groups are in memory; other reads go on as before. If all chunks of the dataset fit
-        the memory, they stay there and nothing changes. Raises UsageError if the chunks of one
+        Reads in this order then load each chunk once for a group; other reads go on as before. If
+        the whole dataset fits the memory, nothing changes. Raises UsageError if the chunks of one
         group do not fit; with `grow`, the memory grows to the size of two groups.
         """
         if self._everything_fits:
@@ -232,7 +223,7 @@ class EntryReader:
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the reader was made, and the bytes of memory that it holds and may hold."""
+        """Counts since the reader was made, and the memory that it holds and may hold."""
         counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
@@ -240,17 +231,14 @@ class EntryReader:
         return counts
 
     def close(self) -> None:
-        """Free the memory. Views that were returned stay valid."""
+        """Views that were returned stay valid."""
         self._cache.close()
         self._stored.close()
         self._single = (-1, -1, _EMPTY)
 
     def _read_window(self, window: Window) -> Iterator[memoryview]:
-        """The contents of a window's files.
-
-        This loop runs 200,000 times a second. So it checks an uncompressed entry itself, and calls
-        `_check` only after a mismatch.
-        """
+        """Runs 200,000 times a second. So it checks an uncompressed entry itself, and calls
+        `_check` only after a mismatch."""
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
         joins = self._reads.batches_reads and followed is None and not self._everything_fits
         single = (
@@ -310,7 +298,6 @@ class EntryReader:
             yield content
 
     def _read_alone(self, index: int, extent: Extent) -> memoryview:
-        """The content of a plain file, without the rest of its chunk."""
         self._counts["misses"] += 1
         content = self._source.read(extent.chunk, extent.offset, extent.stored)
         if xxh3_64_intdigest(content) == extent.checksum:
@@ -318,11 +305,9 @@ class EntryReader:
         return self._check(index, extent, content, None)
 
     def _is_pinned(self, number: int) -> bool:
-        """Whether the store has the whole chunk in memory that it shares with this process."""
         return self._reads.can_pin and self._reads.can_pin_nowait(self._source.name(number))
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
-        """The content of one extent, from memory or from the store."""
         content = self._in_memory(extent)
         if content is not None:
             self._counts["hits"] += 1
@@ -350,8 +335,8 @@ class EntryReader:
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _read_on(self, index: int, extent: Extent) -> None:
-        """If a file of several extents is read sequentially, begin to load the chunks of its next
-        extents as well."""
+        """If a file of several extents is read sequentially, load the chunks of its next extents
+        ahead."""
         end = extent.start + extent.size
         expected = self._next_extents.pop(index, 0)
         if end == self.snapshot.size(index) or self._cache.order is not None:
@@ -365,7 +350,7 @@ class EntryReader:
                 self._cache.prefetch(following.chunk)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
-        """The content if it is in memory and costs little to check, else None."""
+        """The content if it is in memory and costs little to check."""
         chunk = self._cache.peek(extent.chunk)
         if chunk is None:
             number, offset, content = self._single
@@ -385,7 +370,7 @@ class EntryReader:
         return content
 
     def _read_entry_now(self, extent: Extent) -> memoryview | None:
-        """The content of a small entry, without its chunk; None if the store would have to wait."""
+        """A small entry, without its chunk; None if the store would have to wait."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
         room = new_buffer(extent.stored)
@@ -400,13 +385,10 @@ class EntryReader:
         return content
 
     def _worth_whole(self, index: int, extent: Extent) -> bool:
-        """Whether a miss should load its whole chunk.
-
-        For a file of the followed order, the order decides. Any other miss should load the chunk if
-        the whole dataset fits the memory, if the chunk is in memory or pinned already, if the entry
-        is a large part of it, or if this entry begins at the end of the last miss (a sequential
-        reader; not with `prefer_entries`).
-        """
+        """For a file of the followed order, the order decides. Any other miss should load the whole
+        chunk if the dataset fits the memory, the chunk is in memory or pinned, the entry is a large
+        part of it, or the entry begins at the end of the last miss (a sequential reader; not with
+        `prefer_entries`)."""
         followed = self._cache.order
         if followed is not None and followed.holds(index):
             visit = followed.visit_of(index)
@@ -424,8 +406,8 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """The checked, decoded content of an extent, out of its stored bytes `raw`. After a
-        mismatch it is read again, once. `chunk`: the chunk in memory that `raw` is part of."""
+        """Check and decode the stored bytes `raw` of an extent. After a mismatch they are read
+        again, once. `chunk`: the chunk in memory that `raw` is part of."""
         try:
             content = _decoded(raw, extent)
         except CorruptError:
@@ -437,11 +419,9 @@ class EntryReader:
         return content
 
     def _check_alone(self, index: int, extent: Extent, raw: memoryview) -> memoryview:
-        """As `_check`, for an entry without its chunk in memory."""
         return self._check(index, extent, raw, None)
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
-        """Note that an entry has been checked, and keep its content if it was compressed."""
         if self._cache.order is not None and extent.codec != Codec.RAW:
             return  # a reader that follows an order reads each entry once
         if extent.codec != Codec.RAW and extent.offset not in chunk.decoded:
@@ -450,8 +430,7 @@ class EntryReader:
         chunk.checked.add(extent.offset)
 
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """Load a whole chunk: pinned (then it has been checked), or read from the store (then its
-        entries have not been checked yet)."""
+        """A pinned chunk has been checked; entries from the store have not been checked yet."""
         size = int(self.snapshot.chunk_sizes[number])
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
         pinned = self._reads.pin(self._source.name(number), on_revoke)
@@ -474,8 +453,7 @@ class EntryReader:
         return LoadedChunk(view)
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
-        """Check that bytes begin as the chunk `number` does. Raises ForeignError if they are
-        another chunk, or no chunk."""
+        """Raises ForeignError if these bytes are another chunk, or no chunk."""
         try:
             parse_preamble(
                 chunk, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],
@@ -488,8 +466,7 @@ class EntryReader:
 
 
 def _decoded(stored: memoryview, extent: Extent) -> memoryview:
-    """The checked, decoded content of an extent. The time is reported to the observer of waits, if
-    there is one. Raises CorruptError."""
+    """Reports its time to the observer of waits. Raises CorruptError."""
     observer = current_observer()
     if observer is None:
         return decode(stored, extent.codec, extent.size, extent.checksum)
@@ -510,4 +487,3 @@ _COUNTS = {name: name for name in (
     "hits", "misses", "chunk_fetches", "pinned_chunks", "fetches", "reads_on_the_spot",
     "fetched_bytes", "healed", "damaged", "damaged_preambles",
 )} | {"fetches": "range_fetches"}  # fmt: skip
-"""The counters that `stats` shows, and the names that it shows them by."""

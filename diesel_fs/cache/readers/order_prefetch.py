@@ -1,18 +1,18 @@
 """Decides which chunks to hold in memory while a reader follows a known order of groups of chunks.
 
-A chunk-wise shuffled order (`orders/shuffle.py`) consists of groups of chunks: the files of a group
-are shuffled among themselves, so a reader needs all chunks of its group in memory. The rule is: a
-chunk of the group that is being read is held until its last file of that group has been read.
-Chunks of the next group are loaded ahead as far as there is room; so at most two groups are in
-memory. Files that a reader has left unread are given up once it is well within the next group.
+In a chunk-wise shuffled order (`orders/shuffle.py`) the files of a group of chunks are shuffled
+among themselves, so a reader needs all chunks of its group in memory. A chunk of the group that is
+being read is held until its last file of that group has been read. Chunks of the next group are
+loaded ahead as far as there is room; so at most two groups are in memory. Files that a reader has
+left unread are given up once it is well within the next group.
 
-A *visit* is the use of a chunk by one group: a chunk that several groups want has several visits.
+A *visit* is the use of a chunk by one group; a chunk that several groups want has several visits.
 If a group wants too little of a chunk to read it whole, the chunk has no visit there, and its files
-are read one by one. All extents of a file except the first are read one by one, too: they may lie
-in chunks of other groups.
+are read one by one. So are all extents of a file except the first: they may lie in chunks of other
+groups.
 
-Pure: no I/O and no clock. `ChunkCache` loads and drops the chunks, and holds its lock when it calls
-a method that changes something.
+Pure. `ChunkCache` loads and drops the chunks, and holds its lock when it calls a method that
+changes something.
 """
 
 from bisect import bisect_left
@@ -24,29 +24,25 @@ from ...format.snapshot import layout
 from ...format.snapshot.reader import Snapshot
 
 SINGLE_READ_BYTES = 40 << 10
-"""A read of one entry costs as much as reading this many bytes in one piece: 100 single reads cost
-as much as about 4 MiB."""
+"""One read costs as much as this many more bytes in one piece: 100 reads as much as about 4 MiB."""
 
 WHOLE_CHUNK_FRACTION = 8
-"""A chunk is read whole if at least this part of it (an eighth) is wanted at once: reading 4 MiB in
-one piece costs about as much as 100 single reads (measured on a local disk)."""
+"""A chunk is read whole if at least this part of it (an eighth) is wanted at once (measured on a
+local disk)."""
 
 _LAG_FRACTION = 4
-"""Unread files of a group are given up once the reader has passed this part (a quarter) of the next
-group: until then another thread may only be slow."""
+"""Unread files of a group are given up after this part (a quarter) of the next group: until then
+another thread may only be slow."""
 
 _READS_BEHIND = 32
-"""If this number of files in a row is read from groups that were given up, the reader is not a slow
+"""If this number of files in a row is read from groups that were given up, the reader is no slow
 thread: it has gone back in the order."""
 
 _Column = npt.NDArray[np.int64]
 
 
 class OrderPrefetch:
-    """An order in groups, and how far a reader has come in it (see the module).
-
-    `order` has entries, none of them twice; `ends` has the position behind each group.
-    """
+    """`order` has entries, none of them twice; `ends` has the position behind each group."""
 
     def __init__(self, snapshot: Snapshot, order: _Column, ends: _Column) -> None:
         columns = snapshot.columns
@@ -55,8 +51,7 @@ class OrderPrefetch:
         many = np.flatnonzero(columns.flags[order] & layout.MANY_EXTENTS)
         stored[many] = columns.extents["stored"][columns.chunk[order[many]]]
         group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-        # The visits, sorted by group and chunk; then in order of first use, which also keeps the
-        # order of groups
+        # The visits, sorted by group and chunk; then by first use, which keeps the order of groups
         keys, first, inverse = np.unique(
             group * max(snapshot.chunk_count, 1) + chunks, return_index=True, return_inverse=True
         )
@@ -111,10 +106,8 @@ class OrderPrefetch:
         return bool(self._group_of_entry[index] >= 0)
 
     def visit_of(self, index: int) -> int:
-        """The number of the visit that an entry belongs to; -1 if the entry is to be read alone.
-
-        Entries that were read before, or are in a group that was given up, are read alone as well.
-        """
+        """The visit that an entry belongs to; -1 if it is to be read alone, as are entries that
+        were read before, or are in a group that was given up."""
         group = int(self._group_of_entry[index])
         self._reads_behind += 0 <= group < self._oldest
         if not self._begins_anew(index, group) and (group < self._oldest or self._read[index]):
@@ -122,15 +115,14 @@ class OrderPrefetch:
         return int(self._visit_of[index])
 
     def chunk(self, visit: int) -> int:
-        """The number of the chunk of a visit."""
         return self._chunk[visit]
 
     def groups_of(self, indices: _Column) -> _Column:
-        """The number of each entry's group; -1 for entries that are not in the order."""
+        """-1 for entries that are not in the order."""
         return self._group_of_entry[indices].astype(np.int64)
 
     def visits_of(self, indices: _Column) -> _Column:
-        """`visit_of` for several entries of one group, which will be read one after another."""
+        """`visit_of` for entries of one group, which will be read one after another."""
         visits = self._visit_of[indices].astype(np.int64)
         group = int(self._group_of_entry[indices[0]])
         self._reads_behind += len(indices) if group < self._oldest else 0
@@ -141,11 +133,9 @@ class OrderPrefetch:
         return np.where(self._read[indices], -1, visits)
 
     def advance(self, visit: int, index: int, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """Note that the reader is at an entry. Returns the chunks to drop now, and the chunks to
-        load ahead; both within `budget_bytes`.
-
-        If the reader is at the first entry again, or has gone back, the epoch begins anew.
-        """
+        """The reader is at an entry. Returns the chunks to drop now, and the chunks to load ahead
+        within `budget_bytes`. If the reader is at the first entry again, or has gone back, the
+        epoch begins anew."""
         group, dropped = self._group[visit], []
         if self._begins_anew(index, group):
             self._read[:] = False
@@ -173,8 +163,8 @@ class OrderPrefetch:
     def mark_read(
         self, visit: int, entries: _Column, budget_bytes: int
     ) -> tuple[list[int], list[int]]:
-        """Note that the reader has read entries of a visit. Returns the same as `advance`. An entry
-        that is read twice counts once."""
+        """The reader has read entries of a visit. Returns the same as `advance`. An entry that is
+        read twice counts once."""
         fresh = np.unique(entries[~self._read[entries]])
         self._read[fresh] = True
         self._left[visit] -= len(fresh)
@@ -185,8 +175,8 @@ class OrderPrefetch:
         return [chunk], self._ahead(budget_bytes)
 
     def _ahead(self, budget_bytes: int) -> list[int]:
-        """The chunks of this group and the next one to load now, in order of first use, as far as
-        there is room. They count as held from now on."""
+        """Chunks to load, in order of first use, as far as there is room. They count as held from
+        now on."""
         begun = []
         while self._next < len(self._chunk) and self._group[self._next] <= self._now + 1:
             visit = self._next

@@ -1,10 +1,9 @@
 """Answers read requests to a server: many parts of chunks, from few reads of the store.
 
-A client requests parts of chunks by chunk, start and size. Parts that lie near each other are
-merged into one read, a *run* (`fetching/coalesce.py`). Parts that several requests want at the same
-moment are read once (`fetching/flights.py`). Chunks that the server's cache tier has (in memory or
-on a disk, `tiers.py`) are read from there. The reader also bounds the memory that answers take
-until they have been sent.
+Parts that lie near each other are merged into one read, a *run* (`fetching/coalesce.py`). Parts
+that several requests want at the same moment are read once (`fetching/flights.py`). Chunks that the
+server's cache tier (`tiers.py`) has are read from there. The reader also bounds the memory that
+answers take until they have been sent.
 
 Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and
 repeats the request with `fresh` after a mismatch. Safe from any thread.
@@ -35,19 +34,19 @@ STORE_READS_MAX = 32
 (`storage/objects/cloud/requests.py`); filling the cache needs some of them."""
 
 REQUEST_READS_MAX = 8
-"""Reads for one request at once. The limit keeps a large request from delaying the others."""
+"""Reads for one request at once, so that a large request does not delay the others."""
 
 MERGED_AT_ONCE_BYTES = 256 << 20
-"""Memory of merged reads of this process, before their parts are copied into the answers."""
+"""Memory of this process's merged reads, before their parts are copied into the answers."""
 
 DISK_GAP_BYTES = 32 << 10
-"""The largest gap between two parts that are read together from a cache on a disk. To read it costs
+"""The largest gap between two parts that are read together from a cache on a disk. Reading it takes
 0.005 ms from the page cache, as much as another system call; from an SSD 0.01 ms instead of 0.08
 ms."""
 
 VIEW_BYTES_MIN = 64 << 10
-"""Parts of a chunk in memory that have at least this size are sent without a copy. Smaller ones are
-copied: a copy costs less than one more piece to send."""
+"""Parts of a chunk in memory from this size on are sent without a copy. For smaller ones a copy
+costs less than one more piece to send."""
 
 ANSWER_BYTES_PER_S_MIN = 1 << 20
 """A request may take `READ_DEADLINE_S` plus the time of its bytes at this rate; then its client
@@ -57,8 +56,8 @@ _MEMORY_WAIT_S = 10.0
 
 
 class _Answer:
-    """The memory of one answer: views of chunks in memory for large parts, and for all other parts
-    copies, one after the other in `room`."""
+    """Large parts are views of chunks in memory. All other parts are copied, one after the other,
+    into `room`."""
 
     def __init__(self, sizes: Sequence[int], views: dict[int, memoryview]) -> None:
         """`sizes` has the bytes of each part; the keys of `views` are numbers of parts."""
@@ -70,7 +69,6 @@ class _Answer:
         self.room = memoryview(b"")
 
     def at(self, place: int, size: int) -> memoryview:
-        """The memory that the part with the number `place` is copied to."""
         start = self._starts[place]
         return self.room[start : start + size]
 
@@ -95,8 +93,6 @@ class _Answer:
 
 
 class RangeReader:
-    """Reads parts of chunks of one store's datasets, for all requests of this process."""
-
     def __init__(
         self,
         cache: ReadThroughCache,
@@ -107,7 +103,7 @@ class RangeReader:
         store_reads_max: int = STORE_READS_MAX,
         request_reads_max: int = REQUEST_READS_MAX,
     ) -> None:
-        """`wait_s`: how many seconds a request waits for memory at most."""
+        """`wait_s`: how long a request waits for memory at most."""
         self._cache = cache
         self._wait_s = wait_s
         self._deadline_s = deadline_s
@@ -120,12 +116,12 @@ class RangeReader:
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
     def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
-        """The bytes of the parts, one part after the other, in few pieces; a piece may have several
-        parts. The caller has checked the number and sizes of the parts. The pieces count in the
-        memory for answers until the last of them is freed.
+        """The bytes of the parts in their order, in few pieces. The caller has checked the number
+        and sizes of the parts. The pieces count in the memory for answers until the last of them is
+        freed.
 
         `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError if
-        memory is short, DeadlineError, and the errors of an object store's `read_into`.
+        memory is short, DeadlineError, and as `read_into` of a store.
         """
         sizes: list[int] = parts["size"].tolist()
         total = sum(sizes)
@@ -161,12 +157,11 @@ class RangeReader:
         return answer.pieces()
 
     def close(self) -> None:
-        """End the threads. Repeatable."""
+        """Repeatable."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
-        """Copy parts of a chunk that the cache tier has. Returns False if the tier cannot read
-        them."""
+        """Returns False if the tier cannot read the parts."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -189,7 +184,6 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        """Read runs from the store. The first error ends the request, and is raised."""
         if len(runs) == 1:  # as nearly always for small requests: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
@@ -208,8 +202,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> BaseException | None:
-        """Read the runs in threads. Returns the first error, or None, and only when all reads have
-        ended, since they write into the answer."""
+        """Returns the first error, or None, and only when all reads have ended, since they write
+        into the answer."""
         begun: set[Future[None]] = set()
         error: BaseException | None = None
         for key, run in runs:
@@ -227,8 +221,7 @@ class RangeReader:
     def _read_run(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, *, fresh: bool
     ) -> None:
-        """Fill in the parts of one run. Unless `fresh`, shares a read under way that brings
-        them."""
+        """Unless `fresh`, shares a read under way that brings the parts."""
         span = key, run.start, run.end - run.start
         with self._lock:
             shared = None if fresh else self._flights.covering(span)
@@ -257,8 +250,8 @@ class RangeReader:
         until_s: float,
         flight: Flight[memoryview | None],
     ) -> None:
-        """Read a run from the store, also for the requests that share `flight`. They get None if
-        the read fails, not the error: its traceback would keep the memory of all their answers."""
+        """Read also for the requests that share `flight`. They get None if the read fails, not the
+        error: its traceback would keep the memory of all their answers."""
 
         def read(start: int, buffer: memoryview) -> None:
             if not self._store_reads.acquire(timeout=max(until_s - time.monotonic(), 0.0)):
@@ -271,7 +264,7 @@ class RangeReader:
         content: memoryview | None = None
         try:
             content = self._fill(run, answer, read)
-            # First, so that a request finds the read here or its bytes in the tier soon.
+            # Before the flight ends, so that a request finds the read here or its bytes in the tier
             self._cache.record_miss(key, run.start, content)
         finally:
             span = key, run.start, run.end - run.start
@@ -283,10 +276,8 @@ class RangeReader:
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
-        """Read a run, copy its parts into the answer, and return all its bytes.
-
-        If the run's first part is the whole run, the bytes are read straight into the answer.
-        """
+        """Returns all bytes of the run. If the run's first part is the whole run, the bytes are
+        read straight into the answer."""
         _, size, place = run.parts[0]
         if size == run.end - run.start:
             content = answer.at(place, size)
@@ -300,9 +291,8 @@ class RangeReader:
 
 
 def _large_views(held: CacheHandle, wanted: list[ChunkPart]) -> dict[int, memoryview]:
-    """Views of the large parts of a chunk in memory, by the numbers of the parts. Empty if the
-    chunk is not in memory, or if a part ends behind the chunk: reading from the store gives the
-    error for that."""
+    """Views of large parts, by the numbers of the parts. Empty if a part ends behind the chunk:
+    reading from the store gives the error for that."""
     if max(start + size for start, size, _ in wanted) > held.bytes:
         return {}
     views = {

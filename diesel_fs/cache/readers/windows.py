@@ -1,5 +1,5 @@
 """Cuts the files that `EntryReader.read_many` will return into windows, and decides for each window
-which chunks to read whole. Reads the state of the cache of chunks, and changes nothing in it.
+which chunks to read whole. Changes nothing in the cache of chunks.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,9 @@ class Window:
     `chunks` has the chunk of each file, -1 for a file that is to be read alone. The keys of `whole`
     are the chunks to read whole, in order of first use.
 
-    If the cache follows an order (`order_prefetch.py`), all files are of one group of the order, or
-    of none. A *visit* is the use of one chunk by one group, and has a number in the order. The
-    values of `whole` are visits of that order (else -1). `closing` maps the position in `wanted` of
-    the last file of each visit to all files of the visit.
+    If the cache follows an order, the files are of one group of it, or of none. The values of
+    `whole` are then visits (`order_prefetch.py`), else -1. `closing` maps the position in `wanted`
+    of each visit's last file to all files of the visit.
     """
 
     wanted: Column
@@ -36,13 +35,10 @@ class Window:
 
 
 class WindowPlanner:
-    """The windows of one reader."""
-
     def __init__(
         self, snapshot: Snapshot, cache: ChunkCache, is_pinned: Callable[[int], bool]
     ) -> None:
-        """`is_pinned` returns whether the store has a whole chunk in memory that it shares with
-        this process."""
+        """`is_pinned`: whether the store shares the memory of a whole chunk with this process."""
         self._snapshot = snapshot
         self._cache = cache
         self._is_pinned = is_pinned
@@ -54,8 +50,8 @@ class WindowPlanner:
         return self._total_bytes <= self._cache.budget_bytes
 
     def next(self, wanted: Column) -> Window:
-        """The next window: the first files of `wanted` that belong to one group of the followed
-        order, or to no group."""
+        """The first files of `wanted` that belong to one group of the followed order, or to no
+        group."""
         followed = self._cache.order
         if followed is None:
             return self._window(wanted)
@@ -65,8 +61,7 @@ class WindowPlanner:
         return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
 
     def _window(self, wanted: Column) -> Window:
-        """The window of the first files of `wanted` whose chunks fit the memory together (at least
-        one file)."""
+        """The first files of `wanted` whose chunks fit the memory together, at least one."""
         chunks, stored = self._plain_chunks(wanted)
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
@@ -101,7 +96,6 @@ class WindowPlanner:
         return np.where(plain, columns.chunk[wanted].astype(np.int64), -1), stored
 
     def _whole_chunks(self, chunks: Column, stored: Column) -> dict[int, int]:
-        """The chunks that are worth reading whole for a window, in order of first use."""
         if self.everything_fits:
             whole = dict.fromkeys(chunks.tolist(), -1)
             whole.pop(-1, None)
@@ -121,7 +115,6 @@ class WindowPlanner:
         return whole
 
     def _held_bytes(self, number: int) -> int:
-        """The bytes that a whole chunk counts in the budget of the cache."""
         return int(self._snapshot.chunk_sizes[number]) // (
             PINNED_COST_DIVISOR if self._is_pinned(number) else 1
         )

@@ -1,8 +1,8 @@
 """The bytes of an archive at its place: read in order or anywhere, fetched ahead, and hashed.
 
-A local file is read directly. Any other archive is fetched once, in pieces, several at once, ahead
-of a reader that goes forward; it never lies on a disk of this machine. The SHA-256 is computed as
-the bytes pass; skipped bytes are read at the end.
+An archive that is not local is fetched once, in pieces, several at once, ahead of a reader that
+goes forward; it never lies on a disk of this machine. The SHA-256 is computed as the bytes pass;
+skipped bytes are read at the end.
 """
 
 import hashlib
@@ -23,12 +23,11 @@ _HASH_BYTES = 1 << 20
 _STREAM_BYTES = 64 << 10  # of one read, and so of a `peek` at the beginning
 
 ReadAt = Callable[[int, int], bytes]
-"""`read(start, size)` returns `size` bytes. Any thread."""
+"""Any thread may call `read(start, size)`."""
 
 
 class ArchiveFile(io.RawIOBase, ABC):
-    """An opened archive: a binary file that hashes the bytes that are read in order. One thread at
-    a time."""
+    """A binary file that hashes the bytes that are read in order. One thread at a time."""
 
     def __init__(self, size: int | None) -> None:
         """`size` is None if it is not known before the end."""
@@ -40,8 +39,7 @@ class ArchiveFile(io.RawIOBase, ABC):
 
     @abstractmethod
     def read_at(self, start: int, room: memoryview) -> int:
-        """Read bytes from the position `start` on into `room`. Returns their number, 0 only at the
-        end. Raises OSError."""
+        """Returns the number of bytes, 0 only at the end. Raises OSError."""
 
     def readable(self) -> bool:
         return True
@@ -73,7 +71,6 @@ class ArchiveFile(io.RawIOBase, ABC):
         return count
 
     def rewind(self) -> None:
-        """Go back to the beginning, and hash the bytes anew."""
         self.seek(0)
         self._hashed = 0
         self._hash = hashlib.sha256()
@@ -90,7 +87,7 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
-    """A local archive; reading raises OSError if it changes."""
+    """Reading raises OSError if the file changes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -100,7 +97,7 @@ class LocalArchiveFile(ArchiveFile):
 
     @property
     def state(self) -> tuple[int, int]:
-        """The size and the mtime_ns that the file had when it was opened."""
+        """Size and mtime_ns at the opening."""
         return self._before.st_size, self._before.st_mtime_ns
 
     def read_at(self, start: int, room: memoryview) -> int:
@@ -118,7 +115,7 @@ class LocalArchiveFile(ArchiveFile):
 
 
 class FetchedArchiveFile(ArchiveFile):
-    """An archive that is fetched in pieces, up to `ahead` of them at once."""
+    """`ahead` pieces are fetched at once."""
 
     def __init__(self, size: int, read: ReadAt, ahead: int, *, is_pinned: bool = False) -> None:
         """If `is_pinned`, a piece that is fetched again must have the same bytes: a server could
@@ -172,7 +169,7 @@ class FetchedArchiveFile(ArchiveFile):
 
 
 class StreamedArchiveFile(ArchiveFile):
-    """An archive of a server that sends only whole files, so it can be read once, in order."""
+    """The server sends only whole files, so this can be read once, in order."""
 
     def __init__(
         self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]

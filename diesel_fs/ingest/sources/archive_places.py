@@ -1,10 +1,10 @@
-"""The places of archives: local files, and http and https addresses.
+"""The places of archives: local files, and http and https addresses (`ingest/README.md` has the
+rules).
 
-An address may end in `#sha256=` and 64 hex digits, which the archive must have. The tag of an
-archive is the server's ETag; if that is missing or weak, the time of the last change. If an answer
-has another ETag, time or length than the first one, the archive has changed, and nothing more of it
-is taken. Redirections are followed, but never from https to http. If a server sends parts, several
-are requested at once; whole files cannot be resumed.
+The tag of an archive is the server's ETag; if that is missing or weak, the time of the last change.
+If an answer has another ETag, time or length than the first one, the archive has changed, and
+nothing more of it is taken. Redirections are followed, but never from https to http. If a server
+sends parts, several are requested at once; whole files cannot be resumed.
 """
 
 import email.utils
@@ -56,7 +56,7 @@ _TIME_S_END = (1 << 63) // _SECOND_NS
 
 
 def split_sha256(address: str) -> tuple[str, bytes]:
-    """The address without its fragment, and the SHA-256 in it. Raises UsageError for another
+    """The address without its fragment, and the SHA-256 in that. Raises UsageError for another
     fragment."""
     plain, has_fragment, fragment = address.partition("#")
     if not has_fragment:
@@ -71,8 +71,6 @@ def split_sha256(address: str) -> tuple[str, bytes]:
 
 
 class LocalArchive:
-    """A local file as an `Archive`."""
-
     is_local = True
     sha256 = b""
 
@@ -85,8 +83,7 @@ class LocalArchive:
         pass
 
     def look(self) -> ArchiveState:
-        """The file's state, with its mtime as the tag. Raises NotFoundError, PermissionDenied,
-        UsageError."""
+        """The tag is the file's mtime. Raises NotFoundError, PermissionDenied, UsageError."""
         try:
             found = os.stat(self.name)
         except FileNotFoundError as error:
@@ -98,8 +95,7 @@ class LocalArchive:
         return ArchiveState(f"mtime {found.st_mtime_ns}", found.st_size, found.st_mtime_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Open the file. Raises PermissionDenied, and OSError if the file has changed since
-        `state`."""
+        """Raises PermissionDenied, and OSError if the file has changed since `state`."""
         try:
             file = LocalArchiveFile(self.name)
         except OSError as error:
@@ -111,8 +107,6 @@ class LocalArchive:
 
 
 class HttpArchive:
-    """An http or https address as an `Archive`."""
-
     is_local = False
 
     def __init__(self, address: str) -> None:
@@ -139,11 +133,11 @@ class HttpArchive:
         self._seen = _Seen()
 
     def look(self) -> ArchiveState:
-        """Request the first byte: the answer has the archive's state."""
+        """One byte is requested: the answer has the archive's state."""
         return self._retrying(0).call(self._look)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Open the archive after `look`. Raises OSError if it has changed since then."""
+        """Raises OSError if the archive has changed since `look`."""
         if self._sends_parts:
             return FetchedArchiveFile(state.size, self._read, _AHEAD, is_pinned=bool(self.sha256))
         answer = self._retrying(0).call(lambda: self._get(self.address, {}))
@@ -204,8 +198,8 @@ class HttpArchive:
         return data
 
     def _get(self, address: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """The answer to a request, with the status 200, 206 or 416. Follows redirections. Raises
-        DieselError for an error of the server."""
+        """Follows redirections; the status is 200, 206 or 416. Raises DieselError for an error of
+        the server."""
         is_remembered = address != self.address
         for _ in range(_REDIRECTS_MAX + 1):
             try:
@@ -242,8 +236,8 @@ class HttpArchive:
         raise ObjectStoreRefused(reason)
 
     def _target(self, address: str, location: str) -> str:
-        """The address to which a redirection leads. Raises ObjectStoreRefused if it is not http or
-        https, or leads from https to http."""
+        """Raises ObjectStoreRefused if a redirection is not to http or https, or leads from https
+        to http."""
         try:
             target = urljoin(address, location)
             scheme = urllib3.util.parse_url(target).scheme
@@ -273,14 +267,13 @@ class _Seen(NamedTuple):
     size: str = ""
 
     def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
-        """Whether a later answer, in which the archive has this size, reports the same."""
+        """`size` is that of the whole archive in the answer."""
         headers = answer.headers
         return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 
 
 def _time_ns(text: str) -> int:
-    """The time in a header of HTTP, in nanoseconds since 1970; 0 for a time that cannot be
-    stored."""
+    """The time of an HTTP header, in nanoseconds since 1970; 0 if it cannot be stored."""
     parsed = email.utils.parsedate_tz(text)
     try:
         seconds = email.utils.mktime_tz(parsed) if parsed else 0
@@ -290,7 +283,7 @@ def _time_ns(text: str) -> int:
 
 
 def _pool(scheme: str, host: str) -> urllib3.PoolManager:
-    """Connections to a host, through the environment's proxy if there is one."""
+    """Uses the environment's proxy if there is one."""
     timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is None or urllib.request.proxy_bypass(host):
@@ -309,6 +302,6 @@ def _read_stream(answer: urllib3.BaseHTTPResponse, size: int) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error, without the address, which may hold a secret."""
+    """The address is left out, as it may hold a secret."""
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or type(cause).__name__)

@@ -1,23 +1,18 @@
-"""A source of several archives: each is fetched once, decompressed, and its members are packed.
+"""A source of several archives: each is fetched once, decompressed, and its members are packed
+(`ingest/README.md` has the rules).
 
-    put --unpack s3://bucket/shards/*.tar.gz https://host/extra.zip pets
+Threads take the archives in their order; each fetches, decompresses and packs one at a time.
+(Decompressing, hashing and copying release the interpreter's lock.)
 
-Threads take the archives in their order; each fetches, decompresses and packs one at a time, and
-nothing lies on a disk. (Decompressing, hashing and copying release the interpreter's lock.) The
-first bytes show an archive's kind: a tar, a zip, or one compressed file, which becomes a file
-without the suffix.
+**Skipped archives.** An archive that was put completely is recorded (`ArchiveRecord`), so that a
+later put skips it. If another dataset that the caller may read has an archive of the same SHA-256,
+its entries are copied from there.
 
-**Skipped archives.** An archive that was put completely is recorded (`ArchiveRecord`). A later put
-skips it if its place reports the same bytes (address, tag and size) or its SHA-256 is the same, and
-the dataset still has all its entries. So a killed put continues with the archive at which it ended.
-With `--checksum` or `--delete` no archive is skipped. If another dataset that the caller may read
-has an archive of the same SHA-256, its entries are copied from there.
-
-**Order.** If files or links of several archives have one path, that of the last named archive
-counts, whichever is packed first: that archive is read again for such paths. A skipped archive is
-read again, too, if an earlier one has replaced an entry of it. An archive's record names the later
-archives that have replaced entries of the archive (`yields_to`); the archive is skipped only if
-this put names those behind it, too.
+**Order.** If several archives have a file or link at one path, that of the last named archive
+counts, whichever is packed first: that archive is read again for such paths. So is a skipped
+archive if an earlier one has replaced an entry of it. An archive's record names the later archives
+that have replaced entries of it (`yields_to`); it is skipped only if this put names those behind
+it, too.
 """
 
 import contextlib
@@ -75,14 +70,12 @@ _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
-    """The state of an archive when it was looked at."""
-
     tag: str
     """The place's name for exactly these bytes, or ""."""
     size: int
     """0 if it is not known."""
     modified_ns: int
-    """The time of the last change; 0 if it is not known."""
+    """0 if it is not known."""
 
 
 class Archive(Protocol):
@@ -112,7 +105,7 @@ class Archive(Protocol):
         ...
 
     def look(self) -> ArchiveState:
-        """The state of the archive. Raises NotFoundError, PermissionDenied, ObjectStoreError."""
+        """Raises NotFoundError, PermissionDenied, ObjectStoreError."""
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
@@ -125,7 +118,7 @@ class Archive(Protocol):
 
 
 class _Log(MemberLog):
-    """The members of one archive that were taken, and that the dataset had already."""
+    """The members of one archive that were taken, and those that the dataset had already."""
 
     def __init__(self, target: bytes) -> None:
         self._target = target
@@ -149,7 +142,7 @@ class _Log(MemberLog):
 
 
 class _OnlyThese(Filter):
-    """Takes those paths that another filter takes, and that have one of `hashes`."""
+    """Takes paths with one of `hashes` that another filter takes."""
 
     def __init__(self, taken: Filter, hashes: Set[int]) -> None:
         self._taken = taken
@@ -163,7 +156,7 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
-    """Another dataset that has an archive of the same bytes, and the record of that archive."""
+    """Another dataset's record of an archive of the same bytes."""
 
     view: Snapshot
     record: ArchiveRecord
@@ -171,8 +164,8 @@ class _Original(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """One archive to put. `record` is its record of an earlier put or of this one; `original` is a
-    copy of the archive in another dataset."""
+    """One archive to put. `record` is of an earlier put or of this one; `original` is a copy of the
+    archive in another dataset."""
 
     archive: Archive
     state: ArchiveState
@@ -181,7 +174,7 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """Whether it is one compressed file, whose path comes from the archive's address."""
+    """The path of a single compressed file comes from the archive's address."""
 
 
 @dataclass(slots=True)
@@ -196,8 +189,8 @@ class _ArchiveGroup:
 
 
 class ArchivesSource(Source):
-    """Several archives. The report names an archive that cannot be read, and the put continues with
-    the others."""
+    """Several archives. The report names one that cannot be read, and the put continues with the
+    others."""
 
     shadowed_reason = "it is a folder of an archive, too"
 
@@ -289,8 +282,8 @@ class ArchivesSource(Source):
     # Finding the archives that need not be read
 
     def _skip_recorded(self) -> None:
-        """Skip the archives whose entries the dataset still has, and find copies of the others in
-        other datasets."""
+        """Skip archives whose entries the dataset still has, and find copies of others in other
+        datasets."""
         options, repository = self._work.options, self._work.repository
         if options.checksum or options.delete:
             return
@@ -312,15 +305,14 @@ class ArchivesSource(Source):
         self._find_originals([job for job in self._jobs if not job.is_skipped])
 
     def _source_id(self, job: _Job) -> bytes:
-        """Identifies an archive's address, and the filters that select its members."""
         options = self._work.options
         filters = "".join(f"\n+{each}" for each in options.include)
         filters += "".join(f"\n-{each}" for each in options.exclude)
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """The record of an archive with the same SHA-256, or None. A local archive is hashed for
-        that; of another, the SHA-256 must be given."""
+        """The record of an archive with the same SHA-256. A local archive is hashed for that; of
+        another, the SHA-256 must be given."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -336,8 +328,7 @@ class ArchivesSource(Source):
         return next((each for each in same_size if each.sha256 == sha256), None)
 
     def _find_originals(self, jobs: Sequence[_Job]) -> None:
-        """Find archives of the same SHA-256 in other datasets. Datasets that cannot be read are
-        left out."""
+        """Datasets that cannot be read are left out."""
         wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
         repository = self._work.repository
         for info in repository.datasets() if wanted else ():
@@ -362,8 +353,7 @@ class ArchivesSource(Source):
     # Reading, packing
 
     def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
-        """Put all groups in several threads, and report the progress. Raises the first error of a
-        thread."""
+        """Raises the first error of a thread."""
         waiting = iter(batches)
         count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
         ended = threading.Semaphore(0)
@@ -410,7 +400,7 @@ class ArchivesSource(Source):
             self._work.progress(self._work.report)
 
     def _put(self, batch: _ArchiveGroup) -> None:
-        """Put one group, and record its archives that are complete. In one of the threads."""
+        """Runs in one of the threads. Records the archives that are complete."""
         work = self._work
         report = PutReport()
 
@@ -444,8 +434,7 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """A packer for one thread. All packers share the session under the lock, under which
-        `committed` is called, too."""
+        """All packers share the session under the lock, under which `committed` is called, too."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
@@ -462,13 +451,12 @@ class ArchivesSource(Source):
         )
 
     def _check_running(self) -> None:
-        """Raise the error of another thread, if one has failed."""
         if self._error is not None:
             raise self._error
 
     def _take_one(self, job: _Job, work: PutWork, packer: Packer | None) -> tuple[bool, bytes]:
-        """Take the members of one archive. Returns whether the archive was complete, and its
-        SHA-256. The report names its faults. Raises DieselError if the put cannot go on."""
+        """Returns whether the archive was complete, and its SHA-256. The report names its faults.
+        Raises DieselError if the put cannot go on."""
         name = job.archive.name
         failed = len(work.report.failed)
         taker = MemberTaker(work, self._comparer, packer, job.log)
@@ -487,9 +475,8 @@ class ArchivesSource(Source):
         return not reason and len(work.report.failed) == failed, sha256
 
     def _fetch_members(self, job: _Job, taker: MemberTaker) -> tuple[str, bytes]:
-        """Fetch an archive and take its members. Returns why the archive broke off (or ""), and its
-        SHA-256. A given SHA-256 is verified before any member is taken. Raises UsageError,
-        OSError."""
+        """Returns why the archive broke off (or ""), and its SHA-256. A given SHA-256 is verified
+        before any member is taken. Raises UsageError, OSError."""
         expected = job.archive.sha256
         if expected:
             with contextlib.closing(_opened(job)) as file:
@@ -522,7 +509,7 @@ class ArchivesSource(Source):
                 work.report.failed[at] = path, f"{reason} (in {name})"
 
     def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
-        """Take the members of any kind of archive. Returns why it broke off, or ""."""
+        """Returns why an archive of any kind broke off, or ""."""
         buffered = io.BufferedReader(file, READ_BYTES)
         try:
             if buffered.peek(4)[:4] in ZIP_MAGICS:
@@ -573,7 +560,6 @@ class ArchivesSource(Source):
         return reason
 
     def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
-        """Record an archive that is complete in the dataset, so that a later put can skip it."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
         view, chunks = self._work.view, dict(batch.chunks)
@@ -603,8 +589,8 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self) -> None:
-        """If several archives have a member at one path, read the last of these archives again,
-        since its member counts. Raises DieselError."""
+        """If several archives have a member at one path, read the last of them again, since its
+        member counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
         view = self._newest_view() if contested else None
@@ -631,7 +617,7 @@ class ArchivesSource(Source):
         return self._work.repository.view(self._session.name)
 
     def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
-        """Take the members whose paths have these hashes again, unless `view`, the dataset now, has
+        """Take the members with these hashes of paths again, unless `view`, the dataset now, has
         equal contents. Raises DieselError."""
         comparer = Comparer(
             view, self._work.target, self._work.options,
@@ -676,22 +662,20 @@ def _opened(job: _Job) -> ArchiveFile:
 
 
 def _difference(expected: bytes, sha256: bytes) -> str:
-    """Why a SHA-256 is not the expected one; empty if it is, or if none is expected."""
+    """Empty if the SHA-256 is the expected one, or none is expected."""
     if expected in (b"", sha256):
         return ""
     return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
-    """Whether the place reports the same bytes as in the record."""
     if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
         return False
     return job.archive.sha256 in (b"", record.sha256)
 
 
 def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
-    """The archives in groups, in their order. Small archives are joined into groups of about a
-    chunk."""
+    """Small archives are joined into groups of about a chunk. Their order stays."""
     batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
@@ -740,8 +724,7 @@ def _paths(jobs: Sequence[_Job]) -> set[int]:
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:
-    """Take the members of an archive from its copy in another dataset. Returns why that broke off,
-    or ""."""
+    """Returns why the copy in another dataset broke off, or ""."""
     view, record = original
     reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
     try:
@@ -774,8 +757,7 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """The files of a recorded archive, chunk by chunk, and the end of each chunk's files in that
-    list."""
+    """The files chunk by chunk, and the end of each chunk's files in that list."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

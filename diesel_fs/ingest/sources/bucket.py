@@ -1,11 +1,8 @@
-"""Objects of a bucket as the source of a put: each becomes a file named after its key.
+"""Objects of a bucket as the source of a put (`ingest/README.md` has the rules).
 
-Keys that end in a slash are folders in consoles: they are left out, and the report names one that
-has content. An object is left out and named if its key cannot be a path, or if the store refuses
-it: an archived one, or one that the user may not read. Modes are 0644; times are those of writing.
-The listing begins before a dataset is created: if it fails, no empty dataset is left.
-
-One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
+The listing begins before a dataset is created: if it fails, no empty dataset is left. mtimes are
+the times of writing. One thread lists and packs; `FETCHES` others fetch pieces, which are packed in
+order.
 """
 
 from collections import deque
@@ -25,13 +22,13 @@ from ..paths import check_file_target, refusal_reason, target_path
 from ..put import Source
 
 FETCHES = 32
-"""Pieces that are fetched at once: an object store answers after tens of milliseconds."""
+"""An object store answers after tens of milliseconds, so many pieces are fetched at once."""
 
 PIECE_BYTES = 8 << 20
 """Larger objects are fetched in pieces."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""The most bytes that are fetched, or being fetched, but not packed; one piece more is possible."""
+"""Bytes that are fetched, or being fetched, but not packed; one piece more is possible."""
 
 REFUSED_IN_A_ROW_MAX = 100
 """If the store refuses more objects in a row, it probably refuses all: the put ends."""
@@ -41,8 +38,8 @@ _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
 
 
 class BucketObject(NamedTuple):
-    """`key` is relative to the requested prefix, and empty if the prefix is the object's
-    own key."""
+    """`key` is relative to the requested prefix, and empty if the prefix is the object's own
+    key."""
 
     key: bytes
     size: int
@@ -51,11 +48,11 @@ class BucketObject(NamedTuple):
 
 
 class Bucket(Protocol):
-    """Objects below a prefix. Any thread may call `read`."""
+    """Any thread may call `read`."""
 
     def objects(self) -> Iterator[BucketObject]:
-        """The objects below the prefix, in order of keys; or the one that it names. Raises
-        NotFoundError if there is neither, ObjectStoreError, PermissionDenied."""
+        """Objects in order of keys; or the one that the prefix names. Raises NotFoundError if there
+        is neither, ObjectStoreError, PermissionDenied."""
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
@@ -69,8 +66,8 @@ class Bucket(Protocol):
 
 
 class BucketSource(Source):
-    """The objects below a prefix. A single object goes to the target itself, as a file. If there is
-    no object, `open` raises NotFoundError, unless `allow_empty` is set."""
+    """A single object goes to the target itself, as a file. If there is no object, `open` raises
+    NotFoundError, unless `allow_empty` is set."""
 
     shadowed_reason = "it is a folder of the bucket, too"
 
@@ -79,8 +76,8 @@ class BucketSource(Source):
         self._objects: Iterator[BucketObject] = iter(())
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Begin the listing. Raises UsageError for a single object if the target has no name for
-        it, or with --delete."""
+        """Raises UsageError for a single object if the target has no name for it, or with
+        --delete."""
         listed = self._bucket.objects()
         try:
             first = next(listed, None)
@@ -158,8 +155,7 @@ class BucketSource(Source):
         report.walked = True
 
     def _has_same_content(self, index: int, each: BucketObject) -> bool:
-        """Whether an object has the contents of the entry `index`; without `--checksum` always
-        True."""
+        """Always true without `--checksum`."""
         if not self._work.options.checksum:
             return True
         try:
@@ -172,7 +168,7 @@ class BucketSource(Source):
 
 
 class _Piece(NamedTuple):
-    """A part of the object with the number `owner`, which is fetched, or being fetched."""
+    """A part of the object with the number `owner`, fetched or being fetched."""
 
     owner: int
     size: int
@@ -201,7 +197,6 @@ class _ObjectFetcher:
                 self._drop()
 
     def read(self, size: int, /) -> memoryview:
-        """Reads the object that the iterator returned last."""
         if not self._piece:
             self._fill()
             if not self._ahead or self._ahead[0].owner != self._current:
@@ -223,8 +218,7 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Begin to fetch pieces, as many as there is room for. Returns whether there is an object
-        to pack."""
+        """Fetch pieces as far as there is room. Returns whether there is an object to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX

@@ -1,8 +1,7 @@
 """Decompresses a stream ahead of its reader, by the format of its first bytes.
 
-gzip (also of several members), bzip2, xz and Zstandard are known. A thread decompresses blocks
-while the reader works on earlier ones: the libraries release the interpreter's lock, and verify
-their formats' checksums.
+A thread decompresses blocks while the reader works on earlier ones: the libraries release the
+interpreter's lock, and verify their formats' checksums.
 """
 
 import bz2
@@ -28,7 +27,6 @@ BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
     IsalError,  # type: ignore[assignment]  # its stub takes this class for an instance
 )
-"""The errors of reading a damaged stream."""
 
 MAGIC_BYTES = 6
 _BLOCK_BYTES = 1 << 20
@@ -42,7 +40,7 @@ class TrailingBytes(OSError):
 
 
 class _Stream(Protocol):
-    """The decompressor of one stream of a format, such as a gzip member or a Zstandard frame."""
+    """Decompresses one stream of a format, such as a gzip member or a Zstandard frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -76,8 +74,8 @@ _FORMATS = (
 
 
 def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
-    """The rest of a stream: decompressed, or buffered if it is not compressed. The caller closes
-    it; the stream itself stays open."""
+    """The rest of a stream, decompressed if it is compressed. The caller closes it; the stream
+    itself stays open."""
     buffered = BufferedStream(stream)
     magic = buffered.peek(MAGIC_BYTES)[:MAGIC_BYTES]
     for each in _FORMATS:
@@ -87,8 +85,8 @@ def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
 
 
 class _Streams:
-    """Decompresses a file that may have several streams of one format, one after the other. Zeros
-    may stand between and behind them."""
+    """A file may have several streams of one format, one after the other, with zeros between and
+    behind them."""
 
     def __init__(self, file: "BufferedStream", kind: _Format) -> None:
         self._file = file
@@ -97,8 +95,8 @@ class _Streams:
         self._next = b""  # read but not yet decompressed
 
     def readinto(self, room: memoryview) -> int:
-        """Decompress into `room`. Returns the number of bytes, 0 only at the end. Raises
-        TrailingBytes, and the errors of the library."""
+        """Returns the number of bytes, 0 only at the end. Raises TrailingBytes, and the errors of
+        the library."""
         while not self._stream.eof or self._begin_next():
             data = b""
             if self._stream.needs_input:
@@ -112,7 +110,7 @@ class _Streams:
         return 0
 
     def _begin_next(self) -> bool:
-        """Begin the next stream; False at the end of the file. Raises TrailingBytes."""
+        """False at the end of the file. Raises TrailingBytes."""
         rest = self._stream.unused_data.lstrip(b"\0")
         while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
             rest = (rest + more).lstrip(b"\0")
@@ -170,7 +168,7 @@ class Decompressor(io.BufferedIOBase):
         return count
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next `size` bytes, fewer at the end. Raises the errors of decompression."""
+        """Returns fewer bytes only at the end. Raises the errors of decompression."""
         assert size is not None
         assert size >= 0
         parts = []
@@ -194,8 +192,7 @@ class Decompressor(io.BufferedIOBase):
         super().close()
 
     def _next(self) -> bool:
-        """Wait for the next block; False if the content has ended. Raises the errors of
-        decompression."""
+        """False if the content has ended. Raises the errors of decompression."""
         if not self._has_ended:
             block = self._blocks.get()
             if isinstance(block, memoryview):

@@ -1,7 +1,7 @@
 """A folder as the source of a put: this process walks and commits, forked processes (`worker.py`)
 read, hash, compress and store chunks.
 
-The coordinator makes all IDs and all commits: IDs have to follow the committed ones (FORMAT.md,
+This coordinator makes all IDs and all commits: IDs have to follow the committed ones (FORMAT.md,
 section 3), and the metadata store has one writer for a put. It is one thread, and forks before it
 starts any.
 """
@@ -122,7 +122,7 @@ class FolderSource(Source):
 
 
 def open_source(source: Path) -> int:
-    """A descriptor of the source. Raises NotFoundError, PermissionDenied."""
+    """Raises NotFoundError, PermissionDenied."""
     try:
         return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -133,8 +133,6 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
-    """A batch for a packing process, of `count` entries."""
-
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
     count: int = 0
@@ -160,7 +158,7 @@ class _FolderPut:
         self._committed_s = float("-inf")
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
-        """Feed the processes, and end them after the last batch is packed, stored and committed."""
+        """The processes end after the last batch is packed, stored and committed."""
         try:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
@@ -202,8 +200,7 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """Add the next batch to the backlog. Returns whether there may be more, and room for
-        them."""
+        """Add a batch to the backlog. Returns whether there may be more, and room for them."""
         if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self.batches, None)
@@ -215,7 +212,6 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
-        """Receive one message of a process, and act on it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -236,7 +232,7 @@ class _FolderPut:
                 raise error_by_class_name(*values)
 
     def _validate(self, preamble: bytes, header: bytes, entries: int) -> None:
-        """Keep a stored chunk for the next commit, or its paths if it came too late."""
+        """Keep a chunk for the next commit, or its paths if it came too late."""
         try:
             chunk = self.session.validate_chunk(preamble, header)
         except StaleChunk as stale:
@@ -246,7 +242,7 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """The time until the next commit; None if there is no chunk yet."""
+        """None if there is no chunk to commit."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())

@@ -13,9 +13,8 @@ _READ_BYTES = 1 << 20
 
 
 def fetch_manifest(file: Archive) -> FetchedManifest:
-    """Fetch and parse a manifest. Raises UsageError for a file that is no manifest, CorruptError if
-    it is damaged or has another SHA-256 than its address gives, NotFoundError, PermissionDenied,
-    ObjectStoreError."""
+    """Raises UsageError for a file that is no manifest, CorruptError if it is damaged or has
+    another SHA-256 than its address gives, NotFoundError, PermissionDenied, ObjectStoreError."""
     state = file.look()
     try:
         with contextlib.closing(file.open(state)) as opened:
@@ -36,7 +35,6 @@ def fetch_manifest(file: Archive) -> FetchedManifest:
 
 
 def _read(stream: BinaryIO, name: str) -> bytes:
-    """The whole content. Raises UsageError if it is too long, and the errors of decompression."""
     content = bytearray()
     while part := stream.read(_READ_BYTES):
         content += part

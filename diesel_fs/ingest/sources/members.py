@@ -1,10 +1,8 @@
-"""Takes the members of a tar or a zip one by one: refuses, compares and packs them.
+"""Takes the members of a tar or a zip one by one: refuses, compares and packs them. One thread.
 
-A `tarfile.TarInfo` describes a member of any archive. Files, links and folders are put with their
-mode and mtime. If several have one name, the last counts. Devices, pipes, unknown kinds, absolute
-names and names with `..` are left out, and the report names them. A hard link becomes a file with
-its target's bytes at the end: they are copied from the dataset, since an archive is read only once.
-One thread.
+A `tarfile.TarInfo` describes a member of any archive. If several members have one name, the last
+counts. Refused members are left out, and the report names them. A hard link becomes a file with its
+target's bytes at the end: they are copied from the dataset, since an archive is read only once.
 """
 
 import io
@@ -35,14 +33,13 @@ OpenContent = Callable[[], BinaryIO]
 
 
 class MemberLog:
-    """Its methods are called as an archive's members are taken. Here they do nothing; each may be
-    overridden."""
+    """Is notified as an archive's members are taken. Each method may be overridden."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
-        """Files were taken. The path of each, below the archive's root, is `prefix` and a name."""
+        """The path of each, below the archive's root, is `prefix` and a name."""
 
     def add_other(self, path: bytes, *, is_link: bool) -> None:
-        """A link or a folder was taken; `path` is below the archive's root."""
+        """A link or a folder; `path` is below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
         """The dataset has the last added member already, at this index of its view."""
@@ -50,8 +47,7 @@ class MemberLog:
 
 @dataclass(slots=True)
 class FolderFiles:
-    """Files of one folder of an archive, with their contents. `prefix` is the folder's name in the
-    archive, with a slash at its end."""
+    """`prefix` is the folder's name in the archive, with a slash at its end."""
 
     prefix: bytes
     names: list[bytes]
@@ -61,8 +57,7 @@ class FolderFiles:
 
 
 class MemberTaker:
-    """Compares the members of an archive with the dataset, and packs them; without a packer (in a
-    dry run), it only counts them."""
+    """Without a packer (in a dry run), members are only counted."""
 
     def __init__(
         self,
@@ -82,7 +77,7 @@ class MemberTaker:
         return bool(self._hard_links)
 
     def take_files(self, files: FolderFiles) -> None:
-        """Put the files of one folder, all at once if the folder is empty in the dataset."""
+        """Put all files at once if the folder is empty in the dataset."""
         folder = self._empty_target_folder(files)
         if folder is not None and max(map(len, files.contents)) <= self._extent_bytes:
             self.work.report.entries_found += len(files.names)
@@ -143,8 +138,7 @@ class MemberTaker:
             self._put(member, target, index, entry, content_of)
 
     def copy_hard_links(self, view: Snapshot) -> None:
-        """Put hard links as files, with their targets' bytes in `view`, the dataset with all
-        entries packed before."""
+        """Put hard links as files. `view` is the dataset with all entries packed before."""
         assert self._packer is not None
         repository, report = self.work.repository, self.work.report
         reader = EntryReader(view, repository.objects, _LINK_MEMORY_BYTES)
@@ -251,7 +245,7 @@ class MemberTaker:
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
-        """Note a hard link; `copy_hard_links` puts it after the archive has been read."""
+        """`copy_hard_links` puts the link after the archive has been read."""
         origin = member_path(encoded(member.linkname))
         if not origin or path_fault(origin):
             self.work.report.fail(path, f"refused: a hard link to {shown(origin)}")
@@ -261,7 +255,6 @@ class MemberTaker:
 
 
 def encoded(text: str) -> bytes:
-    """The bytes of a member's name or target, which was decoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -273,8 +266,8 @@ def member_path(name: bytes) -> bytes:
 
 
 def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The file at the end of each hard link's chain, by path; for a ring, any of its members.
-    `links` maps each link to its target."""
+    """By path, the file at the end of each link's chain; for a ring, any of its members. `links`
+    maps each link to its target."""
     origins: dict[bytes, bytes] = {}
     for path in links:
         chain: dict[bytes, None] = {}
@@ -286,13 +279,13 @@ def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def _name(prefix: bytes) -> bytes:
-    """A folder's path with a slash at its end, to be put before names; empty for the root."""
+    """The path with a slash at its end, to be put before names; empty for the root."""
     path = member_path(prefix)
     return path + b"/" if path else b""
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
-    """Why a member cannot be put, or an empty string."""
+    """Empty if the member can be put."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
     if reason := refusal_reason(target):

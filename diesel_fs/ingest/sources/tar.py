@@ -1,8 +1,8 @@
 """A tar as the source of a put: read once from a stream, and packed in this process on the way.
 
 `tar_headers.py` reads headers of plain files, and Python's `tarfile` all others, within limits on
-claimed sizes. Sparse files become dense. One tar may follow another in the stream (as after `cat
-a.tar b.tar`); the report names trailing bytes that are no tar. Three threads: this one, the
+claimed sizes. Sparse files become dense. One tar may follow another in the stream (as after
+`cat a.tar b.tar`); the report names trailing bytes that are no tar. Three threads: this one, the
 packer's own, and one that decompresses.
 """
 
@@ -50,8 +50,8 @@ _BROKEN: tuple[type[Exception], ...] = (tarfile.TarError, FileSkipped, *BROKEN_S
 
 
 class _Tar(tarfile.TarFile):
-    """A tar that remembers the error with which it ended: `tarfile` itself takes a damaged header
-    for the end."""
+    """Remembers the error with which the tar ended: `tarfile` itself takes a damaged header for the
+    end."""
 
     members: list[tarfile.TarInfo]
     end_error: tarfile.HeaderError | None = None
@@ -146,7 +146,7 @@ _EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 
 
 def _check_records(body: bytes) -> None:
-    """Raise HeaderError unless the records ("LENGTH KEY=VALUE", newline) follow each other."""
+    """Raises HeaderError unless the records ("LENGTH KEY=VALUE", newline) follow each other."""
     start = 0
     while start < len(body) and body[start]:
         length = body[start : start + 8].partition(b" ")[0]
@@ -181,7 +181,7 @@ class _Window:
             pass
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end. Raises the errors of the stream."""
+        """Returns fewer bytes at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -199,14 +199,14 @@ class _Window:
         return b"".join(parts)
 
     def skip_to(self, position: int) -> bool:
-        """Go forward to a position in the tar; False if it is not in the window."""
+        """False if the position is not in the window."""
         if not 0 <= position - self.tell() <= self.end - self.at:
             return False
         self.at = position - self._start
         return True
 
     def skip_zeros(self) -> bool:
-        """Finds the next block that is not all zeros; False at the end. Raises the errors of the
+        """Find the next block that is not all zeros; False at the end. Raises the errors of the
         stream."""
         while True:
             self.fill()
@@ -222,8 +222,8 @@ class _Window:
                 return False
 
     def fill(self) -> bool:
-        """Read more into the window; False if it has enough, or the stream has ended. The window
-        must stand at a header."""
+        """The window must stand at a header. Returns False if it has enough, or the stream has
+        ended."""
         left = self.end - self.at
         if left >= _REFILL_BYTES:
             return False
@@ -246,7 +246,7 @@ START_BYTES = 512 << 10
 
 
 def is_tar(start: bytes) -> bool:
-    """Whether a stream is a tar. `start` has its first START_BYTES, or the whole stream."""
+    """`start` has the stream's first START_BYTES, or the whole stream."""
     if len(start) < BLOCK_BYTES:
         return False
     try:
@@ -259,8 +259,8 @@ def is_tar(start: bytes) -> bool:
 
 
 class TarEntries:
-    """The entries of a stream of tars, which can be taken once, in their order. The constructor
-    raises UsageError for a stream that is no tar."""
+    """A stream of tars, which can be read once, in order. The constructor raises UsageError if it
+    is none."""
 
     def __init__(self, plain: BufferedStream | Decompressor) -> None:
         try:
@@ -280,7 +280,7 @@ class TarEntries:
         self._last = b""
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Take all entries. Returns why the tar broke off, or "". Raises DieselError."""
+        """Returns why the tar broke off, or "". Raises DieselError."""
         tar, ends = self._tar, 0
         try:
             while True:
@@ -301,7 +301,7 @@ class TarEntries:
             return f"the tar is damaged or cut off{last}: {error}"
 
     def _take_one_tar(self, taker: MemberTaker) -> None:
-        """Take entries up to the tar's end, or to damage. Raises the errors of the stream, and
+        """Stops at the tar's end, or at damage. Raises the errors of the stream, and
         DieselError."""
         tar, work, entries = self._tar, taker.work, 0
         while (member := tar.next()) is not None:
@@ -316,7 +316,6 @@ class TarEntries:
                 work.progress(work.report)
 
     def _take_plain(self, taker: MemberTaker) -> None:
-        """Take the plain files that come next, many at once (`tar_headers.py`)."""
         tar = self._tar
         while tar.is_at_header:
             window = tar.window
@@ -333,9 +332,8 @@ class TarEntries:
 
 
 class TarSource(Source):
-    """A tar in a stream. If the tar breaks off, the entries read so far are put, the report has the
-    reason with an empty path, and nothing is deleted. `open` raises UsageError for a stream that is
-    no tar."""
+    """If the tar breaks off, the entries read so far are put, the report has the reason with an
+    empty path, and nothing is deleted. `open` raises UsageError for a stream that is no tar."""
 
     shadowed_reason = "it is a folder of the tar, too"
 
@@ -384,7 +382,6 @@ class TarSource(Source):
 
 
 def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
-    """The files in runs: each run has files of one folder."""
     names, start = files.names, 0
     while start < len(names):
         prefix_bytes = names[start].rfind(b"/") + 1
@@ -406,7 +403,7 @@ def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
-    """The time in nanoseconds since 1970; None if it cannot be stored."""
+    """None if the time cannot be stored."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS

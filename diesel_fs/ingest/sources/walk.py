@@ -1,7 +1,7 @@
 """Walks a folder safely, and opens the files in it.
 
 Nothing outside the source is ever opened: folders are opened component by component, and links are
-never followed. Pipes, sockets and devices are skipped, with a reason.
+never followed.
 """
 
 import errno
@@ -25,8 +25,7 @@ ReportFailure = Callable[[bytes, str], None]
 
 @dataclass(slots=True)
 class FolderListing:
-    """A folder of the source. `unread`: it could not be listed, so it may contain names that are
-    missing here."""
+    """`unread`: the folder could not be listed, so it may contain names that are missing here."""
 
     path: bytes
     mode: int = 0o755
@@ -38,9 +37,8 @@ class FolderListing:
 
 
 def open_folder(root: int, path: bytes) -> int:
-    """A descriptor of the folder `path` below the descriptor `root`. Component by component: a path
-    may be longer than the kernel allows in one call, and nobody can replace a component by a link
-    in between. Raises OSError."""
+    """Opens component by component: a path may be longer than the kernel allows in one call, and
+    nobody can replace a component by a link in between. Raises OSError."""
     current = os.dup(root)
     for component in path.split(b"/") if path else ():
         try:
@@ -52,8 +50,7 @@ def open_folder(root: int, path: bytes) -> int:
 
 
 def open_file(folder: int, name: bytes) -> int:
-    """A descriptor of a file in the folder with the descriptor `folder`. Never blocks on a pipe,
-    never follows a link. Raises OSError."""
+    """Never blocks on a pipe, never follows a link. Raises OSError."""
     return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
@@ -61,8 +58,7 @@ def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[Fold
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
     The walk skips folders that the caller takes out of a listing before the next one. It is depth
-    first, so that folders in one chunk lie near each other. It needs memory for the paths of
-    folders not yet walked.
+    first, so that folders in one chunk lie near each other.
     """
     waiting = [b""]
     while waiting:
@@ -84,7 +80,6 @@ def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[Fold
 
 
 def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: ReportFailure) -> None:
-    """Fill a listing with the names in its folder."""
     found = os.fstat(folder)
     listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
     prefix = listing.path + b"/" if listing.path else b""
@@ -122,8 +117,7 @@ def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: Repo
 def walk_paths(
     root: int, paths: Sequence[bytes], path_filter: Filter, failed: ReportFailure
 ) -> Iterator[FolderListing]:
-    """Like `walk`, but only for `paths` below the source: files, links and folders (a folder
-    without its content)."""
+    """As `walk`, but only for `paths` below the source (a folder without its content)."""
     by_folder: dict[bytes, FolderListing] = {}
     for path in dict.fromkeys(paths):
         folder_path, _, name = path.rpartition(b"/")
@@ -156,7 +150,6 @@ def walk_paths(
 
 
 def failure_reason(error: OSError) -> str:
-    """The reason in the report for an error with an entry."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:

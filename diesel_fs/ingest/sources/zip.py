@@ -1,15 +1,13 @@
 """The entries of a zip, read with Python's `zipfile` in their order in the zip.
 
-A name is Info-ZIP's field for UTF-8 names; without it, the entry's own bytes, if it declares them
-as UTF-8 or they are valid UTF-8; otherwise code page 437. Windows programs have written backslashes
-for slashes: in an entry of DOS without a slash, backslashes count as slashes, as in `unzip`. Modes
-come from zips made on Unix; others give 0644 and 0755. An mtime in Info-ZIP's extra field is UTC.
-The older field has a local time without its zone, and is taken as UTC; if it is no date (some
-programs write zeros), it counts as the format's first date, 1980-01-01.
+A name is Info-ZIP's field for UTF-8 names, else the entry's own bytes (`ingest/README.md`).
+Backslashes count as slashes in an entry of DOS without a slash, as in `unzip`: Windows programs
+have written them. Modes come from zips made on Unix; others give 0644 and 0755. An mtime in
+Info-ZIP's extra field is UTC. The older field has a local time without its zone, and is taken as
+UTC; if it is no date (some programs write zeros), it counts as the format's first date, 1980-01-01.
 
-The report names entries that cannot be read and are left out: encrypted, of an unknown method, or
-damaged. `zipfile` refuses the whole zip if one entry of its table is odd, so `_plain_table` repairs
-the table first.
+`zipfile` refuses the whole zip if one entry of its table is odd, so `_plain_table` repairs the
+table first.
 """
 
 import calendar
@@ -54,16 +52,15 @@ _ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
 
 @dataclass(slots=True)
 class _TableEntry:
-    """An entry of the table: its name, which `zipfile` may decode wrongly, and why it cannot be
-    read (or "")."""
+    """`name` may be decoded wrongly by `zipfile`; `fault` is why the entry cannot be read (or
+    "")."""
 
     name: bytes
     fault: str = ""
 
 
 class ZipEntries:
-    """The entries of a zip in a seekable file. The constructor raises UsageError for a file that is
-    no zip."""
+    """Raises UsageError for a file that is no zip."""
 
     def __init__(self, file: BinaryIO) -> None:
         plain = _PlainTableFile(file)
@@ -78,8 +75,8 @@ class ZipEntries:
         self._zip.close()
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Take all entries. A zip never breaks off, so this always returns "" (see `TarEntries`).
-        Raises DieselError."""
+        """A zip never breaks off, so this always returns "" (see `TarEntries`). Raises
+        DieselError."""
         work = taker.work
         for number, (info, entry) in enumerate(self._entries):
             name = entry.name
@@ -124,7 +121,7 @@ class ZipEntries:
 
 
 class _PlainTableFile:
-    """The file for `zipfile`, which reads the table in one call and then gets a repaired one."""
+    """Gives `zipfile`, which reads the table in one call, a repaired one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -139,7 +136,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """The entries of the table. From now on the file is read unchanged."""
+        """From now on the file is read unchanged."""
         self._is_taken = True
         return self._entries
 
@@ -147,7 +144,7 @@ class _PlainTableFile:
 
 
 def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
-    """The table as `zipfile` accepts it, and its entries up to the first damaged one."""
+    """Returns the table as `zipfile` accepts it, and its entries up to the first damaged one."""
     plain, entries, at = bytearray(table), list[_TableEntry](), 0
     while at + _TABLE_HEADER.size <= len(table):
         magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
