@@ -1,9 +1,7 @@
 """Administers accounts: by direct access to the repository, or through a server.
 
 Each change is checked and made in one atomic step, so a user who has just lost a right cannot use
-it, and after a change through a server at least one user can administer.
-`storage/accounts/account.py` defines the effect of each change. Callers make the keys and pass only
-the public ones. Safe from many threads.
+it, and after a change through a server at least one user can administer. Any thread.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +35,8 @@ from ..urls import SERVER_SCHEMES, RepositoryUrl
 
 
 class Administration(ABC):
-    """The operations on the accounts of a repository.
+    """The operations on the accounts of a repository; `storage/accounts/account.py` defines their
+    effects.
 
     All methods raise PermissionDenied; UsageError for a bad name or key; NotFoundError for a
     missing user, ConflictError for an existing one, or if nobody would be left to administer;
@@ -50,11 +49,11 @@ class Administration(ABC):
 
     @abstractmethod
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        """Add a user; with `admin`, one who may administer the whole repository."""
+        """An `admin` may administer the whole repository."""
 
     @abstractmethod
     def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        """Give a user another key. Roles stay; `admin` can be given, not taken away."""
+        """Roles stay; `admin` can be given, not taken away."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -67,13 +66,11 @@ class Administration(ABC):
     @abstractmethod
     def import_text(self, text: bytes, *, replace: bool) -> None:
         """Add all accounts of an exported text, or none; `replace` removes all other accounts.
-
-        Raises CorruptError, NewerVersionError.
-        """
+        Raises CorruptError, NewerVersionError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections. Repeatable."""
+        """Repeatable."""
 
     def accounts(self) -> Accounts:
         return parse_accounts(self.export_text())
@@ -86,8 +83,8 @@ class Administration(ABC):
 
 
 class DirectAdministration(Administration):
-    """Changes the table of accounts directly, with the rights of `actor`, or with all rights (None)
-    for a process with direct access to the repository."""
+    """Acts with the rights of `actor`, or with all rights (None) for a process with direct access
+    to the repository."""
 
     def __init__(self, table: AccountTable, actor: Account | None = None) -> None:
         self._table = table
@@ -141,7 +138,7 @@ class DirectAdministration(Administration):
 
     @staticmethod
     def _check(actor: Account | None, dataset: str = "") -> None:
-        """Raise an error if `actor` may not administer the dataset, or (empty) the repository."""
+        """An empty `dataset` stands for the repository."""
         if actor is not None and dataset:
             actor.require(dataset, Role.ADMIN)
         elif actor is not None:
@@ -157,8 +154,6 @@ class DirectAdministration(Administration):
 
 
 class Calls(Protocol):
-    """The part of `net.client.ServerLink` that this module needs."""
-
     def call(
         self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
     ) -> Answer: ...
@@ -167,7 +162,7 @@ class Calls(Protocol):
 
 
 class RemoteAdministration(Administration):
-    """Sends changes to a server, which knows the sender from the login."""
+    """The server knows the sender from the login."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -206,9 +201,8 @@ class RemoteAdministration(Administration):
 def open_administration(
     url: RepositoryUrl, credentials: Credentials | None, *, create: bool = False
 ) -> Administration:
-    """The accounts of the repository at an address; `create` makes a missing repository if
-    possible. Raises ConfigError, ObjectStoreError, MetadataError.
-    """
+    """`create` makes a missing repository if possible. Raises ConfigError, ObjectStoreError,
+    MetadataError."""
     if url.scheme not in SERVER_SCHEMES:
         check_accounts_place(url)
         return DirectAdministration(open_accounts(url, open_objects(url, create=create)))

@@ -21,8 +21,8 @@ _IDENTITY_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset of the object store. `head` is None if the metadata store does not know it.
-    `created_ns` is in ns since 1970, or 0 if unknown."""
+    """`head` is None if the metadata store does not know the dataset. `created_ns` counts from
+    1970; 0 if unknown."""
 
     name: str
     identity: UUID
@@ -37,8 +37,8 @@ class Catalogue:
     def all(
         self, heads: Mapping[UUID, DatasetHead]
     ) -> tuple[list[DatasetInfo], list[CorruptError]]:
-        """The datasets that are not deleted, in the order of their names; and an error for each
-        dataset whose name is unknown, since its object is damaged and `heads` lacks it."""
+        """The datasets that are not deleted, by name; and an error for each dataset whose name is
+        unknown, since its object is damaged and `heads` lacks it."""
         infos: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
         for identity in self._identities():
@@ -54,8 +54,7 @@ class Catalogue:
         return sorted(infos, key=lambda info: (info.name, info.created_ns)), damaged
 
     def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
-        """A dataset; None if it is deleted, or its creation was interrupted. Raises
-        CorruptError."""
+        """None if the dataset is deleted, or its creation was interrupted. Raises CorruptError."""
         if self.is_deleted(identity):
             return None
         described = self._described(identity)
@@ -86,13 +85,13 @@ class Catalogue:
                     yield identity
 
     def add(self, name: str, identity: UUID, created_ns: int) -> None:
-        """Give a dataset its name. Idempotent; durable on return."""
+        """Idempotent; durable on return."""
         described = {"name": name, "identity": identity.hex, "created_ns": created_ns}
         with suppress(ObjectExists):
             self._objects.put(dataset_object(identity), [json.dumps(described).encode() + b"\n"])
 
     def mark_deleted(self, name: str, identity: UUID) -> None:
-        """Mark a dataset as deleted, for ever. Idempotent; durable on return."""
+        """Idempotent; durable on return."""
         with suppress(ObjectExists):
             try:
                 self._objects.put(deleted_object(identity), [name.encode()])
@@ -102,7 +101,6 @@ class Catalogue:
                 self._objects.put(deleted_object(identity), [])
 
     def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
-        """The first three fields of `DatasetInfo`; None if there is no object `DATASET`."""
         try:
             described = json.loads(bytes(self._objects.get(dataset_object(identity))))
             name, created_ns = described["name"], described["created_ns"]
@@ -115,7 +113,7 @@ class Catalogue:
             raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
 
     def _identities(self) -> Iterator[UUID]:
-        """Find each identity by a listing of one name, without listing the chunks."""
+        """A listing of one name finds each identity, without listing the chunks."""
         after = DATASETS
         while (
             name := next(iter(self._objects.housekeeping.names(DATASETS, after)), None)

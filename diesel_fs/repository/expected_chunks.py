@@ -1,14 +1,9 @@
 """Determines the chunks that a dataset's state consists of, and reads their headers to rebuild it.
 
-A state is a fold over chunks: of the entries of one path, the newest counts. If a chunk were left
-out, its files would seem not to exist, so absence needs proof (FORMAT.md, section 5). Three sources
-name the chunks that must exist: a listing of the object store, the live metadata (in the metadata
-store), and the newest published snapshot. No decision rests on one source alone. A chunk that is
-named and cannot be read is a **loss**: it is reported, and no state without it replaces another
-unless the user accepts that.
-
-Damaged bytes are read once more, then count as a loss. An unreachable store is tried again for some
-seconds; then the work ends with the store's error.
+If a chunk were left out, its files would seem not to exist. So the listing, the live metadata (in
+the metadata store) and the newest published snapshot are compared, and no decision rests on one of
+them alone (FORMAT.md, section 5, "Absence needs proof"). A chunk that is named and cannot be read
+is a **loss**: no state without it replaces another unless the user accepts that.
 
 No state is kept between calls. One thread works; other threads read headers ahead for it.
 """
@@ -58,11 +53,11 @@ from .versions import VersionStore
 log = logging.getLogger("diesel.repository")
 
 HEADERS_AHEAD = 16
-"""The number of headers that are read in parallel. From a store with a latency of 20 ms, this gives
-some hundreds of headers a second."""
+"""Read in parallel. From a store with a latency of 20 ms, this gives some hundreds of headers a
+second."""
 
 FILES_NAMED_MAX = 1000
-"""How many lost files are listed; the others are only counted."""
+"""More lost files are only counted."""
 
 # The most entries in all headers that are read ahead; an entry takes up to some 700 bytes
 _ENTRIES_AHEAD = 2 * ENTRIES_MAX
@@ -79,10 +74,10 @@ class HeaderReader(Protocol):
     snapshots: VersionStore
 
     def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
-        """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
+        """As `Repository.read_header`."""
 
     def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
-        """The IDs of the durable chunks greater than `since`, ascending."""
+        """As `Repository.chunk_ids`."""
 
 
 # Which chunks must exist
@@ -97,14 +92,13 @@ class ExpectedChunks:
     empty: frozenset[ChunkId] = _NO_CHUNKS
     """Chunks in the metadata store with only replaced or deleted entries."""
     published: Snapshot | None = None
-    """The newest readable snapshot."""
     damaged: Mapping[int, str] = field(default_factory=dict)
     """Newer published versions with unreadable snapshots, and the reasons."""
 
     @property
     def needed(self) -> frozenset[ChunkId]:
-        """The chunks without which an entry would be missing. A snapshot lists chunks that have
-        only tombstones, too; which chunks are empty is known from the metadata store alone."""
+        """The chunks without which an entry would be missing. A snapshot also lists chunks that
+        have only tombstones; only the metadata store knows which chunks are empty."""
         listed = self.published.chunk_ids if self.published else ()
         return self.live.union(listed) - self.empty
 
@@ -112,8 +106,8 @@ class ExpectedChunks:
 def expected_chunks(
     versions: VersionStore, meta: MetadataStore | None, identity: UUID
 ) -> ExpectedChunks:
-    """The chunks in the live metadata and the newest readable snapshot. `meta` is None if the
-    metadata store does not know the dataset. Raises ObjectStoreError, MetadataError."""
+    """`meta` is None if the metadata store does not know the dataset. Raises ObjectStoreError,
+    MetadataError."""
     # The snapshot first: chunks of later published versions are live, too
     published, damaged = newest_readable(versions, identity)
     live, empty = set[ChunkId](), set[ChunkId]()
@@ -156,9 +150,9 @@ class AbsentChunks:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
-    """Those that the store does not have."""
+    """The store does not have them."""
     unlisted: frozenset[ChunkId]
-    """Those that the store has, so the listing was incomplete."""
+    """The store has them, so the listing was incomplete."""
 
 
 def absent_chunks(
@@ -168,11 +162,9 @@ def absent_chunks(
     expected: ExpectedChunks,
     listed: Collection[ChunkId],
 ) -> AbsentChunks:
-    """The needed chunks that were not listed; `meta` as in `expected_chunks`.
-
-    A purge makes the metadata forget a chunk before it deletes it, so only a chunk that is still
-    expected after it was found absent is lost.
-    """
+    """The needed chunks that were not listed; `meta` as in `expected_chunks`. A purge makes the
+    metadata forget a chunk before it deletes it, so only a chunk that is still expected after it
+    was found absent is lost."""
     absent = expected.needed.difference(listed)
     unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
     lost = absent - unlisted
@@ -201,8 +193,8 @@ class LostChunks(CorruptError):
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[LostChunk]:
-    """A `LostChunk` for each of `chunks` (which have the reasons). The files of a chunk come from
-    the first of `views` that knows the chunk."""
+    """`chunks` has the reasons. The files of a chunk come from the first of `views` that knows the
+    chunk."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
@@ -215,7 +207,6 @@ def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[
 
 
 def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[ChunkId, bytes]]:
-    """For each file of a view with an extent in one of these chunks: the chunk and the path."""
     wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
     indices = view.files()
     numbers = view.chunk_of(indices)  # of the first extent
@@ -228,7 +219,7 @@ def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[Chu
 
 
 def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
-    """A line for each chunk, and then for each lost file, of which at most FILES_NAMED_MAX are
+    """A line for each chunk, then for each lost file, of which at most FILES_NAMED_MAX are
     named."""
     lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
     for loss in losses:
@@ -241,13 +232,12 @@ def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
 
 
 def first_of(texts: Sequence[str]) -> str:
-    """The first three texts, for a message."""
     return ", ".join([*texts[:3], *["..."][: len(texts) > 3]])
 
 
 def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") -> LostChunks:
-    """The error of an operation that changes nothing, since the new state would lack these chunks.
-    If the chunks are unknown, `text` is the message instead of their list."""
+    """For an operation that changes nothing, since the new state would lack these chunks. If the
+    chunks are unknown, `text` replaces their list."""
     files = [shown(path) for loss in losses for path in loss.files]
     if not text:
         chunks = first_of([chunk_id_text(loss.chunk) for loss in losses])
@@ -266,10 +256,10 @@ def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") ->
 class RebuildSource:
     """Reads chunks of the object store to rebuild a state.
 
-    `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise LostChunks if a
-    needed chunk cannot be read, after they have read all others, unless `forget_lost`; and
-    ObjectStoreError if a chunk cannot be reached. `head` is None if the metadata store does not
-    know the dataset. `report` gets the findings.
+    `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise ObjectStoreError if
+    a chunk cannot be reached, and LostChunks, after they have read all others, if a needed chunk
+    cannot be read, unless `forget_lost`. `head` is None if the metadata store does not know the
+    dataset. `report` gets the findings.
     """
 
     def __init__(
@@ -301,11 +291,8 @@ class RebuildSource:
 
     def since(self, first: ChunkId) -> Iterator[CommitBatch]:
         """The entries of the chunks after an ID, and of earlier ones that are in the newest
-        snapshot but not in the metadata store.
-
-        The chunks are listed at the first batch, after the rebuild has recorded the committed
-        chunks; later commits go through `late`.
-        """
+        snapshot but not in the metadata store. The chunks are listed at the first batch, after the
+        rebuild has recorded the committed chunks."""
         self._expected = self._load_expected()
         self._check_snapshots()
         self._known = self._expected.live | self._expected.empty
@@ -324,7 +311,6 @@ class RebuildSource:
         yield from self._read({each for each in there if each > first or each in acknowledged})
 
     def late(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
-        """The entries of chunks that writers have committed meanwhile."""
         self._known |= frozenset(chunks)
         yield from self._read(chunks)
 
@@ -345,8 +331,8 @@ class RebuildSource:
         return expected_chunks(self._reader.snapshots, self._known_meta, self._identity)
 
     def _check_snapshots(self) -> None:
-        """Raise LostChunks if a snapshot cannot be read whose version is later than those of all
-        other sources: it may name chunks that no other source names."""
+        """Raise LostChunks if an unreadable snapshot is later than all other sources: it may name
+        chunks that no other source names."""
         expected, report = self._expected, self._report
         known = max(
             self._head.version if self._head else 0,
@@ -425,7 +411,6 @@ def lost_text(chunk: ChunkId) -> str:
 
 
 def skipped_entries(header: ChunkHeader) -> Iterator[str]:
-    """Notes about entries of a chunk that readers never see, since their paths are not allowed."""
     text = chunk_id_text(header.preamble.id)
     for place, fault in header.faults.items():
         path = shown(header.path(place))
@@ -450,12 +435,12 @@ def find_unknown_chunks(
 ) -> UnknownChunks:
     """The chunks that the metadata store lacks.
 
-    An unknown chunk that is older than the put window (PUT_WINDOW_S) is an orphan: no put will
-    commit it. A younger one belongs to a put under way, unless a published snapshot names it.
-    During a purge, only chunks in a published snapshot count, since the purge makes the metadata
-    forget chunks before it deletes them. `needs_repair`: the metadata store may have lost its last
-    commits in a restart, so the snapshot is read in any case. Raises LostChunks if a chunk that
-    only the newest snapshot names does not exist.
+    An unknown chunk that is older than the put window is an orphan: no put will commit it. A
+    younger one belongs to a put under way, unless a published snapshot names it. During a purge,
+    only chunks in a published snapshot count, since a purge makes the metadata forget chunks before
+    it deletes them. `needs_repair`: the metadata store may have lost its last commits in a restart,
+    so the snapshot is read in any case. Raises LostChunks if a chunk that only the newest snapshot
+    names does not exist.
     """
     identity, count, digest = head.identity, 0, 0
     for chunk in reader.chunk_ids(identity):
@@ -544,15 +529,14 @@ def read_chunk(
 
 
 Outcome = Callable[[], ChunkHeader]
-"""A function that returns a chunk's header, or raises the error of its reading."""
+"""Returns a chunk's header, or raises the error of its reading."""
 
 
 def prefetch_headers(
     reader: HeaderReader, identity: UUID, chunks: Iterable[ChunkId]
 ) -> Generator[tuple[ChunkId, Outcome]]:
-    """Each chunk with its `Outcome`, in the order of `chunks`. Threads read headers ahead while the
-    caller works: fewer at first, and fewer if the earlier headers were large.
-    """
+    """Each chunk with its `Outcome`, in order. Threads read headers ahead: fewer at first, and
+    fewer if the earlier headers were large."""
     waiting, left = deque[tuple[ChunkId, Future[ChunkHeader]]](), iter(chunks)
     entries = ENTRIES_MAX  # a guess for the next header
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
@@ -576,9 +560,9 @@ def prefetch_headers(
 
 
 def read_with_retries(read: Callable[[], T]) -> T:
-    """The result of `read`. Damaged bytes are read once more, and a failing store is tried again
-    for some seconds, so that one bad moment does not decide on a dataset's contents. Raises
-    FormatError, ObjectStoreError."""
+    """Damaged bytes are read once more, and a failing store is tried again for some seconds, so
+    that one bad moment does not decide on a dataset's contents. Raises FormatError,
+    ObjectStoreError."""
     is_damaged = False
     for pause_s in _PAUSES_S:
         try:

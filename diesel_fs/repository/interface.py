@@ -1,8 +1,8 @@
-"""The interface of every repository of datasets, on either side of a server.
+"""The interface of every repository of datasets: `LocalRepository` implements it over stores that
+this process opens, `RemoteRepository` over requests to a server.
 
-`LocalRepository` implements `Repository` over stores that this process opens, `RemoteRepository`
-over requests to a server. Here are also the options and reports of the long jobs (recover, verify,
-purge), and their form in messages.
+Here are also the options and reports of the long jobs (recover, verify, purge), and their form in
+messages.
 """
 
 import os
@@ -32,7 +32,7 @@ from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
-"""A callback of the long jobs. Gets the number of chunks that are done, and of all chunks."""
+"""A callback of the long jobs: the number of chunks that are done, and of all chunks."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -73,7 +73,7 @@ class Findings:
 
 
 MAX_UNUSED_PPM = 50_000
-"""The unused part of a chunk, in parts per million (5 %), above which a purge rewrites it."""
+"""A purge rewrites a chunk if more of it is unused, in parts per million (5 %)."""
 
 AS_POLICY = -1
 """As `keep` or `grace_s` of a purge: the number in the dataset's retention policy counts."""
@@ -140,9 +140,8 @@ class PurgeReport:
 
 
 class Repository(ABC):
-    """A set of datasets, and the operations on them.
-
-    May be used from several threads and in forked children; a WriteSession belongs to one writer.
+    """A set of datasets, and the operations on them. Any thread and forked child; a WriteSession
+    belongs to one writer.
 
     `snapshots` are the published versions, `ids` makes the IDs of chunks, and `credentials`
     identify the user to a server (None without a server).
@@ -165,7 +164,7 @@ class Repository(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close connections and files. The repository can be used again."""
+        """The repository can be used again."""
 
     @property
     @abstractmethod
@@ -176,26 +175,24 @@ class Repository(ABC):
 
     @abstractmethod
     def datasets(self) -> list[DatasetInfo]:
-        """All datasets that are not deleted, by name."""
+        """Those that are not deleted, by name."""
 
     @abstractmethod
     def dataset(self, name: str) -> DatasetInfo:
-        """The dataset of this name. Raises NoSuchDataset only if it certainly does not exist."""
+        """Raises NoSuchDataset only if the dataset certainly does not exist."""
 
     def newest_known(self, info: DatasetInfo) -> int:
-        """The greatest version of a dataset in the metadata store (which may have lost one) or
-        among published snapshots; 0 for none."""
+        """The greatest version in the metadata store (which may have lost one) or among published
+        snapshots; 0 for none."""
         known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
     # Reading
 
     def view(self, name: str) -> Snapshot:
-        """All metadata of a dataset at its current version.
-
-        If the metadata store cannot be used or does not know the dataset, this is the newest
-        snapshot. Raises NoSuchDataset, or MetadataBehind if the current version cannot be known.
-        """
+        """All metadata of a dataset at its current version; at the newest snapshot if the metadata
+        store cannot be used or does not know the dataset. Raises NoSuchDataset, or MetadataBehind
+        if the current version cannot be known."""
         return self.view_of(self.dataset(name))
 
     @abstractmethod
@@ -219,25 +216,25 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """A warning that `view` may not be current, with its age and the reason: the metadata store
-        cannot be used, or has lost a version. "" if there is no such reason, and for a user without
-        access to the metadata store, who always gets snapshots."""
+        """A warning that `view` may not be current, with its age and the reason; "" if the metadata
+        store can be used and has lost no version, and for a user without access to it, who always
+        gets snapshots."""
 
     def loss_warning(self, info: DatasetInfo) -> str:
         """A warning that the metadata store has lost versions of a dataset, with the cure; "" if it
-        has not. Always "" with a server, which repairs its own losses."""
+        has not, and with a server, which repairs its own losses."""
         return ""
 
     @abstractmethod
     def stat(self, name: str, path: bytes) -> Stat:
-        """One entry in its current state. Raises NoSuchPath, NoSuchDataset."""
+        """An entry's current state. Raises NoSuchPath, NoSuchDataset."""
 
     @abstractmethod
     def list(self, name: str, folder: bytes = b"") -> Rows:
         """The current entries of a folder. Raises NoSuchPath if it is no folder."""
 
     def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
-        """Read and check the header of a chunk. Raises FormatError, ObjectStoreError."""
+        """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
         name = chunk_object(identity, chunk)
         size = self.objects.stat(name).bytes
         front = self.objects.get(name, 0, min(size, _HEADER_GUESS_BYTES))
@@ -262,7 +259,7 @@ class Repository(ABC):
     def begin(self, name: str, *, create: bool = True) -> WriteSession:
         """Begin a writer's session on a dataset. `create` makes a missing dataset.
 
-        First, chunks that the metadata store lacks are committed, unless they belong to a put under
+        Chunks that the metadata store lacks are committed first, unless they belong to a put under
         way. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused if this
         host's clock is ahead, before any write; LostChunks if the result would lack something that
         the newest snapshot has.
@@ -270,13 +267,13 @@ class Repository(ABC):
 
     @abstractmethod
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
-        """The paths whose chunks are missing or too short, as far as the sizes of the objects show.
-        Putting these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
+        """The paths whose chunks are missing or too short, by the sizes of the objects. Putting
+        these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
 
     @abstractmethod
     def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
-        """The archives that a dataset was made from, as far as known. Raises ObjectStoreError;
-        NoSuchDataset from a server."""
+        """The known archives that a dataset was made from. Raises ObjectStoreError; NoSuchDataset
+        from a server."""
 
     @abstractmethod
     def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
@@ -285,19 +282,14 @@ class Repository(ABC):
 
     @abstractmethod
     def publish(self, name: str, *, full: bool = False) -> int:
-        """Write the snapshot of the current version beside the chunks; returns the version.
-
-        All earlier commits are durable on return. `full` makes the snapshot without the previous
-        one.
-        """
+        """Write the snapshot of the current version beside the chunks; returns the version. All
+        earlier commits are durable on return. `full` does not use the previous snapshot."""
 
     @abstractmethod
     def delete_dataset(self, name: str) -> Deletion:
-        """Delete a dataset for ever.
-
-        Objects that leases pin are left, and named in the log. Repeatable: an interrupted deletion
-        continues. Raises NoSuchDataset, and MetadataError if its metadata would be left for ever.
-        """
+        """Delete a dataset for ever. Objects that leases pin are left, and named in the log.
+        Repeatable: an interrupted deletion continues. Raises NoSuchDataset, and MetadataError if
+        its metadata would be left for ever."""
 
     def check_no_overlap(self, source: Path) -> None:
         """Raise UsageError if `source` lies in this repository, or the repository in it."""
@@ -324,12 +316,11 @@ class Repository(ABC):
         """Build the metadata of a dataset again from its chunks. By default all chunks make a fresh
         state; with `since_s` (seconds since 1970), the chunks since then are added to the state.
 
-        All chunks in the live metadata or the newest snapshot must exist. If one is lost or
-        damaged, the problems name it with its files, and the state is not changed. `forget_lost`
-        accepts the loss, and the notes list it. An unreadable orphan (a chunk that only the listing
-        names) is a problem and is left out. Readers see the old state until the new one is
-        complete; writers continue. A damaged metadata store is renamed, and a new one made for all
-        datasets.
+        If a chunk in the live metadata or the newest snapshot is lost or damaged, the problems name
+        it with its files, and the state is not changed. `forget_lost` accepts the loss, and the
+        notes list it. An unreadable orphan (a chunk that only the listing names) is a problem and
+        is left out. Readers see the old state until the new one is complete; writers continue. A
+        damaged metadata store is renamed, and a new one made for all datasets.
 
         Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError, before a change, if a
         chunk is unreachable or this host's clock is ahead.
@@ -340,11 +331,11 @@ class Repository(ABC):
         self, name: str, *, headers_only: bool = False, progress: ReportProgress = no_progress
     ) -> Findings:
         """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
+        Changes nothing, and may run beside a put and a purge.
 
-        Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError if a
-        purge deletes chunks too fast; the reason if the metadata store cannot be used. But if a
-        SQLite database is lost, that is damage, and a metadata store that this user may not open
-        is not checked.
+        Raises NoSuchDataset; BusyError if a purge deletes chunks too fast; the reason if the
+        metadata store cannot be used. But a lost SQLite database is reported as damage, and a
+        metadata store that this user may not open is not checked.
         """
 
     @abstractmethod
@@ -365,8 +356,8 @@ class Repository(ABC):
     @abstractmethod
     def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
         """About how many bytes of chunks, without headers, belong to no file of the current
-        version. `view` is the snapshot of that version, if the caller has it already. Raises
-        NoSuchDataset, MetadataError."""
+        version. `view` is the snapshot of that version, if the caller has it. Raises NoSuchDataset,
+        MetadataError."""
 
 
 _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is enough

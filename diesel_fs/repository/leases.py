@@ -1,9 +1,9 @@
 """Leases: small objects that name a process and the version that it reads, or its purge.
 
-A lease is valid for some minutes; a thread of its holder renews it (FORMAT.md, section 6). A purge
-keeps the versions in readers' leases, and itself holds a lease that only one process can hold. A
-reader that cannot write its lease is protected only by the grace period (for which versions stay
-after they were current). In a forked child, a `ReadLease` does nothing.
+FORMAT.md, section 6, has the rules. A thread of the holder renews a lease. A purge keeps the
+versions in readers' leases, and itself holds a lease that only one process can hold. If a reader
+cannot write its lease, only the grace period protects it, in which versions stay after they were
+current. In a forked child, a `ReadLease` does nothing.
 """
 
 import json
@@ -41,29 +41,29 @@ LEASE_S = 600.0
 this time."""
 
 RENEW_S = 150.0
-"""Interval between renewals: three renewals may fail before the lease is over."""
+"""Three renewals may fail before the lease is over."""
 
 LEASE_ALLOWANCE_S = 300.0
 """The largest difference between the clocks of two hosts."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
-"""The most that a purge's host may be ahead of the object store's clock."""
+"""A purge's host may be ahead of the object store's clock by this much."""
 
 UNREADABLE_S = 86_400.0
-"""Time for which an unreadable lease protects every version."""
+"""An unreadable lease protects every version for this time."""
 
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""Age at which a leftover (a half-written object) of another host counts as abandoned: its process
+"""A leftover (a half-written object) of another host counts as abandoned at this age: its process
 cannot be looked up here, but no object takes a week to write."""
 
 EVERY_VERSION = -1
-"""Counts as the version of an unreadable lease, which protects all versions."""
+"""The version of an unreadable lease, which protects all versions."""
 
 NO_VERSION = 0
 """The version of a dataset before its first commit, with nothing to protect."""
 
 CLEANUP_ONE_IN = 64
-"""One renewal in 64 lists the leases, and removes those that ended long ago."""
+"""One renewal in 64 removes leases that ended long ago."""
 
 STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
 """Age at which the object of a lease is removed. It exceeds the validity of every lease."""
@@ -75,8 +75,8 @@ _BYTES_MAX = 4096  # the bytes of a lease that are read; real leases are far sho
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The content of a lease. `host`, `boot`, `space` and `pid` identify the holder: `boot` is the
-    run of the machine, `space` the PID namespace."""
+    """`host`, `boot`, `space` and `pid` identify the holder: `boot` is the run of the machine,
+    `space` the PID namespace."""
 
     token: str  # random: distinguishes two leases of one process
     version: int
@@ -96,7 +96,7 @@ class Lease:
 
     @classmethod
     def from_json(cls, text: bytes | bytearray) -> Self:
-        """Parse the content of a lease. Raises ValueError if it is not one."""
+        """Raises ValueError."""
         values = json.loads(bytes(text))
         types = {each.name: each.type for each in fields(cls)}
         if not isinstance(values, dict) or {k: type(v) for k, v in values.items()} != types:
@@ -106,12 +106,9 @@ class Lease:
         return cls(**values)
 
     def is_valid(self, now_s: float, written_s: float) -> bool:
-        """Whether the lease has time left, and its process is not known to be dead.
-
-        `written_s` is the time at which its object was written, by the store's clock. If `until` is
-        impossible, because the holder's clock is behind or far ahead, the validity counts from
-        `written_s`.
-        """
+        """Whether the lease has time left, and its process is not known to be dead. `written_s` is
+        when its object was written, by the store's clock. If `until` is impossible, because the
+        holder's clock is wrong, the validity counts from `written_s`."""
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
             end_s = self.until
@@ -119,8 +116,8 @@ class Lease:
 
     @property
     def holder_is_dead(self) -> bool:
-        """Whether the holder is known to have ended. That is known only of a process of this boot
-        and this PID namespace."""
+        """False if that is not known: it is known only of a process of this boot and this PID
+        namespace."""
         return (self.host, self.boot, self.space) == _process_namespace() and not is_alive(self.pid)
 
 
@@ -145,7 +142,6 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 @cache
 def _process_namespace() -> tuple[str, str, str]:
-    """The host, the boot and the PID namespace in which a PID identifies a process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
@@ -203,7 +199,7 @@ class ReadLease:
                 self._write()
 
     def close(self) -> None:
-        """End the lease. Repeatable; never raises."""
+        """Repeatable; never raises."""
         if self._owner_pid != os.getpid():
             return
         with self._lock:
@@ -213,7 +209,6 @@ class ReadLease:
                     self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Write the lease's object. Returns False if another try cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -232,11 +227,11 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """In one call of CLEANUP_ONE_IN, remove leases that ended long ago. A purge does that, too, but
-    a dataset may never be purged.
+    """In one call of CLEANUP_ONE_IN, remove leases that ended long ago, since a dataset may never
+    be purged.
 
-    `own` is the name of a lease that has just been written. The store's time of that object counts
-    as now, since the clock of this host may be wrong.
+    `own` is the name of a lease that has just been written. Its time by the store counts as now,
+    since this host's clock may be wrong.
     """
     if secrets.randbelow(CLEANUP_ONE_IN):
         return
@@ -252,10 +247,8 @@ def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
 def write_lease_for(
     objects: ObjectStore, identity: UUID, token: str, version: int, seconds: float
 ) -> None:
-    """Write a lease for a client of this server, which must renew it in time; 0 seconds end it.
-
-    The lease names no process, since this process and the client end independently.
-    """
+    """Write a lease for a client of this server, which must renew it in time; 0 seconds end it. It
+    names no process, since this process and the client end independently."""
     name = lease_object(identity, token)
     if seconds <= 0:
         objects.delete(name)
@@ -303,10 +296,8 @@ def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> froze
 
 
 class PurgeLease:
-    """The exclusive right to purge a dataset; a context manager.
-
-    Call `check` before every deletion: it raises BusyError once the right is lost.
-    """
+    """The exclusive right to purge a dataset; a context manager. Call `check` before every
+    deletion."""
 
     def __init__(self, objects: ObjectStore, identity: UUID) -> None:
         """Call `take` instead."""
@@ -320,8 +311,8 @@ class PurgeLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Write the lease, and renew it until the context ends. Raises BusyError if another process
-        has the lease, and ObjectStoreRefused if this host's clock is ahead."""
+        """Renewed until the context ends. Raises BusyError if another process has the lease, and
+        ObjectStoreRefused if this host's clock is ahead."""
         lease = cls(objects, identity)
         for _ in range(3):  # an ended lease is removed; then another process may be faster
             renewed_s = time.monotonic()
@@ -349,8 +340,8 @@ class PurgeLease:
             raise _lost_error()
 
     def _check_clock(self) -> None:
-        """End the lease and raise ObjectStoreRefused if this host's clock is ahead: by that clock,
-        valid leases would seem over, and young versions and tombstones old."""
+        """End the lease and raise ObjectStoreRefused if this host's clock is ahead: valid leases
+        would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
             self._end()
@@ -389,7 +380,6 @@ class PurgeLease:
 
 
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
-    """Whether a process holds a valid `PurgeLease` of the dataset."""
     try:
         return _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())[1]
     except ObjectMissing:
@@ -397,7 +387,6 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Delete a purge's lease if it is over. Raises BusyError if it is valid."""
     try:
         lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:

@@ -1,9 +1,8 @@
 """Snapshots in files: this user's private mapped copies, and files that a user saved.
 
 Only files in the user's own private folder are mapped into memory, since a process that maps a file
-is killed if another process truncates the file. Other snapshots are read, checked whole, and
-written to the private folder once per node, user and version. Thread-safe; files are replaced by
-rename only.
+is killed if another process truncates it. Other snapshots are read, checked whole, and written to
+the private folder once per node, user and version. Thread-safe; files are replaced by rename only.
 """
 
 import logging
@@ -37,15 +36,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _COPY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\..+")
 
 PRIVATE_KEPT = 2
-"""Copies kept per dataset, node and user: the newest version, and the one before it, which may
-still have readers."""
+"""Per dataset, node and user: the newest version, and the one before it, which may still have
+readers."""
 
 
 def save_snapshot(view: Snapshot, file: Path) -> None:
-    """Write a snapshot to a user's file, atomically and durably.
-
-    Raises PermissionDenied, NoSpaceError; UsageError for a folder.
-    """
+    """Atomic and durable. Raises PermissionDenied, NoSpaceError; UsageError for a folder."""
     try:
         with atomic_file(file) as handle:
             handle.write(view.buffer)
@@ -54,10 +50,8 @@ def save_snapshot(view: Snapshot, file: Path) -> None:
 
 
 def open_snapshot_file(file: Path) -> Snapshot:
-    """Check a snapshot in a user's file as a whole, and return a private copy of it.
-
-    Raises FormatError, NoSuchFile, PermissionDenied, UsageError.
-    """
+    """Check a snapshot in a user's file as a whole, and return a private copy of it. Raises
+    FormatError, NoSuchFile, PermissionDenied, UsageError."""
     try:
         with file.open("rb") as handle:
             if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
@@ -74,8 +68,8 @@ def open_snapshot_file(file: Path) -> Snapshot:
 
 
 def _map_private(path: Path) -> Snapshot:
-    """Map a file of this user's private folder, and compare its checksums (`verify=False` leaves
-    out only slower checks). Raises OSError, ValueError for an empty file, FormatError."""
+    """Compares the checksums (`verify=False` leaves out only slower checks). Raises OSError,
+    ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
@@ -93,8 +87,8 @@ def _private_path(identity: UUID, version: int) -> Path:
 
 
 def snapshot_descriptor(snapshot: Snapshot) -> int:
-    """A new descriptor of a file with the snapshot, which the caller passes to another process on
-    this machine and closes. Raises OSError."""
+    """A new descriptor of a file with the snapshot. The caller passes it to another process on this
+    machine, and closes it. Raises OSError."""
     try:
         path = _private_path(snapshot.identity, snapshot.version)
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -106,10 +100,8 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 
 
 def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
-    """This user's private copy of a version, mapped; None if there is no sound copy.
-
-    All checksums are compared first. A damaged copy is removed: the caller loads the version again.
-    """
+    """This user's private copy of a version, mapped and compared with its checksums; None if there
+    is no sound copy. A damaged copy is removed."""
     try:
         path = _private_path(identity, version)
         copy = _map_private(path)
@@ -134,12 +126,9 @@ def newest_private_copy(identity: UUID) -> int:
 
 
 def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:
-    """Write a checked snapshot, given in parts, to the private folder and map it; None if that is
-    impossible.
-
-    The copy is not synced, which would take as long as making it; so it is used only until the next
-    boot.
-    """
+    """Write a checked snapshot to the private folder and map it; None if that is impossible. The
+    copy is not synced, which would take as long as making it; so it is used only until the next
+    boot."""
     try:
         path = _private_path(identity, version)
         with atomic_file(path, sync=False) as file:
@@ -155,7 +144,7 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
 
 def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
     """This user's private copies in another process's cache folder (`cache`, its XDG_CACHE_HOME),
-    of all boots: their paths by identity and version. Raises OSError."""
+    of all boots. Raises OSError."""
     found = {}
     with suppress(FileNotFoundError):
         for path in (cache / "diesel" / "snapshots").iterdir():
@@ -165,8 +154,8 @@ def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
 
 
 def open_listed_copy(path: Path) -> Snapshot:
-    """Open a result of `list_copies`, and compare its checksums, since a crash may have damaged it.
-    Raises FormatError, OSError."""
+    """Compares the checksums, since a crash may have damaged the copy. Raises FormatError,
+    OSError."""
     try:
         return _map_private(path)
     except ValueError as error:

@@ -1,9 +1,8 @@
 """Records the archives that the entries of a dataset came from, for each archive and target folder.
 
-With a record, a put skips an archive that was put before (DLCache, section III-C.1), if
-`LiveFiles.has_all` finds that the dataset still has the archive's content. A lost record only means
-that the archive is fetched again and its members are compared one by one. FORMAT.md, section 2, has
-the names of the records' objects.
+With a record, a put skips an archive that was put before (DLCache, section III-C.1), if the dataset
+still has the archive's content. A lost record only means that the archive is fetched again and its
+members are compared one by one.
 """
 
 import hashlib
@@ -28,9 +27,8 @@ from .retention import extent_counts
 log = logging.getLogger("diesel.provenance")
 
 RECORD_BYTES_MAX = 4 << 20
-"""The limit for a packed record."""
 OTHERS_BYTES_MAX = 1 << 20
-"""The limit for `ArchiveRecord.others`. An archive with more bytes of paths gets no record."""
+"""An archive with more bytes of paths in `ArchiveRecord.others` gets no record."""
 
 _ID_BYTES = 16
 _READS = 16  # parallel reads of records
@@ -38,8 +36,6 @@ _READS = 16  # parallel reads of records
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecord:
-    """An archive that was put whole."""
-
     source: str
     """The archive's address, without the query, which may hold a secret."""
     source_id: bytes
@@ -49,7 +45,6 @@ class ArchiveRecord:
     tag: str
     """The ETag of the archive at its address. Equal tags mean only "unchanged at this address"."""
     size: int
-    """The bytes of the archive."""
     sha256: bytes
     """The SHA-256 of the whole archive; empty if not known."""
     seconds: float
@@ -73,7 +68,7 @@ class ArchiveRecord:
 
     @property
     def name(self) -> str:
-        """The last part of the name of the record's object; made of target and source."""
+        """The last part of the name of the record's object."""
         return hashlib.sha256(self.source_id + self.target).hexdigest()[:32]
 
     def pack(self) -> bytes:
@@ -99,7 +94,7 @@ class ArchiveRecord:
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview) -> Self:
-        """Parse the result of `pack`. Raises CorruptError, UsageError."""
+        """Raises CorruptError, UsageError."""
         if len(packed) > RECORD_BYTES_MAX:
             raise UsageError(f"a record of an archive has at most {RECORD_BYTES_MAX} bytes")
         sent = Fields(unpack(packed), "a record of an archive")
@@ -140,8 +135,8 @@ def source_id(address: str) -> bytes:
 
 
 class LiveFiles:
-    """The contents that a version has, to compare records with: the number of its readable files in
-    each of its chunks. `unreadable` has the indices of the entries in lost chunks."""
+    """The contents that a version has, to compare records with. `unreadable` has the indices of the
+    entries in lost chunks."""
 
     def __init__(self, view: Snapshot, unreadable: Collection[int] = ()) -> None:
         self._view = view
@@ -151,7 +146,7 @@ class LiveFiles:
             np.subtract.at(self._counts, view.chunk_of(lost), 1)
 
     def counts(self, chunks: Iterable[ChunkId]) -> list[int]:
-        """The number of files in each of these chunks; 0 for a chunk that the version lacks."""
+        """The number of readable files in each chunk; 0 for a chunk that the version lacks."""
         ids = self._view.chunk_ids
         found = []
         for chunk in chunks:
@@ -160,7 +155,6 @@ class LiveFiles:
         return found
 
     def others(self, record: ArchiveRecord) -> tuple[bytes, ...]:
-        """The paths of those links and folders of a record that the version has."""
         found = self._view.lookup_many(record.others).tolist() if record.others else []
         return tuple(
             path
@@ -169,14 +163,12 @@ class LiveFiles:
         )
 
     def has_all(self, record: ArchiveRecord) -> bool:
-        """Whether the version has all content of an archive."""
         if self.counts(record.chunks) != list(record.files):
             return False
         return self.others(record) == record.others
 
 
 def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
-    """The position of a chunk in the ascending IDs, or -1."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2
@@ -188,13 +180,12 @@ def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
 
 
 def write_record(objects: ObjectStore, identity: UUID, record: ArchiveRecord) -> None:
-    """Write a record, in place of an older one of the same source and target. Durable on return."""
+    """Replaces an older record of the same source and target. Durable on return."""
     objects.replace(archive_object(identity, record.name), [record.pack()])
 
 
 def read_records(objects: ObjectStore, identity: UUID) -> list[ArchiveRecord]:
-    """All records of a dataset, without damaged ones, which are logged. Raises
-    ObjectStoreError."""
+    """Damaged records are logged and left out. Raises ObjectStoreError."""
 
     def read(name: str) -> ArchiveRecord | None:
         try:

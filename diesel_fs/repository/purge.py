@@ -1,9 +1,10 @@
-"""`purge`: frees the space of replaced and deleted entries (FORMAT.md, section 6).
+"""`purge`: frees the space of replaced and deleted entries (FORMAT.md, section 6, "Purge, step by
+step").
 
-A replaced or deleted entry leaves a hole in its chunk. A purge copies the other entries of chunks
-with too many holes into new chunks, then deletes chunks without live entries that no version and no
-reader needs (`retention.py` decides that). One purge per dataset at a time; readers and writers
-continue. It may be killed at any step: nothing is lost, and the next purge continues.
+A purge copies the live entries of chunks with too many holes (places of replaced or deleted
+entries) into new chunks, then deletes chunks without live entries that no version and no reader
+needs (`retention.py`). One purge per dataset at a time; readers and writers continue. It may be
+killed at any step: nothing is lost, and the next purge continues.
 """
 
 import logging
@@ -62,11 +63,11 @@ from .writing import WriteSession, seal_and_store
 log = logging.getLogger("diesel.purge")
 
 UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
-"""Chunks below this size are merged, since each chunk costs a request and a line of a listing."""
+"""Smaller chunks are merged, since each chunk costs a request and a line of a listing."""
 
 LEFTOVER_AGE_S = 86_400
-"""Age in seconds at which a leftover (half-written object) of a dead process is removed. A younger
-one stays, since the process may live in another container with the same host name."""
+"""A leftover (half-written object) of a dead process is removed at this age. A younger one stays,
+since the process may live in another container with the same host name."""
 
 _ENDED_LEASE_AGE_S = 86_400  # age at which the object of an ended lease is removed
 _LEASE_CHECK_S = 10.0  # interval at which a deletion looks for new readers
@@ -101,11 +102,8 @@ def purge(
 
 
 def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
-    """Raise CorruptError if a chunk in the metadata is lost or not listed.
-
-    The store may then hide other chunks, too, and an entry that looks replaced may be the only
-    copy.
-    """
+    """Raise CorruptError if a chunk in the metadata is lost or not listed: the store may hide
+    others, too, and an entry that looks replaced may be the only copy."""
     identity, meta = info.identity, repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
     listed = set(repository.chunk_ids(identity))
@@ -122,8 +120,7 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
 
 
 def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
-    """`Repository.reclaimable_bytes`. Without `view`, a snapshot is loaded only if a chunk has
-    holes."""
+    """Without `view`, a snapshot is loaded only if a chunk has holes."""
     identity = repository.dataset(name).identity if view is None else view.identity
     records = [each for each in repository.meta.chunks(identity) if each.holes]
     if not records:
@@ -140,7 +137,7 @@ def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | 
 
 
 class _Purge:
-    """One purge. Without a session and a lease it is a dry run, and changes nothing."""
+    """Without a session and a lease this is a dry run, and changes nothing."""
 
     def __init__(
         self,
@@ -172,8 +169,8 @@ class _Purge:
         self._policy, self._grace_s = self._update_policy()
 
     def _update_policy(self) -> tuple[RetentionPolicy, float]:
-        """Apply the options to the dataset's retention policy. Returns the new policy, and the
-        grace period of this purge in seconds."""
+        """Returns the dataset's new retention policy, and the grace period of this purge in
+        seconds."""
         options = self._options
         policy = RetentionPolicy()
         if options.keep < 0:
@@ -232,7 +229,7 @@ class _Purge:
         return self._repository.read_header(self._identity, chunk)
 
     def _purgeable_header(self, chunk: ChunkId) -> ChunkHeader | None:
-        """The header of a chunk; None if the chunk must stay as it is, which the report notes."""
+        """None if the chunk must stay as it is, which the report notes."""
         if chunk in self._left_alone:
             return None
         try:
@@ -254,8 +251,7 @@ class _Purge:
     def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
     ) -> None:
-        """Set `_droppable` and `_listing_complete`; `used` is of the current version. Nothing is
-        droppable if the listing is incomplete."""
+        """Set `_droppable` and `_listing_complete`; `used` is of the current version."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
         unlisted = [record for record in records if record.id not in listed]
@@ -281,11 +277,9 @@ class _Purge:
         self._droppable = droppable_tombstones(old, with_dead, self._header)
 
     def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
-        """Whether every unlisted chunk is an empty chunk whose deletion was interrupted.
-
-        Otherwise the listing is incomplete, or the object store was set back to an older copy: then
-        a chunk that looks empty may hold the only copies.
-        """
+        """Whether every unlisted chunk is an empty chunk whose deletion was interrupted. Otherwise
+        the listing is incomplete, or the object store was set back to an older copy: then a chunk
+        that looks empty may hold the only copies."""
         for record in unlisted:
             text = chunk_id_text(record.id)
             if chunk_exists(self._objects, self._identity, record.id):
@@ -298,8 +292,7 @@ class _Purge:
         return True
 
     def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
-        """Whether every chunk in kept versions but not in the metadata is gone from the store,
-        too."""
+        """Whether the store lacks every chunk that kept versions have and the metadata do not."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:
@@ -312,14 +305,13 @@ class _Purge:
         )
 
     def _dead_entries(self, record: ChunkRecord) -> int:
-        """The number of entries that need not be copied."""
         return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
-        """The chunks to rewrite, in the order of their IDs: those with too many unused bytes, and
-        small ones if merging gives fewer chunks."""
+        """The chunks to rewrite, by ID: those with too many unused bytes, and small ones if merging
+        gives fewer chunks."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
             dead = self._dead_entries(record)
@@ -342,8 +334,8 @@ class _Purge:
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
-        """Whether too many bytes of a chunk are unused, counted exactly from its header. Adds them
-        to the report."""
+        """Counts the unused bytes exactly, from the header. If they are too many, adds them to the
+        report."""
         header = self._purgeable_header(record.id)
         if header is None:
             return False
@@ -356,7 +348,6 @@ class _Purge:
         return True
 
     def _dead_places(self, chunk: ChunkId) -> set[int]:
-        """The places of the entries that need not be copied."""
         holes = self._meta.holes(self._identity, chunk).tolist()
         return {*holes, *self._droppable.get(chunk, ())}
 
@@ -378,10 +369,7 @@ class _Purge:
         self._progress(len(chosen), len(chosen))
 
     def _copy(self, session: WriteSession, builder: ChunkBuilder, chunk: ChunkId) -> None:
-        """Copy the live entries of a chunk with their stamps and stored bytes.
-
-        Raises CorruptError, before copying any, if one is damaged.
-        """
+        """Raises CorruptError, before copying any entry, if a live one is damaged."""
         dead = self._dead_places(chunk)
         header, bodies = read_chunk(self._objects, self._identity, chunk)
         if header.faults:
@@ -455,16 +443,15 @@ class _Purge:
         report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk may be deleted: it is gone already, or its header can be read. A
-        chunk of unknown content stays."""
+        """A chunk of unknown content stays, unless it is gone already."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._purgeable_header(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
-        """Remove versions that need not be kept (a dry run only counts them). Returns the others,
-        ascending, with the time of each publication (us since 1970); `planned` are the versions
-        that a dry run assumes, in the same form."""
+        """Remove versions that need not be kept (a dry run only counts them). Returns the others
+        with the times of their publication. The result and `planned` are as in
+        `retained_versions`."""
         published = self._versions.published(self._identity)
         retained = retained_versions(
             self._versions, self._identity, published, self._policy, self._grace_s, planned
@@ -486,8 +473,8 @@ class _Purge:
     def _delete(
         self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Make the metadata store forget `chunks`, then delete those that are still in the result
-        of `unreferenced`, which is called again from time to time. Returns the deleted chunks."""
+        """Make the metadata store forget `chunks`, then delete those that `unreferenced`, which is
+        called from time to time, still returns. Returns the deleted chunks."""
         if not chunks:
             return []
         self._check_lease()
@@ -513,8 +500,6 @@ class _Purge:
         return deleted
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Make the metadata store forget chunks and the droppable tombstones in them. Returns the
-        forgotten chunks."""
         plain = [chunk for chunk in chunks if chunk not in self._droppable]
         with_tombstones = [chunk for chunk in chunks if chunk in self._droppable]
         forgotten = self._meta.forget(self._identity, plain)
@@ -523,7 +508,6 @@ class _Purge:
     # Leftovers
 
     def _sweep(self) -> None:
-        """Remove leftovers of dead writers and leases that ended long ago."""
         now_s = time.time()
         for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):

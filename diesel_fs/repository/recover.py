@@ -1,7 +1,5 @@
 """`recover`: builds the metadata of a dataset again from its chunks, which are the truth.
-
-`expected_chunks.py` reads the chunks, decides which count as lost, and refuses a rebuild that would
-lose files. Blocking; one thread, for which other threads read headers ahead.
+`expected_chunks.py` refuses a rebuild that would lose files. Blocking.
 """
 
 from contextlib import suppress
@@ -69,9 +67,8 @@ def recover(
 
 
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
-    """Lines for the report: the effects of an accepted loss. A lost chunk may have replaced or
-    deleted entries, so an older version of a file may show again, and a deleted file may be back.
-    """
+    """The effects of an accepted loss. A lost chunk may have replaced or deleted entries, so an
+    older version of a file may show again, and a deleted file may be back."""
     diff = diff_snapshots(before, after)
     forgotten = np.ones(len(before), np.bool_)
     forgotten[diff.same_path[diff.same_path >= 0]] = False
@@ -90,7 +87,6 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findings) -> None:
-    """Rename a damaged metadata store, make a new one, and fold all datasets but `name` into it."""
     problem = repository.meta_problem
     assert problem is not None
     findings.notes.append(f"{problem.message}: it was renamed, and a new one made")

@@ -1,9 +1,8 @@
 """Decides which versions and chunks of a dataset must be kept.
 
-The rules are in FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace period
-keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of them
-hides an older entry. This module removes expired versions and the objects of a deleted dataset. It
-only decides about chunks: `purge.py` removes them. Blocking; one thread.
+FORMAT.md, section 6, has the rules ("Kept versions", "When a chunk may go"). This module removes
+expired versions and the objects of a deleted dataset; `purge.py` removes chunks. Blocking; one
+thread.
 """
 
 import json
@@ -44,23 +43,22 @@ log = logging.getLogger("diesel.retention")
 # Which versions are kept
 
 GRACE_S = 86_400
-"""Time for which a version that is no longer current is kept for readers without a lease."""
+"""A version that is no longer current is kept for this time, for readers without a lease."""
 
 _RECENT = 8
 _PERIODS = 8
-"""Of the versions within a grace period, the newest `_RECENT` are kept, and of the older ones the
-last in each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
+"""Within a grace period, the newest `_RECENT` versions are kept, and the last in each of `_PERIODS`
+equal parts of the period: a dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The greatest `grace_s` of a policy: more seconds do not fit into the times of clocks and files.
-"""
+"""More seconds do not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The versions of a dataset that a purge must leave: the last `keep` ones, and each for
-    `grace_s` seconds after it was current. `grace_s` counts only if it is longer than GRACE_S."""
+    """A purge must leave the last `keep` versions, and each for `grace_s` seconds after it was
+    current. `grace_s` counts only if it is longer than GRACE_S."""
 
     keep: int = 0
     grace_s: int = 0
@@ -85,7 +83,7 @@ def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPoli
 
 
 def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
-    """Set a dataset's policy. Durable on return."""
+    """Durable on return."""
     text = json.dumps(asdict(policy)).encode() + b"\n"
     objects.replace(lease_object(identity, POLICY), [text])
 
@@ -103,11 +101,8 @@ def retained_versions(
 ) -> set[int]:
     """The published versions that the policy and the grace period keep; the caller adds those with
     leases. `published` has the versions, ascending, and the time of each publication (us since
-    1970).
-
-    `planned` are versions of a dry run, in the same form: they count as published, with the content
-    of the newest published one.
-    """
+    1970). `planned` has the versions of a dry run in the same form: they count as published, with
+    the content of the newest published one."""
     last = _last_distinct(versions, identity, [*published], policy.keep)
     if planned:
         last.difference_update([*published][-1:])  # the last planned version takes its place
@@ -136,8 +131,8 @@ def _last_distinct(
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
-    """The versions (as in `retained_versions`) that were current within the grace period, thinned
-    by `_PERIODS`, and the newest."""
+    """The versions that were current within the grace period, thinned by `_PERIODS`, and the
+    newest."""
     versions = [*published]
     horizon_us = (now_s - grace_s) * 1e6
     period_us = max(int(grace_s * 1e6) // _PERIODS, 1)
@@ -171,16 +166,15 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class ChunkUse(NamedTuple):
-    """The part of a chunk that a version uses: the number of its files' extents in the chunk, and
-    the bytes of their bodies."""
+    """The number of a version's extents in a chunk, and the bytes of their bodies."""
 
     entries: int
     stored_bytes: int
 
 
 def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
-    """For each chunk of a version, by its number: how many extents of files are in it. Files that a
-    folder of the same path hides count, too."""
+    """By chunk number: how many extents of files are in each chunk. Files that a folder of the same
+    path hides count, too."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers = [columns.extents["chunk"]]
     for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
@@ -190,7 +184,6 @@ def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
-    """The chunks that hold files of a version."""
     return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
@@ -201,11 +194,8 @@ def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
 
 
 class DeletableChunks:
-    """Decides which of the `candidates` can be deleted: chunks that are empty in the current state.
-
-    `planned_version` is the version that a dry run assumes, or 0: the candidates are empty in it,
-    too.
-    """
+    """Decides which of the `candidates` can be deleted: chunks that are empty in the current state,
+    and in `planned_version`, the version that a dry run assumes (0: none)."""
 
     def __init__(
         self,
@@ -224,11 +214,10 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are the published ones and the times of their publication, as in
-        `retained_versions`; `leased` are the versions with leases. A reader without a lease may
-        still use the version that was current at `before_us` (us since 1970). Raises FormatError if
-        a version cannot be read, and ObjectMissing if it was removed meanwhile: then the chunks
-        that it needs are unknown.
+        `versions` is as `published` of `retained_versions`; `leased` has the versions with leases.
+        A reader without a lease may still use the version that was current at `before_us` (us since
+        1970). If a version cannot be read, the chunks that it needs are unknown: raises
+        FormatError, or ObjectMissing if it was removed meanwhile.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
@@ -246,7 +235,6 @@ class DeletableChunks:
         return left
 
     def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """The candidates that a version lists as chunks, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
@@ -257,8 +245,8 @@ class DeletableChunks:
 # Which tombstones can go
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""Age in seconds from which a tombstone can be dropped. A chunk that was sealed before the
-tombstone is refused if its commit comes this late, so no older entry can still arrive."""
+"""A tombstone of this age can be dropped: a chunk that was sealed before the tombstone is refused
+if its commit comes this late, so no older entry can still arrive."""
 
 ReadHeader = Callable[[ChunkId], ChunkHeader]
 """Reads and checks a chunk's header. Raises FormatError, ObjectStoreError."""
@@ -275,7 +263,7 @@ class ActiveTombstone(NamedTuple):
 def active_tombstones(
     header: ChunkHeader, holes: Collection[int]
 ) -> Iterator[tuple[bytes, ActiveTombstone]]:
-    """The tombstones in a chunk that are not in its `holes` (places), with their paths."""
+    """The tombstones whose places are not in `holes`, with their paths."""
     for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
         if place not in holes:
             tombstone = ActiveTombstone(header.stamp(place), header.preamble.id, place)
@@ -285,8 +273,8 @@ def active_tombstones(
 def old_enough(
     tombstones: Mapping[bytes, ActiveTombstone], began_s: float
 ) -> dict[bytes, ActiveTombstone]:
-    """The tombstones that were older than TOMBSTONE_AGE_S at `began_s` (seconds since 1970), when
-    the purge began: before it listed the chunks."""
+    """The tombstones that were older than TOMBSTONE_AGE_S at `began_s` (seconds since 1970), before
+    the purge listed the chunks."""
     limit_s = began_s - TOMBSTONE_AGE_S
     return {
         path: each
@@ -301,11 +289,9 @@ def droppable_tombstones(
     read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
     """Those of the `tombstones` (results of `old_enough`) that hide no older entry any more, as
-    places for each chunk.
-
-    `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
-    those that the metadata store lacks. If a suspect cannot be read, the result is empty.
-    """
+    places for each chunk. `suspects` are all chunks that may hold an older entry of their paths:
+    those with holes, and those that the metadata store lacks. If a suspect cannot be read, the
+    result is empty."""
     left = dict(tombstones)
     for chunk in suspects if left else ():
         try:
@@ -331,8 +317,7 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """The numbers of objects that were removed, and that were left because they are still read or
-    written."""
+    """`left`: the objects that are still read or written."""
 
     removed: int
     left: int
@@ -352,8 +337,8 @@ def remove_dataset(
     """Remove the objects of a deleted dataset, except those that leases pin or that are being
     written.
 
-    Repeatable: the object with the dataset's name is removed last, since the other objects are
-    found through it. With `but_name` it stays.
+    Repeatable: the object with the dataset's name is removed last, since the others are found
+    through it. With `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)

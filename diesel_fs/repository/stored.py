@@ -1,11 +1,8 @@
 """A repository over an object store and a metadata store: all operations except the long jobs.
 
-This module keeps the order of writing (FORMAT.md, section 5): it decides which chunks may be
-committed, how the metadata store gets missing chunks, and which snapshot a reader gets. If the
-metadata store cannot be used, readers get the newest snapshot in the object store.
-
-A `StoredRepository` may be used from several threads and in forked children. `LocalRepository`
-(`local.py`) adds the long jobs.
+This module keeps the order of writing (FORMAT.md, section 5): it decides how the metadata store
+gets missing chunks, and which snapshot a reader gets. If the metadata store cannot be used, readers
+get the newest snapshot in the object store. Any thread and forked child.
 """
 
 import logging
@@ -71,9 +68,6 @@ _RESTARTS_MAX = 5  # restarts of the metadata store that one commit survives
 
 
 class StoredRepository(Repository):
-    """Datasets over an object store and a metadata store. Without a metadata store (None), they
-    can only be read."""
-
     snapshots: VersionStore
 
     def __init__(
@@ -93,22 +87,17 @@ class StoredRepository(Repository):
 
     @classmethod
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
-        """Open the repository at `url`; `create` makes a new one in a new or empty folder.
-
-        Raises ConfigError for an address that this process cannot open, ObjectStoreError if there
-        is no repository.
-        """
+        """`create` makes a repository in a new or empty folder. Raises ConfigError for an address
+        that this process cannot open, ObjectStoreError if there is no repository."""
         parsed = parse_url(url) if isinstance(url, str) else url
         repository = cls(open_objects(parsed, create=create), None, url=parsed)
         repository.open_metadata(create=create)
         return repository
 
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
-        """Open the metadata store; `create` makes a missing one. `replace_damaged` first renames
-        an unusable embedded store (a SQLite file beside the objects).
-
-        If the store cannot be opened, reading continues without it, and `meta` raises the reason.
-        """
+        """`create` makes a missing store; `replace_damaged` first renames an unusable SQLite file.
+        If the store cannot be opened, reading continues without it, and `meta` raises the
+        reason."""
         self._close_metadata()
         self._meta = None  # the known problem stays meanwhile: other threads may read it
         if replace_damaged:
@@ -134,7 +123,7 @@ class StoredRepository(Repository):
 
     @property
     def meta(self) -> MetadataStore:
-        """The metadata store. Raises the reason if this process cannot use it."""
+        """Raises the reason if this process cannot use the metadata store."""
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
@@ -205,7 +194,6 @@ class StoredRepository(Repository):
         return str(loss) if loss else ""
 
     def _loss(self, name: str, identity: UUID, version: int) -> DieselError | None:
-        """The error if the metadata store lacks a published version of a dataset."""
         try:
             head = self.meta.head(name)
             if head.identity == identity and head.version >= version:
@@ -273,7 +261,7 @@ class StoredRepository(Repository):
         return _stat_of(record)
 
     def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
-        """The metadata store, if it has everything that was ever acknowledged of a dataset."""
+        """None if the metadata store may lack something that was acknowledged."""
         if info.head is None or self.snapshots.newest(info.identity) > info.head.version:
             return None
         return self._meta
@@ -328,8 +316,8 @@ class StoredRepository(Repository):
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """Create a dataset. If several writers create it at once, the metadata store lets one win,
-        and all get its identity."""
+        """If several writers create a dataset at once, the metadata store lets one win, and all get
+        its identity."""
         try:
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
@@ -342,9 +330,9 @@ class StoredRepository(Repository):
         return DatasetInfo(name, head.identity, created_ns, head)
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
-        """Repair a dataset's metadata if the metadata store, restarted since they were last
-        confirmed, may have lost its last commits. `run` is the ID of the store's new run, or "" if
-        the caller does not know whether the store was restarted."""
+        """Repair a dataset's metadata if the metadata store was restarted since they were last
+        confirmed, and may have lost its last commits. `run` is the ID of the store's new run ("":
+        not known)."""
         run = run or self.meta.needs_repair(identity)
         head = self._heads().get(identity) if run else None  # read from the new run
         if head is not None:
@@ -352,11 +340,9 @@ class StoredRepository(Repository):
             self.meta.repair(identity, run, self._batches_of(head, unknown))
 
     def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[CommitBatch]:
-        """The entries of the chunks that the metadata store lacks.
-
-        An unreadable orphan is logged and left out, since it must not stop every put. Raises
-        LostChunks for a chunk that was acknowledged.
-        """
+        """The entries of the chunks that the metadata store lacks. An unreadable orphan is logged
+        and left out, since it must not stop every put. Raises LostChunks for a chunk that was
+        acknowledged."""
         for chunk in chunks.unknown:
             batch, why = self._batch(head.identity, chunk)
             if batch is not None:
@@ -367,7 +353,6 @@ class StoredRepository(Repository):
                 raise lost_chunks_error(head.name, losses_in({chunk: why}, [view]))
 
     def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[CommitBatch | None, str]:
-        """The entries of a chunk; None and the reason if it cannot be read."""
         try:
             header = read_with_retries(lambda: self.read_header(identity, chunk))
             return batch_of(header, stored=True), ""
@@ -401,7 +386,6 @@ class StoredRepository(Repository):
         return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
 
     def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
-        """Commit all chunks or none. Idempotent; returns the version."""
         batches = [chunk.batch for chunk in chunks]
         version = self.commit_batches(identity, *batches)
         digests = self._digests.setdefault(identity, {})

@@ -1,10 +1,8 @@
-"""Checks whether a chunk may be committed.
+"""Checks whether a chunk may be committed (FORMAT.md, section 5).
 
 A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
-before all others. So a chunk must not be older than the put window, its ID must not be from the
-future, and its stamps (which order the versions of a path) must be such as a client may choose
-(FORMAT.md, section 5). A chunk that fails is deleted, so that no recovery takes it for an orphan.
-Safe from any thread.
+before all others. A chunk that fails a check is deleted, so that no recovery takes it for an
+orphan. Any thread.
 """
 
 import math
@@ -22,24 +20,21 @@ from ..storage.metadata.store import COMMIT_LOCK_S_MAX, CommitBatch, MetadataSto
 from ..storage.objects.store import ObjectStore
 
 PUT_WINDOW_S = 3600
-"""How long a chunk may take from its sealing to its commit, and so how far before its `since_s` a
+"""The longest time from a chunk's sealing to its commit, and so how far before its `since_s` a
 recovery must look."""
 
 CLOCK_ALLOWANCE_S = 300
-"""How far an ID may be ahead of the metadata store's clock. The limit is small because all later
-IDs must be greater than this ID."""
+"""The most that an ID may be ahead of the metadata store's clock. It is small because all later IDs
+must be greater than this ID."""
 
 FOLLOW_ALLOWANCE_S = 60
-"""How far an ID may be ahead of the newest committed ID if that one is ahead of the clock: a writer
-that follows another one needs a second or two."""
+"""The most that an ID may be ahead of the newest committed ID if that one is ahead of the clock: a
+writer that follows another one needs a second or two."""
 
 
 class StoreClock:
-    """The time by the metadata store's clock.
-
-    Between reads of that clock, this host's monotonic clock counts on, so changes of the wall clock
-    have no effect. Thread-safe.
-    """
+    """The time by the metadata store's clock. Between reads of that clock, this host's monotonic
+    clock counts on, so changes of the wall clock have no effect. Thread-safe."""
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
         """`read_clock` returns seconds since 1970, as `MetadataStore.now_s`."""
@@ -48,7 +43,7 @@ class StoreClock:
         self._offset_s: float | None = None
 
     def now_s(self, *, refresh: bool = False) -> float:
-        """Seconds since 1970; `refresh` reads the store's clock. Raises MetadataError."""
+        """`refresh` reads the store's clock. Raises MetadataError."""
         offset_s = self._offset_s
         if refresh or offset_s is None:
             began_s = time.monotonic()  # before the read: a slow answer puts our time ahead
@@ -94,11 +89,9 @@ def validate_chunk(
     preamble: bytes,
     header: bytes,
 ) -> ValidatedChunk:
-    """Check a durable chunk, given its preamble and its stored header.
-
-    Raises CorruptError for an ID from the future or stamps that a client may not choose, StaleChunk
-    for an ID older than the put window (the chunk is deleted).
-    """
+    """Check a durable chunk, given its preamble and its stored header. Raises CorruptError for an
+    ID from the future or stamps that a client may not choose, StaleChunk for an ID older than the
+    put window. The chunk has then been deleted."""
     front = parse_preamble(preamble, identity=identity)
     parsed = parse_header(front, header)
     try:
@@ -114,7 +107,6 @@ def validate_chunk(
 
 
 def check_age(header: ChunkHeader) -> None:
-    """Raise StaleChunk if a chunk is older than the put window."""
     chunk = header.preamble.id
     if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
         paths = [header.path(place) for place in range(len(header))]
@@ -140,7 +132,7 @@ def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) ->
 
 
 def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
-    """A note on IDs that are too far ahead of the clock; empty if there are none."""
+    """Empty if no ID is too far ahead of the clock."""
     limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
     ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
     if not ahead:
@@ -154,8 +146,7 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
 
 
 def as_validated(header: ChunkHeader) -> ValidatedChunk:
-    """The result for a chunk with this header. A file of several extents counts in the chunk of
-    its last extent."""
+    """A file of several extents counts in the chunk of its last extent."""
     files = header.records["kind"] == Kind.FILE
     for place, part in header.extents.items():
         files[place] = part.number == part.total - 1
@@ -187,8 +178,8 @@ def batch_of(header: ChunkHeader, *, stored: bool = False) -> CommitBatch:
     """The part of a chunk that a metadata store commits.
 
     `stored`: the chunk was found in the object store, and a purge may have written it. Then its
-    stamps may be those of other chunks, but are never greater than its ID (FORMAT.md, Z6 and Z12).
-    Raises CorruptError.
+    stamps may be those of other chunks, but not greater than its ID (FORMAT.md, Z6 and Z12). Raises
+    CorruptError.
     """
     own = header.preamble.id
     if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):

@@ -1,9 +1,7 @@
-"""`verify`: checks every chunk's bytes, and the metadata against the chunks.
+"""`verify`: checks every chunk's bytes, and the metadata against the chunks. It changes nothing.
 
-It folds the chunks (of the entries of one path, the newest counts) into a temporary metadata store,
-and compares the live metadata and the newest published snapshot with that. It changes nothing.
-`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, for which other
-threads read headers ahead.
+It folds the chunks into a temporary metadata store, and compares the live metadata and the newest
+published snapshot with that. Blocking; one thread, for which other threads read headers ahead.
 """
 
 import tempfile
@@ -100,11 +98,11 @@ _ATTEMPTS = 5  # to read metadata and chunks of one moment while others write
 
 
 class _Check:
-    """Reads each chunk once, and commits those that the metadata store knows to `scratch`.
+    """Reads each chunk once, and commits those that the metadata store knows to `scratch`. If a
+    purge deletes such chunks meanwhile, the metadata and the new chunks are read again.
 
-    If a purge deletes such chunks meanwhile, the metadata and the new chunks are read again. After
-    `run`, `live` are the live metadata (or None) and `live_mark` their mark, `listed` the chunks of
-    the listing, and `unusable` has the reason for each damaged chunk.
+    After `run`, `live` has the live metadata (or None) and `live_mark` their mark, `listed` the
+    chunks of the listing, and `unusable` the reason for each damaged chunk.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class _Check:
         self._folded: set[ChunkId] = set()
 
     def run(self, progress: ReportProgress) -> None:
-        """Read all chunks. Raises BusyError if a purge deletes chunks faster than they are read."""
+        """Raises BusyError if a purge deletes chunks faster than they are read."""
         for _ in range(_ATTEMPTS):
             known = self._read_live()  # before the listing
             self._read(known, progress)
@@ -148,7 +146,6 @@ class _Check:
             self._findings.notes.append(text)
 
     def _read_live(self) -> set[ChunkId]:
-        """Read the live metadata; returns the chunks in it."""
         self.live = live = _live(self._repository, self._info, self._findings)
         if live is None:
             return set()
@@ -156,7 +153,7 @@ class _Check:
         return {chunk.id for chunk in live.chunks}
 
     def _read(self, known: Collection[ChunkId], progress: ReportProgress) -> None:
-        """Read the chunks that are new since the last call; `known` are those of `live`."""
+        """Reads the chunks that are new since the last call; `known` are those of `live`."""
         identity, findings = self._info.identity, self._findings
         for chunk in sorted(self._entries.keys() & known):  # committed since by a put
             with suppress(FormatError, ObjectMissing):
@@ -179,14 +176,12 @@ class _Check:
                     self._entries[chunk] = len(header)
 
     def _outcomes(self, chunks: Sequence[ChunkId]) -> Generator[tuple[ChunkId, Outcome]]:
-        """For each chunk a function that reads its header. Whole chunks are large, so they are read
-        one at a time."""
         if self._headers_only:
             return prefetch_headers(self._repository, self._info.identity, chunks)
         return ((chunk, partial(self._check_bodies, chunk)) for chunk in chunks)
 
     def _check_bodies(self, chunk: ChunkId) -> ChunkHeader:
-        """A chunk's header. Bodies that are still damaged at a second read are problems."""
+        """Bodies that are still damaged at a second read are problems."""
 
         def read() -> tuple[ChunkHeader, list[int]]:
             header, bodies = read_chunk(self._repository.objects, self._info.identity, chunk)
@@ -203,7 +198,6 @@ class _Check:
         return header
 
     def _header(self, chunk: ChunkId, outcome: Outcome) -> ChunkHeader | None:
-        """The header of a chunk; None if it cannot be read, which the findings then have."""
         try:
             return outcome()
         except ObjectMissing:
@@ -222,7 +216,6 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
-        """Whether the metadata store has forgotten one of these chunks, as for a purge."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -231,7 +224,7 @@ def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
     """Report the chunks in the metadata or the newest snapshot that are missing or damaged in the
-    store, and return these and all other damaged chunks."""
+    store. Returns these and all other damaged chunks."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -279,7 +272,7 @@ def _compare(
     findings: Findings,
 ) -> None:
     """Report the paths that differ between the metadata store and the fold over its chunks, except
-    paths in lost chunks, which have been reported already."""
+    those in lost chunks, which have been reported."""
     if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
     actual, expected = _by_path(live), _by_path(read_folded())
@@ -297,8 +290,8 @@ def _compare(
 def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
-    """A snapshot of the state that `read` returns, in parts. Equal states have equal parts. `read`
-    is called here, so that the merge can free the rows, which are large for millions of entries."""
+    """A snapshot in parts; equal states have equal parts. `read` is called here, so that the merge
+    can free the rows, which are large for millions of entries."""
     changes = read()
     head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
@@ -309,8 +302,8 @@ def _parts(
 
 
 def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
-    """The content mark of the state that `read` returns: equal for equal states, whatever their
-    versions; empty for a state that no snapshot can have."""
+    """The content mark: equal for equal states, whatever their versions; empty for a state that no
+    snapshot can have."""
     try:
         return content_mark(_parts(read)[0])
     except (FormatError, UsageError):
@@ -318,7 +311,6 @@ def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
-    """For each path: the entry's record, its chunk, and its data outside the record."""
     rows = changes.rows
     return {
         rows.path(i): (
@@ -331,8 +323,8 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A published version that has been checked; `load` reads its snapshot again, which is not kept
-    in memory. `mark` is the content mark of the snapshot."""
+    """A published version that has been checked. `load` reads its snapshot again, which is not kept
+    in memory; `mark` is its content mark."""
 
     identity: UUID
     version: int
@@ -344,7 +336,7 @@ class _Published(NamedTuple):
 def _published(
     repository: StoredRepository, identity: UUID, findings: Findings
 ) -> _Published | None:
-    """The newest readable published version; None for none. A damaged snapshot is a problem."""
+    """A damaged snapshot is a problem, and the one before it is tried."""
     for version in reversed(repository.snapshots.versions(identity)):
         load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
@@ -366,8 +358,8 @@ def _check_published(
     live_mark: bytes,
     findings: Findings,
 ) -> None:
-    """Compare the newest published snapshot with the live metadata, column by column. The snapshot
-    was read before the metadata, whose version therefore must not be lower."""
+    """Compare the newest published snapshot with the live metadata, column by column. It was read
+    before the metadata, whose version therefore must not be lower."""
     meta, identity, version = repository.meta, published.identity, published.version
     if version > live.head.version:
         findings.problems.append(
@@ -468,7 +460,6 @@ def _check_kept(
 
 
 def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: Findings) -> None:
-    """Note files that a folder of the same path hides, half-written objects and foreign objects."""
     try:
         view = repository.view_of(info)
         for index in view.shadowing_folders().tolist():

@@ -1,9 +1,9 @@
 """Published versions of datasets: snapshots as objects beside the chunks, and how they are made.
 
-A snapshot is all metadata of a dataset at one version, in one object. A version is the time of its
-commit in microseconds since 1970. Snapshots are derived: a damaged one counts as missing, and is
-made again from the metadata store. If possible, a reader gets a private copy in a mapped file
-(`private_copies.py`). Thread-safe.
+A snapshot is all metadata of a dataset at one version. A version is the time of its commit in
+microseconds since 1970. A damaged snapshot counts as missing, and is made again from the metadata
+store. If possible, a reader gets a private copy in a mapped file (`private_copies.py`).
+Thread-safe.
 """
 
 import logging
@@ -33,8 +33,6 @@ _NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0,
 
 
 class KeptVersion(NamedTuple):
-    """A version that can be read, its time in ns since 1970, its files and their bytes."""
-
     version: int
     published_ns: int
     files: int
@@ -47,24 +45,20 @@ def empty_snapshot(identity: UUID, name: str) -> Snapshot:
 
 
 class PublishedVersions(Protocol):
-    """Reads published versions, from an object store or through a server."""
-
     def newest(self, identity: UUID) -> int:
-        """The greatest published version; 0 for none."""
+        """0 for none."""
 
     def versions(self, identity: UUID) -> list[int]:
-        """The published versions, ascending."""
+        """Ascending."""
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
         """The versions that can be read, ascending, without damaged ones."""
 
     def load(self, identity: UUID, version: int) -> Snapshot:
-        """The snapshot of a published version. Raises FormatError, ObjectMissing."""
+        """Raises FormatError, ObjectMissing."""
 
 
 class VersionStore(PublishedVersions):
-    """Snapshots of the datasets of one object store."""
-
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self._damaged: set[str] = set()  # names of damaged objects, which count as missing
@@ -79,11 +73,8 @@ class VersionStore(PublishedVersions):
 
     def published(self, identity: UUID) -> dict[int, int]:
         """The published versions, ascending, and the time at which each was published (us since
-        1970).
-
-        The time is a version's own, or that of its object if later: the commits of a killed put are
-        published by the next put, and until then readers use the version before.
-        """
+        1970): its own, or that of its object if later. The commits of a killed put are published by
+        the next put, and until then readers use the version before."""
         published = {}
         for info in self._objects.list(snapshot_prefix(identity)):
             version = version_of_object(info.name)
@@ -178,7 +169,6 @@ class VersionStore(PublishedVersions):
         self._objects.delete(snapshot_object(identity, version))
 
     def load_without_copy(self, identity: UUID, version: int) -> Snapshot:
-        """As `load`, without making a private copy."""
         return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
@@ -198,8 +188,7 @@ class VersionStore(PublishedVersions):
         full: bool,
         entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> tuple[int, Sequence[Bytes]]:
-        """The current version and its snapshot in parts, made from the previous one and the changes
-        since, or with `full` from the metadata store alone."""
+        """The current version and its snapshot in parts; made as by `load_current`."""
         previous = None if full else self._previous(head)
         changes = meta.changes(head.identity, previous.version if previous else 0)
         if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):

@@ -1,7 +1,7 @@
 """One writer's session on a dataset, and storing one chunk under a free ID.
 
-`WriteSession` is the common part of local and remote repositories; subclasses check and commit
-chunks. A session belongs to one thread at a time.
+Subclasses of `WriteSession`, for local and remote repositories, check and commit chunks. A session
+belongs to one thread at a time.
 """
 
 from abc import ABC, abstractmethod
@@ -71,7 +71,7 @@ class WriteSession(ABC):
 
     @abstractmethod
     def _head(self) -> DatasetHead:
-        """The dataset's current head. Raises ConflictError after a deletion."""
+        """Raises ConflictError after a deletion."""
 
     @property
     def version(self) -> int:
@@ -86,7 +86,7 @@ class WriteSession(ABC):
         return self._view
 
     def use_view(self, view: Snapshot) -> None:
-        """Use the caller's snapshot as `view`, if it is of the right version."""
+        """Ignores a snapshot of another version."""
         if view.identity == self.identity and view.version == self.version:
             self._view = view
 
@@ -112,7 +112,7 @@ class WriteSession(ABC):
 
     @property
     def committed_chunks(self) -> Set[ChunkId]:
-        """The chunks that this session has committed, a live view."""
+        """A live view of the chunks that this session has committed."""
         return self._committed_ids.keys()
 
     def others_committed(self) -> bool:
@@ -137,10 +137,8 @@ def seal_and_store(
     new_id: Callable[[], ChunkId],
 ) -> tuple[ChunkId, Sequence[Bytes], ChunkHeader]:
     """Seal a chunk and make it durable; returns its ID, its parts (preamble, stored header, bodies)
-    and its parsed header. If another writer has drawn the same ID, the chunk is sealed again.
-
-    The parts are valid until the builder is cleared. Raises ObjectStoreError.
-    """
+    and its parsed header. If another writer has drawn the same ID, the chunk is sealed again. The
+    parts are valid until the builder is cleared. Raises ObjectStoreError."""
     for tries_left in reversed(range(_STORE_TRIES)):
         chunk = new_id()
         parts, header = builder.seal(chunk)

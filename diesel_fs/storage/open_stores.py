@@ -1,7 +1,4 @@
-"""Opens the stores at a repository's URL: objects, metadata and accounts.
-
-This is the only module that knows all kinds of stores.
-"""
+"""Opens the stores at a repository's URL. Only this module knows all kinds of stores."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +14,10 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
-"""The SQLite metadata store of a repository in a folder, beside the objects."""
+"""The SQLite file of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
-"""Opens the object store at a URL; with True it makes one if there is none."""
+"""With True it makes a store if there is none."""
 
 
 def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:
@@ -35,7 +32,7 @@ _OPENERS: dict[str, ObjectsOpener] = {"file": _folder, **dict.fromkeys(CLOUD_SCH
 
 
 def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
-    """The object store of a repository. Raises ConfigError, ObjectStoreError, ObjectMissing."""
+    """Raises ConfigError, ObjectStoreError, ObjectMissing."""
     opener = _OPENERS.get(url.scheme)
     if opener is not None:
         return opener(url, create)
@@ -45,8 +42,8 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
 
 
 def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> MetadataStore:
-    """The metadata store of a repository whose object store is `objects`. Raises ConfigError for a
-    bad URL. After another DieselError the repository can still be read, by its last snapshot."""
+    """Raises ConfigError for a bad URL. After another DieselError the repository can still be read,
+    by its last snapshot."""
     if url.meta:
         from .metadata.redis.store import RedisMetadata  # noqa: PLC0415  # imports for 0.1 s
 
@@ -62,8 +59,8 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
 def open_accounts(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> AccountTable:
-    """The table of a repository's accounts; it is empty if there is none. `deadline_s` bounds each
-    call to Redis (None: `DEADLINE_S`). Raises ConfigError, MetadataError."""
+    """The table is empty if there is none. `deadline_s` bounds each call to Redis (None:
+    `DEADLINE_S`). Raises ConfigError, MetadataError."""
     check_accounts_place(url)
     if url.meta:
         from .accounts.redis import RedisAccounts  # noqa: PLC0415  # imports Redis, too
@@ -76,7 +73,7 @@ def open_accounts(
 
 
 def check_accounts_place(url: RepositoryUrl) -> None:
-    """Raise MetadataError for a repository that can have no accounts: a bucket without a Redis."""
+    """Raise MetadataError for a bucket without a Redis: accounts have no place there."""
     if not url.meta and url.scheme != "file":
         raise MetadataError(
             f"{url} names no metadata store, where accounts are kept",
@@ -85,8 +82,8 @@ def check_accounts_place(url: RepositoryUrl) -> None:
 
 
 def rename_unusable_metadata(url: RepositoryUrl) -> None:
-    """Rename the files of an unusable SQLite metadata store, so that a new one can be made. Does
-    nothing for a repository whose metadata is in a Redis."""
+    """Rename the files of an unusable SQLite store, so that a new one can be made. Leaves a Redis
+    alone."""
     if url.meta or url.scheme != "file":
         return
     path = _sqlite_path(url)

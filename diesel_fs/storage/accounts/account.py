@@ -1,8 +1,8 @@
 """Users, their public keys and their roles for datasets, and their text for exports and tables.
 Pure.
 
-The text is lines of JSON: first `{"diesel-accounts": 1}`, then one line for each user. Accounts
-hold no secrets.
+The text is lines of JSON: first `{"diesel-accounts": 1}`, then one line for each user. It holds no
+secrets.
 """
 
 import binascii
@@ -46,8 +46,6 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """What a user may do with a dataset. A greater role allows all that a smaller one does."""
-
     NONE = 0
     READ = 1
     WRITE = 2
@@ -66,8 +64,8 @@ class Account:
     """A user: an Ed25519 public key (32 bytes), and roles by the names of datasets.
 
     An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. No
-    role is greater than `ceiling`, which a server lowers while it cannot read the table of
-    accounts, because the account may have been changed meanwhile.
+    role exceeds `ceiling`. A server lowers it while it cannot read the table of accounts, because
+    the account may have been changed meanwhile.
     """
 
     name: str
@@ -86,8 +84,8 @@ class Account:
         """Check that the user has a role for a dataset.
 
         Raises NoSuchDataset if the user may not even read it, PermissionDenied if the role is too
-        small, MetadataError if it is too small only because of `ceiling`. The result does not
-        depend on whether the dataset exists, so users cannot find that out.
+        small, MetadataError if only `ceiling` makes it too small. The dataset's existence is not
+        checked, so that users cannot find it out.
         """
         if self._granted(dataset) is Role.NONE:
             raise NoSuchDataset(f"no dataset {dataset!r}")
@@ -99,8 +97,7 @@ class Account:
         self._check_ceiling(role)
 
     def require_admin(self) -> None:
-        """Raise PermissionDenied if the user may not change accounts, MetadataError as
-        `require`."""
+        """Raises PermissionDenied, or MetadataError as `require`."""
         if not self.admin:
             raise PermissionDenied(f"{self.name!r} may not change accounts")
         self._check_ceiling(Role.ADMIN)
@@ -122,7 +119,6 @@ Accounts = Mapping[str, Account]
 
 
 def check_user_name(name: str) -> str:
-    """Return the name. Raises UsageError if no user can have it."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
@@ -132,7 +128,6 @@ def check_user_name(name: str) -> str:
 
 
 def parse_role(text: str) -> Role:
-    """The role of this name. Raises UsageError."""
     if text not in ROLES:
         raise UsageError(f"there is no role {text[:64]!r}", advice=f"use {', '.join(ROLES)}")
     return ROLES[text]
@@ -156,7 +151,7 @@ def public_key_text(public: bytes) -> str:
 
 
 def parse_public_key(text: str) -> bytes:
-    """The key in a text that `public_key_text` made. Ignores space around it. Raises UsageError."""
+    """Inverse of `public_key_text`; ignores space around the text. Raises UsageError."""
     stripped = text.strip()
     try:
         public = b64decode(stripped.removeprefix(PUBLIC_KEY_PREFIX), validate=True)
@@ -174,7 +169,6 @@ def parse_public_key(text: str) -> bytes:
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
-    """Add an account. Raises ConflictError if the name is taken."""
     if account.name in accounts:
         raise ConflictError(
             f"there is a user {account.name!r} already",
@@ -184,7 +178,7 @@ def with_account(accounts: Accounts, account: Account) -> Accounts:
 
 
 def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
-    """Replace a key; the roles stay. With `admin` the user becomes an administrator. Raises
+    """Replace a key; the roles stay. `admin` makes the user an administrator. Raises
     NotFoundError."""
     account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
@@ -192,13 +186,12 @@ def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: boo
 
 
 def without_account(accounts: Accounts, name: str) -> Accounts:
-    """Remove an account. Raises NotFoundError."""
     _existing(accounts, name)
     return {other: account for other, account in accounts.items() if other != name}
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """Give a user this role for a dataset; NONE removes the role. Raises NotFoundError."""
+    """Give a user a role; NONE removes it. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -207,7 +200,6 @@ def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accoun
 
 
 def with_accounts(accounts: Accounts, more: Iterable[Account]) -> Accounts:
-    """Add accounts; each replaces an account of the same name."""
     return _checked({**accounts, **{account.name: account for account in more}})
 
 
@@ -248,7 +240,7 @@ def accounts_text(accounts: Accounts) -> str:
 
 
 def parse_accounts(content: bytes) -> Accounts:
-    """Parse the text that `accounts_text` makes. Raises CorruptError with the number of the line,
+    """Inverse of `accounts_text`. Raises CorruptError with the number of the line,
     NewerVersionError."""
     if len(content) > TEXT_BYTES_MAX:
         raise CorruptError(
@@ -295,7 +287,7 @@ def account_line(account: Account) -> str:
 
 
 def parse_account(line: str | bytes, where: str) -> Account:
-    """Parse the line that `account_line` makes. Raises CorruptError with `where` in its message."""
+    """Inverse of `account_line`. Raises CorruptError with `where` in its message."""
     fields = _fields(line, where)
     if set(fields) != {"user", "public_key", "admin", "grants"}:
         raise CorruptError(f"{where}: the keys are not user, public_key, admin and grants")

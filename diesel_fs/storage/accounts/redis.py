@@ -1,7 +1,7 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts; a script then writes the difference if the token (`AccountState`) is
-still the same, otherwise the change starts again. So changes are atomic and may be sent twice. Any
+A change reads all accounts. A script then writes the difference if the token (`AccountState`) is
+still the same; otherwise the change starts again. So changes are atomic and may be sent twice. Any
 thread, process or forked child.
 """
 
@@ -25,15 +25,11 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """The table of accounts in a Redis. `storage/metadata/redis/store.py` describes which writes
-    survive a crash of Redis."""
-
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """`store` is the repository's object store. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store))
 
     def __repr__(self) -> str:

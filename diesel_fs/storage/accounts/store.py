@@ -1,7 +1,7 @@
 """The interface of a table of accounts, and the table in a file.
 
-A table that was lost counts as empty: nobody has access. `dlcmd recover` does not touch it; an
-export is its backup. Any thread and process; the file is open during a call only.
+A lost table counts as empty: nobody has access. `dlcmd recover` does not touch it; an export is its
+backup. Any thread and process. The file is open during a call only.
 """
 
 import errno
@@ -22,7 +22,7 @@ from ..objects.folder import object_temporary_name
 from .account import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 
 FILE = "accounts"
-"""The table's file, beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
+"""Beside the chunks of a repository in a folder. Its lock is `accounts.lock`."""
 
 NO_TOKEN = b""
 
@@ -34,11 +34,8 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 
 @dataclass(frozen=True, slots=True)
 class AccountState:
-    """All accounts at one moment.
-
-    `token` differs between any two states. It is `NO_TOKEN` only if the table was never written, or
-    was lost.
-    """
+    """All accounts at one moment. `token` differs between any two states; it is `NO_TOKEN` only if
+    the table was never written, or was lost."""
 
     token: bytes = NO_TOKEN
     accounts: Accounts = field(default_factory=dict)
@@ -54,7 +51,7 @@ class AccountTable(ABC):
 
     @abstractmethod
     def token(self) -> bytes:
-        """The token of the current state. Cheaper than `read` if the table is in a Redis."""
+        """Cheaper than `read` if the table is in a Redis."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
@@ -67,14 +64,14 @@ class AccountTable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections. Repeatable."""
+        """Repeatable."""
 
 
 class AccountFile(AccountTable):
     """The text of `account.py` in a file that only its owner can read.
 
-    It belongs to the owner of its folder, even if root writes it, so the server can read a table
-    that an administrator has written.
+    The file belongs to the owner of its folder even if root writes it, so that the server can read
+    a table that an administrator has written.
     """
 
     def __init__(self, path: Path, *, lock_s: float = _LOCK_S) -> None:
@@ -143,7 +140,6 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the table's lock. Raises BusyError if another process keeps it for `lock_s`."""
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)

@@ -6,12 +6,11 @@ A rebuild folds chunks into a shadow state beside the live state, which it then 
     1  Read which chunks the live state has.
     2  Fold `batches`, which were listed after step 1, into the shadow state.
     3  Read the chunks committed since step 1 (`read_committed`) and fold them, until few are left.
-    4  Lock commits, fold the last of these chunks, and replace the live state.
+    4  Lock commits, fold the last of these chunks, and replace the live state. Repeat this step if
+       the live state is not the one that the rebuild compared with.
 
-One thread runs each rebuild. Other processes commit until step 4. The replacement succeeds only if
-the live state is still the one that the rebuild compared with; otherwise step 4 is repeated.
-Several rebuilds of a dataset may run at once: each sees the result of another as committed chunks.
-`sqlite/shadow_state.py` and `redis/shadow_state.py` store and replace states.
+Each rebuild has one thread. Several rebuilds of a dataset may run at once: each sees the result of
+another as committed chunks.
 """
 
 import time
@@ -28,8 +27,7 @@ from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock
 LOCKED_CHUNKS_MAX = 32
 """Step 4 reads at most this many chunks while commits are locked: each takes some round trips."""
 
-# Passes of step 3; each is shorter than the one before, unless chunks come faster than they are
-# read
+# Each pass of step 3 is shorter than the one before, unless chunks come faster than they are read.
 _PASSES_MAX = 8
 _TRIES_MAX = 20  # of step 4
 _PAUSE_S = 0.02
@@ -48,15 +46,13 @@ NO_LIVE_STATE = LiveState((), frozenset())
 
 
 class ShadowState(ABC):
-    """A state beside the live one, which readers do not see."""
-
     @abstractmethod
     def begin(self) -> None:
-        """Make an empty state. Raises ConflictError as `MetadataStore.create`."""
+        """Raises ConflictError as `MetadataStore.create`."""
 
     @abstractmethod
     def live_state(self) -> LiveState:
-        """The dataset's live state at this moment. Raises ConflictError as `begin`."""
+        """Raises ConflictError as `begin`."""
 
     @abstractmethod
     def add(self, batch: CommitBatch) -> None:
@@ -104,7 +100,7 @@ class RebuildingStore(MetadataStore):
 
     @abstractmethod
     def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
-        """A new shadow state of the dataset; its version will be above `newer_than`."""
+        """Its version will be above `newer_than`."""
 
     @abstractmethod
     def remove_abandoned(self) -> None:
@@ -143,8 +139,7 @@ class _Rebuild:
         raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """Step 4. Returns the new version, or None if the live state changed although commits were
-        locked."""
+        """Step 4. Returns None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
             # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):
@@ -156,7 +151,6 @@ class _Rebuild:
             return self._shadow.become_live(live)
 
     def _not_folded(self, live: LiveState) -> Collection[ChunkId]:
-        """Chunks that were committed since the rebuild began, and have not been folded in."""
         return live.chunks - self._before.chunks - self._folded - self._requested
 
     def _add_committed(self, chunks: Collection[ChunkId], lock: RenewingCommitLock | None) -> None:

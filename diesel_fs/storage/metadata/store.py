@@ -1,12 +1,10 @@
 """The interface of a metadata store, and the values that go in and come out.
 
-A metadata store keeps, for each dataset, a set of committed chunks and their fold (FORMAT.md,
-section 5): for each path the entry that wins. An entry is one version of one path: a file, a link,
-a folder, or a tombstone (the path was deleted). Its place, a number from 0, identifies it inside
-its chunk. Its stamp is the chunk and the place at which it was first written; the greater stamp of
-a path wins. A place is a hole once its entry has been replaced or deleted.
-
-The store can be rebuilt from the chunks. The repository decides which chunks may be committed.
+A metadata store keeps, for each dataset, the committed chunks and their fold (FORMAT.md, section
+5): for each path the entry that wins. An entry is one version of one path: a file, a link, a
+folder, or a tombstone (the path was deleted). Its place, a number from 0, identifies it inside its
+chunk; once it has been replaced or deleted, the place is a hole. Its stamp is the chunk and the
+place at which it was first written; the greatest stamp of a path wins.
 
 Any thread, process and forked child. All methods block no longer than the store's deadline.
 """
@@ -30,8 +28,7 @@ from ...format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, St
 log = logging.getLogger("diesel.metadata")
 
 COMMIT_LOCK_S_MAX = 60.0
-"""The longest that a commit lock may last, in seconds. A lock that seems to last longer is ignored:
-the clock went back."""
+"""A commit lock that seems to last longer is ignored: the clock went back."""
 
 DIGEST_MODULUS = 1 << 128
 
@@ -54,8 +51,6 @@ class StoreRestarted(MetadataError):
 
 @dataclass(frozen=True, slots=True)
 class DatasetHead:
-    """A dataset's version, and its counts."""
-
     identity: UUID
     name: str
     version: int  # 0: nothing has been committed yet
@@ -69,9 +64,9 @@ class DatasetHead:
 @dataclass(frozen=True, slots=True)
 class CommitBatch:
     """The entries of one chunk, to be committed. `rows.chunks` is this chunk alone. The row of one
-    of several extents of a file has `record.extents` > 1 and one `EXTENT` as its tail. `stamps` has
-    the stamps that are not (this chunk, `record.place`), by row number. `by_purge`: purge wrote the
-    chunk, so its entries are copies."""
+    of several extents of a file has `record.extents` > 1 and one `EXTENT` as its tail. `stamps`
+    has, by row number, the stamps that are not (this chunk, `record.place`). `by_purge`: purge
+    wrote the chunk, so its entries are copies, and only replace entries of equal stamp."""
 
     chunk: ChunkInfo
     uploaded_ns: int
@@ -84,8 +79,8 @@ class CommitBatch:
 
     @property
     def makes_room(self) -> bool:
-        """Whether a full store must accept the batch, since it lets space be freed: all
-        entries are copies by purge, or all are tombstones."""
+        """Whether a full store must accept the batch, since it lets space be freed: all entries are
+        copies by purge, or all are tombstones."""
         return self.by_purge or bool((self.rows.records["kind"] == Kind.TOMBSTONE).all())
 
     def check(self) -> Self:
@@ -122,8 +117,6 @@ ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
 
 @dataclass(frozen=True, slots=True)
 class StampedRows(Rows):
-    """Entries with the stamp of each."""
-
     stamps: Sequence[Stamp] = ()
 
     @classmethod
@@ -144,8 +137,6 @@ class MetadataChanges:
 
 
 class ChunkRecord(NamedTuple):
-    """A committed chunk."""
-
     id: ChunkId
     object_bytes: int
     uploaded_ns: int
@@ -161,7 +152,7 @@ class CommitLock:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Let commits go on. Repeatable."""
+        """Repeatable."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -174,30 +165,28 @@ class CommitLock:
 
 
 def implied_record() -> bytes:
-    """The packed record of an implied folder, which exists only because something lies in it."""
+    """The packed record of an implied folder."""
     record = np.zeros(1, RECORD)
     record["kind"], record["mode"] = Kind.FOLDER, 0o755
     return record.tobytes()
 
 
 def chunk_digest(chunk: ChunkId) -> int:
-    """A chunk's part of its dataset's digest."""
     return xxh3_128_intdigest(chunk)
 
 
 def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
-    """The digest of chunks in any order; `start` is the digest of other chunks to add them to."""
+    """The digest of chunks in any order, added to the digest `start` of other chunks."""
     return (start + sum(map(chunk_digest, chunks))) % DIGEST_MODULUS
 
 
 def next_version(previous: int, clock_ns: int) -> int:
-    """A new version: microseconds since 1970, or `previous` + 1 if a clock has gone back."""
+    """Microseconds since 1970, or `previous` + 1 if a clock has gone back."""
     return max(previous + 1, clock_ns // 1000)
 
 
 def rebuilt_version(previous: int, newer_than: int, chunks: int, clock_ns: int) -> int:
-    """The version of a rebuilt dataset, above `previous` and `newer_than`; 0 if the dataset never
-    had a chunk."""
+    """Above `previous` and `newer_than`; 0 if the dataset never had a chunk."""
     before = max(previous, newer_than)
     return next_version(before, clock_ns) if chunks or before else 0
 
@@ -214,11 +203,11 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def heads(self) -> list[DatasetHead]:
-        """All heads, ordered by name."""
+        """Ordered by name."""
 
     @abstractmethod
     def head(self, name: str) -> DatasetHead:
-        """The head of the dataset with this name. Raises NoSuchDataset."""
+        """Raises NoSuchDataset."""
 
     @abstractmethod
     def create(self, name: str, identity: UUID) -> DatasetHead:
@@ -231,24 +220,22 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
-        """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
+        """Fold chunks into a dataset (FORMAT.md, section 5), and return its new version. Atomic:
+        all chunks or none. Version and entries change at once for all readers.
 
-        FORMAT.md, section 5, has the rules of the fold. A place becomes a hole when its entry
-        loses, or if no row names it and a greater place has one: the chunk itself replaced it. A
-        batch with `by_purge` only replaces entries of equal stamp. The state does not depend on the
-        order of commits. Known chunks change nothing; if all are known, the current version is
-        returned.
+        A place becomes a hole when its entry loses, or if no row names it and a greater place has
+        one: the chunk itself replaced it. Known chunks change nothing; if all are known, the
+        current version is returned.
 
-        Version and entries change at once for all readers. On return the commit survives a crash of
-        this process; after `sync`, a power cut. Raises StoreRestarted (see `needs_repair`), and
-        NoSpaceError if the store is full. A Redis at its `maxmemory` still takes batches that make
-        room (`makes_room`).
+        On return the commit survives a crash of this process; after `sync`, a power cut. Raises
+        StoreRestarted (see `needs_repair`), and NoSpaceError if the store is full. A Redis at its
+        `maxmemory` still takes batches that make room (`makes_room`).
         """
 
     def needs_repair(self, identity: UUID) -> str:
         """The ID of the store's current run if it may have lost acknowledged commits, otherwise "".
         A run begins when the store's server starts, and `repair` confirms it. Until then `commit`
-        raises StoreRestarted: its version would be newer than any lost one, and hide the loss."""
+        raises StoreRestarted."""
         return ""
 
     def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
@@ -265,18 +252,18 @@ class MetadataStore(ABC):
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
-        """Remove those of `chunks` that are empty: all their places are holes. Idempotent. Returns
-        the chunks of `chunks` that the store does not know afterwards.
+        """Remove those of `chunks` that are empty: all their places are holes. With `tombstones`,
+        places of tombstones count as holes, and the tombstones are removed with their chunk. The
+        dataset's greatest chunk stays, since new IDs must be greater. Returns the chunks of
+        `chunks` that the store does not know afterwards.
 
-        Other chunks stay, as does the dataset's greatest, since new IDs must be greater. With
-        `tombstones`, places of tombstones count as holes, and the tombstones are removed with their
-        chunk. The version changes if anything was removed. Atomic, except that many chunks are
-        removed in several steps; waits for locks (`lock_commits`).
+        Idempotent. Atomic, except that many chunks are removed in several steps; waits for locks
+        (`lock_commits`). The version changes if anything was removed.
 
-        The state afterwards is the fold over the other chunks, if none of them holds an older entry
-        of a removed tombstone's path: the caller must know that. `changes` does not report removed
-        tombstones, so a caller that applies changes to an earlier state must read everything again
-        if a chunk of that state is no longer known.
+        The caller must know that no other chunk holds an older entry of a removed tombstone's path:
+        that entry would come back. `changes` does not report removed tombstones, so a caller that
+        applies changes to an earlier state must read everything again if a chunk of that state is
+        no longer known.
         """
 
     @abstractmethod
@@ -322,7 +309,7 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
-        """All committed chunks, ordered by ID."""
+        """Ordered by ID."""
 
     @abstractmethod
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
@@ -341,13 +328,12 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close all connections. Repeatable; other calls raise MetadataError afterwards."""
+        """Repeatable. Other calls raise MetadataError afterwards."""
 
 
 class RenewingCommitLock:
-    """A commit lock (`MetadataStore.lock_commits`) that is taken only when needed, and renewed
-    until the work is done. A context manager, for one thread: call `lock`, and `renew` again and
-    again during the work."""
+    """A commit lock that is taken only when needed: call `lock`, and `renew` again and again during
+    the work. A context manager, for one thread."""
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
         self._store = store
@@ -356,14 +342,14 @@ class RenewingCommitLock:
         self._locked_s = 0.0
 
     def lock(self) -> None:
-        """Lock commits for `COMMIT_LOCK_S_MAX`; replaces a lock that is held already."""
+        """Replaces a lock that is held already."""
         before, self._lock = self._lock, self._store.lock_commits(self._identity, COMMIT_LOCK_S_MAX)
         self._locked_s = time.monotonic()
         if before is not None:
             before.release()
 
     def renew(self) -> None:
-        """Lock commits anew once a third of the lock's time has passed; nothing without a lock."""
+        """Lock anew once a third of the lock's time has passed; nothing without a lock."""
         if self._lock is not None and time.monotonic() > self._locked_s + COMMIT_LOCK_S_MAX / 3:
             self.lock()
 
@@ -386,7 +372,6 @@ def log_unreleased(error: DieselError) -> None:
 
 
 def check_lock_time(seconds: float) -> None:
-    """Raise UsageError for a time that `lock_commits` refuses."""
     if not 0 < seconds <= COMMIT_LOCK_S_MAX:
         raise UsageError(
             f"commits can be locked for at most {COMMIT_LOCK_S_MAX:g} s, not for {seconds:g} s"
@@ -405,5 +390,4 @@ def no_such_dataset_error(dataset: str | UUID) -> NoSuchDataset:
 
 
 def corrupt_store_error(what: str) -> CorruptError:
-    """The error for unexpected content, which `what` names."""
     return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

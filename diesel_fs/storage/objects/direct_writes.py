@@ -19,13 +19,12 @@ DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
-"""File systems on local disks that are known to obey O_DIRECT. Over a network or through FUSE each
-write would wait for the other side; tmpfs has only the page cache; an overlay can be on top of any
-file system."""
+"""Local file systems that are known to obey O_DIRECT. Over a network or through FUSE each write
+would wait for the other side; tmpfs has only the page cache; an overlay can be on top of any file
+system."""
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether large files in `folder` should be written by `write_direct`."""
     try:
         return file_system_of(Path(folder)).kind in _FILE_SYSTEMS
     except OSError:  # no /proc
@@ -33,9 +32,9 @@ def takes_direct(folder: str) -> bool:
 
 
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
-    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows, through
-    one aligned buffer. Returns the unwritten bytes (all bytes of a small file), which the caller
-    appends with a normal write."""
+    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows. Returns
+    the unwritten bytes (all bytes of a small file), which the caller appends with a normal
+    write."""
     views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
@@ -80,7 +79,7 @@ def _set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 class _Buffers(threading.local):
-    """The buffer of each writing thread: making a buffer costs as much as writing from it."""
+    """Making a buffer costs as much as writing from it."""
 
     aligned: memoryview | None = None
 
@@ -89,7 +88,6 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """This thread's buffer. It is a private mapping: a forked child does not share it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

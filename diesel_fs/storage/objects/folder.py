@@ -1,7 +1,7 @@
 """The object store in a folder of a POSIX file system: each object is one file.
 
-`put` writes a temporary file, syncs it, links it to its name and syncs the folder. The files of the
-embedded metadata and of accounts lie beside the objects and are never listed.
+`put` writes a temporary file, syncs it, links it to its name and syncs the folder. The embedded
+metadata and the accounts lie beside the objects and are never listed.
 
 Any thread, process and host that shares the folder; the file system decides races (link and rename
 are atomic). No file stays open between calls, so a store hinders neither a fork nor an umount.
@@ -53,7 +53,6 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _Publish = Callable[[str, str], None]
-"""Gives a temporary file its final name."""
 
 
 class _Sort(Enum):
@@ -66,7 +65,7 @@ class _Sort(Enum):
 
 
 class FolderStore(ObjectStore):
-    """The object store in the folder `root`, a real absolute path."""
+    """`root` is a real absolute path."""
 
     def __init__(self, root: str, store_id: uuid.UUID) -> None:
         """Callers use `open` or `create`."""
@@ -77,8 +76,7 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """The store in the folder `path`. Raises ObjectMissing if there is no marker: the store may
-        not be mounted."""
+        """Raises ObjectMissing if there is no marker: the store may not be mounted."""
         root = _real_path(path)
         try:
             return cls(root, _read_marker(root))
@@ -92,9 +90,8 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Make a store in an absent or empty folder, or open the one there. Raises ConflictError if
-        the folder holds anything else. If several processes do so at once, all open the same
-        one."""
+        """Make a store in an absent or empty folder, or open the one there. Of several processes at
+        once, all open the same one. Raises ConflictError if the folder holds anything else."""
         root = _real_path(path)
         try:
             _make_root(root)
@@ -138,8 +135,6 @@ class FolderStore(ObjectStore):
         self._write(name, parts, os.rename)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write an object. After an error of `_WRITE_AGAIN`, writes it again under a new temporary
-        name."""
         try:
             self._write_once(name, parts, publish)
             return
@@ -156,8 +151,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write a temporary file, publish it under `name`, and sync its folder. Raises OSError
-        after removing its temporary file, and the object if it created that."""
+        """Raises OSError after removing its temporary file, and the object if it created that."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -182,7 +176,6 @@ class FolderStore(ObjectStore):
         return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder and those above it, and sync the parent of each."""
         if folder in self._durable:
             return
         self._check_store_present()  # never fill an empty mount point
@@ -254,7 +247,6 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
-        """The error for `error`: ObjectMissing for a missing file, if the store is still there."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
         self._check_store_present()
@@ -294,8 +286,8 @@ class FolderStore(ObjectStore):
     def _walk(
         self, prefix: str, after: str = "", folder: str | None = None
     ) -> Iterator[tuple[str, _Sort]]:
-        """Names below `folder` (None: the folder of `prefix`) that begin with `prefix` and come
-        after `after`, in byte order of whole names. Reads one folder at a time."""
+        """Names below `folder` (None: the folder of `prefix`) with `prefix` and after `after`, in
+        byte order of whole names. Reads one folder at a time."""
         if folder is None:
             folder = prefix.rpartition("/")[0]
         for name in self._folder_content(folder):
@@ -313,9 +305,9 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """The names in a folder, each from the root on, sorted. A folder's name ends with a slash.
-        The name of anything else that is not a file (a link to a file, a socket) ends with "//", so
-        that it never looks like an object."""
+        """Sorted names from the root on. A folder's name ends with a slash. The name of anything
+        else that is not a file (a link to a file, a socket) ends with "//", so that it never looks
+        like an object."""
         above = f"{folder}/" if folder else ""
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
@@ -328,14 +320,11 @@ class FolderStore(ObjectStore):
 
 
 class FolderReads(FastReads):
-    """Reads that open a file once, or not at all if they would wait."""
-
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """Returns `bytes`, which the caller need not copy. Makes three system calls, which are
-        nearly the whole cost of a small read; if one fails, `read_into` reads again and finds out
-        why."""
+        """Returns `bytes`, which the caller need not copy. Its three system calls are nearly the
+        whole cost of a small read. If one fails, `read_into` reads again and finds out why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -350,7 +339,6 @@ class FolderReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """The file is opened once."""
         with self._store._opened(name) as (fd, length):
             for start, size in ranges:
                 contract.check_range(name, start, size)
@@ -449,8 +437,7 @@ def _make_folder_durably(path: str) -> None:
 
 
 def object_temporary_name() -> str:
-    """A new name for a temporary file: `.tmp-<host>-<pid>-<random>`. It names the writing
-    process."""
+    """`.tmp-<host>-<pid>-<random>` of the writing process."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -470,7 +457,6 @@ def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
 
 
 def _link(temporary: str, final: str) -> None:
-    """Give a temporary file its final name. Raises FileExistsError if the name is taken."""
     try:
         os.link(temporary, final)
     except FileExistsError:
@@ -501,7 +487,6 @@ def _unlink_quietly(path: str) -> None:
 
 
 def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
-    """Fill `view` from byte `start` of the file. Raises TruncatedError if it ends before."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
@@ -511,8 +496,6 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:
-    """The error for an OSError. The message says that `doing` (a verb) failed for `what` (a
-    name)."""
     number = error.errno or 0
     code = errno.errorcode.get(number, str(number))
     message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"

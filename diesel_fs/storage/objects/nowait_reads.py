@@ -1,7 +1,7 @@
 """Reads a file only if its folders and its bytes are in the page cache. Any thread.
 
-Uses openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. On a kernel or file system
-without them every read counts as one that would wait.
+Uses openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. Without support by the kernel
+and the file system, every read counts as one that would wait.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ _syscall.argtypes = (
 
 
 def read_nowait_at(path: str, flags: int, start: int, room: memoryview) -> bool:
-    """Whether `room` could be filled from byte `start` of the file without waiting. After False the
-    content of `room` is undefined. `flags` are those of open(2). Raises OSError."""
+    """Whether `room` could be filled from byte `start` of the file without waiting. After False its
+    content is undefined. `flags` are those of open(2). Raises OSError."""
     how = _HOW.pack(flags, 0, _RESOLVE_CACHED)
     file = _syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
     if file < 0:

@@ -1,9 +1,5 @@
 """Retries failed calls of an object store.
 
-`RetryPolicy` decides, as a pure value, how long to wait and when to give up. `RetryingStore`
-repeats the calls of another store; if the answer to a put was lost, it finds out whether the object
-was written.
-
 No attempt begins that might end after its call's deadline. A pause that the store demands
 (`Retry-After`) is waited for in full or not at all; only a call with `LongPauses` may wait longer
 than its deadline. The wrapped store bounds the time of each attempt and repeats nothing itself,
@@ -30,8 +26,8 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, R
 Item = TypeVar("Item")
 
 DEMANDED_S_MAX = 3600.0
-"""Seconds that one call waits in `LongPauses` at most, all its pauses together. They do not count
-against its deadline."""
+"""The most that one call waits in `LongPauses`, all its pauses together. They do not count against
+its deadline."""
 
 log = logging.getLogger("diesel.store")
 
@@ -41,8 +37,8 @@ _COMPARED_BYTES = 1 << 20  # of an object are compared at a time with the bytes 
 class AttemptFailed(ObjectStoreError):
     """A request failed, and may succeed if it is repeated.
 
-    `may_have_succeeded`: whether the store may have carried it out. `pause_s_min`: the seconds to
-    wait at least before a retry, since the store demands them or its answer implies them.
+    `may_have_succeeded`: the store may have carried it out. `pause_s_min`: the store demands at
+    least this pause before a retry, or its answer implies it.
     """
 
     def __init__(
@@ -55,19 +51,17 @@ class AttemptFailed(ObjectStoreError):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Capped exponential backoff with full jitter, under one deadline for each call.
-
-    Full jitter spreads the retries of clients that failed at the same moment (Brooker, "Exponential
-    Backoff and Jitter", 2015).
-    """
+    """Capped exponential backoff with full jitter, which spreads the retries of clients that failed
+    at the same moment (Brooker, "Exponential Backoff and Jitter", 2015), under one deadline for
+    each call."""
 
     pause_s: float = 0.1  # the longest first pause; the limit then doubles up to `pause_s_max`
     pause_s_max: float = 10.0
     deadline_s: float = 30.0
     put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """The deadline grows by the call's bytes divided by this rate. One attempt to a bucket is
-    allowed half of that (`AttemptLimits`)."""
+    """The deadline grows by the call's bytes divided by this rate. One attempt to a bucket may take
+    half of that (`AttemptLimits`)."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
         """Seconds that a call of `size` bytes may take, all attempts together."""
@@ -82,7 +76,7 @@ class RetryPolicy:
         draw: float,
         pause_s_min: float = 0.0,
     ) -> float | None:
-        """Seconds to wait after `attempt` (from 1) failed; None means to give up.
+        """Seconds to wait after `attempt` (from 1) failed; None to give up.
 
         `left_s` is the time until the deadline, `attempt_s` the most that another attempt may take,
         and `draw` a random number from [0, 1).
@@ -94,16 +88,13 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetryClock:
-    """The time, sleep and random numbers that a retry uses; tests replace them."""
-
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     draw: Callable[[], float] = random.SystemRandom().random  # differs after a fork
 
 
 def retry_after_s(text: str) -> float:
-    """The seconds to wait by the text of a `Retry-After` header, which is a number of seconds or a
-    date; 0 for other texts."""
+    """The seconds in a `Retry-After` header, which holds a number or a date; 0 for other texts."""
     if re.fullmatch("[0-9]{1,9}", text):
         return float(text)
     try:
@@ -113,9 +104,9 @@ def retry_after_s(text: str) -> float:
 
 
 class LongPauses:
-    """Waits for the pauses that a store demands and that are longer than those of `RetryPolicy`.
-    Shared by all calls that belong to one piece of work, which ends them by `stop`. Any thread.
-    Calls that wait at the same time log one line."""
+    """Waits for demanded pauses that are longer than those of `RetryPolicy`. All calls of one piece
+    of work share it, and the work ends them by `stop`. Any thread. Calls that wait at the same time
+    log one line."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -123,8 +114,7 @@ class LongPauses:
         self._lock = threading.Lock()
 
     def wait(self, seconds: float, reason: str) -> None:
-        """Wait for `seconds`; `reason` is for the messages. Raises ObjectStoreRefused after
-        `stop`."""
+        """`reason` is for the messages. Raises ObjectStoreRefused after `stop`."""
         until_s = time.monotonic() + seconds
         with self._lock:
             is_news, self._until_s = until_s > self._until_s + 1, max(until_s, self._until_s)
@@ -134,14 +124,12 @@ class LongPauses:
             raise ObjectStoreRefused(f"{reason}; the work was cancelled during the pause")
 
     def stop(self) -> None:
-        """End all pauses: the results of the waiting calls are no longer needed."""
         self._stopped.set()
 
 
 class RetryLoop:
-    """Counts the attempts of one call, and decides after each failed one whether to wait for
-    another, up to the call's deadline. With `pauses` the call also waits for long pauses that the
-    store demands, DEMANDED_S_MAX in all."""
+    """Counts the attempts of one call, and waits between them, up to the call's deadline. `pauses`
+    waits for long pauses that the store demands, DEMANDED_S_MAX in all."""
 
     def __init__(
         self,
@@ -163,7 +151,6 @@ class RetryLoop:
         self._demanded_s = 0.0
 
     def call(self, act: Callable[[], Item]) -> Item:
-        """Call `act` until it succeeds. Raises as `wait_or_raise`."""
         while True:
             try:
                 return act()
@@ -171,8 +158,8 @@ class RetryLoop:
                 self.wait_or_raise(error)
 
     def wait_or_raise(self, error: ObjectStoreError) -> None:
-        """Wait after a failed attempt until it is time for the next one. Raises `error` itself if a
-        retry cannot mend it; at the deadline, an ObjectStoreError with the number of attempts."""
+        """Wait after a failed attempt. Raises `error` itself if a retry cannot mend it; at the
+        deadline, an ObjectStoreError with the number of attempts."""
         if not error.retry:
             raise error
         self._attempt += 1
@@ -205,8 +192,7 @@ class RetryLoop:
 
 
 class RetryingStore(ReadWrapper):
-    """Repeats the failed calls of `inner`. `attempt_s(size, is_put)` is the most seconds that one
-    attempt of `inner` may take."""
+    """`attempt_s(size, is_put)` is the most seconds that one attempt of `inner` may take."""
 
     def __init__(
         self,
@@ -239,8 +225,8 @@ class RetryingStore(ReadWrapper):
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """If the answer to an attempt was lost, an existing object with equal content counts as
-        written by this call. If no answer was lost, an existing object is another writer's, even
-        with equal content: raises ObjectExists."""
+        written by this call. If no answer was lost, it is another writer's, even with equal
+        content: raises ObjectExists."""
         views = byte_views(parts)
         retrying = self._retrying(sum(map(len, views)), put=True)
 
@@ -338,8 +324,6 @@ class _RetriedReads(FastReads):
 
 
 class _RetriedHousekeeping(Housekeeping):
-    """Repeats all calls but `close_idle`, which does not fail."""
-
     _store: RetryingStore
 
     def __init__(self, store: RetryingStore) -> None:

@@ -1,11 +1,8 @@
 """The interface of an object store, and the base classes of wrappers.
 
-An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` has
-the seven methods that every store implements. `FastReads` and `Housekeeping` do what some stores do
-better; their plain forms work on every store.
-
-Names are those of `format/object_names.py`. The object `DIESEL-STORE`, the marker, tells a store
-from an empty folder.
+An object store keeps named, immutable byte strings: chunks, snapshots, leases. Every store
+implements the seven methods of `ObjectStore`; some improve on the plain forms of `FastReads` and
+`Housekeeping`. The object `DIESEL-STORE`, the marker, tells a store from an empty folder.
 
 Any thread and process; all methods block. A forked child may use its parent's store if `fork_safe`
 is true.
@@ -66,25 +63,23 @@ def check_range(name: str, start: int, length: int | None) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise UsageError if `prefix` lies in a folder that no object can be in."""
     folder = prefix.rpartition("/")[0]
     if "/" in prefix and not FOLDER_NAME.fullmatch(folder):
         raise UsageError(f"{folder!r} is not a folder of objects")
 
 
 def check_end(name: str, end: int, size: int) -> None:
-    """Raise TruncatedError if an object of `size` bytes ends before the byte `end`."""
+    """Raise TruncatedError if `size` is less than `end`."""
     if end > size:
         raise TruncatedError(f"{name}: ends at byte {size}, wanted up to {end}", offset=size)
 
 
 def encode_marker(store: uuid.UUID) -> bytes:
-    """The marker's content, with the store's UUID. It is JSON, so that a person can read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
 def parse_marker(content: Bytes) -> uuid.UUID:
-    """The store's UUID in a marker. Raises ForeignError, CorruptError or NewerVersionError."""
+    """The store's UUID. Raises ForeignError, CorruptError or NewerVersionError."""
     try:
         fields: object = json.loads(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -105,8 +100,8 @@ def parse_marker(content: Bytes) -> uuid.UUID:
 
 
 def new_buffer(size: int) -> memoryview:
-    """Uninitialised memory to read into: a bytearray would be filled with zeros first, while all
-    other threads wait for the interpreter's lock. Raises NoSpaceError."""
+    """Uninitialised memory. Filling a bytearray with zeros would hold the interpreter's lock.
+    Raises NoSpaceError."""
     try:
         return np.empty(size, np.uint8).data
     except MemoryError:
@@ -115,7 +110,7 @@ def new_buffer(size: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object's size in bytes, and when it was written (in ns since 1970)."""
+    """`modified_ns` counts from 1970."""
 
     name: str
     bytes: int
@@ -124,8 +119,8 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A temporary file of a put that is under way, or of a writer that died: the process `pid` of
-    `host`. `modified_ns` counts from 1970."""
+    """A temporary file of a put that is under way, or of a writer that died: process `pid` of
+    `host`."""
 
     name: str
     bytes: int
@@ -143,8 +138,8 @@ AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 def batched_parts(
     parts: Sequence[AnyPart], count_max: int, bytes_max: int
 ) -> Iterator[Sequence[AnyPart]]:
-    """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max` bytes;
-    a larger part is a batch of its own. A part's last value is its size in bytes."""
+    """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max` bytes.
+    A larger part is a batch of its own. A part's last value is its size in bytes."""
     begin = total = 0
     for end, (_, _, size) in enumerate(parts):
         if end > begin and (end - begin == count_max or total + size > bytes_max):
@@ -161,16 +156,14 @@ the chunk, the part's size in bytes."""
 
 
 class ReadGroup(NamedTuple):
-    """Some parts that arrived together."""
-
     places: Sequence[int]
-    """For each content, the position of its part in the request (unlike `ChunkReader.places`, which
-    gives nodes)."""
+    """For each content, the position of its part in the request. (`ChunkReader.places` returns
+    nodes.)"""
 
     contents: Sequence[memoryview]
 
     is_checked: bool
-    """Whether the contents were checked against a checksum."""
+    """Whether the contents were compared with a checksum."""
 
 
 IN_MEMORY, IN_STORE = -2, -1
@@ -183,17 +176,17 @@ class ChunkReader(Protocol):
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         """Read parts, which lie in their chunks and are not empty.
 
-        All requests that may be sent at once are sent before this returns. The iterator gives each
-        part once, as the part arrives; the caller may drop the iterator early. Raises as
+        All requests that may be sent at once are sent before this returns. The iterator yields each
+        part once, as it arrives; the caller may drop the iterator early. Raises as
         `ObjectStore.read_into`.
         """
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The number of the node that each chunk would be read from now, as far as this process
+        """The number of the node from which each chunk would be read now, as far as this process
         knows; `IN_MEMORY` for this process's memory, `IN_STORE` for the object store."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """The bytes of one part, and whether they were checked against a checksum. Raises as
+        """The bytes of one part, and whether they were compared with a checksum. Raises as
         `ObjectStore.read_into`."""
 
 
@@ -203,7 +196,7 @@ class ObjectStore(ABC):
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
     NoSpaceError, and ObjectStoreError for other failures. ObjectMissing means that the store is
-    there and the object is not; a store that has gone is an ObjectStoreError.
+    there and the object is not. If the store has gone, that is an ObjectStoreError.
     """
 
     store_id: uuid.UUID
@@ -212,14 +205,12 @@ class ObjectStore(ABC):
 
     @property
     def fork_safe(self) -> bool:
-        """Whether a forked child may use the store. If not, the child must become a program that
-        opens the store itself."""
+        """If false, a forked child must become a program that opens the store itself."""
         return True
 
     @property
     def fast_reads(self) -> "FastReads":
-        """The store's other ways to read. A caller that reads often keeps the object: each access
-        may make a new one."""
+        """Each access may make a new object, so frequent readers keep it."""
         return FastReads(self)
 
     @property
@@ -239,7 +230,7 @@ class ObjectStore(ABC):
     @abstractmethod
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
         """Create or overwrite a mutable object. Atomic (a reader sees the old or the new object),
-        durable on return, idempotent. If several callers replace one at once, the last wins."""
+        durable on return, idempotent. Of several callers at once, the last wins."""
 
     @abstractmethod
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -262,7 +253,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo:
-        """The object's size and time. Raises ObjectMissing."""
+        """Raises ObjectMissing."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -275,11 +266,9 @@ class FastReads:
     `read_into`, part by part; a store with a faster way offers a subclass."""
 
     batches_reads: bool = False
-    """Whether a caller should ask for many parts in one call of `read_parts`: many cost little more
-    than one."""
+    """Whether many parts in one `read_parts` cost little more than one."""
 
     can_pin: bool = False
-    """Whether `pin` ever returns anything."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -293,25 +282,24 @@ class FastReads:
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """The bytes of several ranges (start, size) of one object, in order.
+        """The bytes of several ranges (start, size) of one object, in order. Raises as `read_into`.
 
-        All are read into `room`, which is as large as the largest range; so a range's bytes are
-        valid until the caller takes the next one. Raises as `read_into`.
+        All are read into `room`, which must be as large as the largest range. So a range's bytes
+        are valid until the caller takes the next one.
         """
         for start, size in ranges:
             self._store.read_into(name, start, room[:size])
             yield room[:size].toreadonly()
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of one dataset's objects, in order, each in memory of its own. If the
-        store can fetch in the background, it has begun to do so when this returns. Raises as
-        `read_into`, at once or from the iterator."""
+        """The bytes of parts of one dataset's objects, in order, each in memory of its own. A store
+        that fetches in the background has begun when this returns. Raises as `read_into`, at once
+        or from the iterator."""
         for name, start, size in parts:
             yield memoryview(self.read(name, start, size)).toreadonly()
 
     def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
-        """A reader of this version of the dataset by chunk number, if the store has a faster way
-        than by the objects' names; otherwise None."""
+        """None if the store is not faster by chunk number than by the objects' names."""
         return None
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
@@ -320,8 +308,8 @@ class FastReads:
         self._store.read_into(name, start, buffer)
 
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        """Fill the buffer as `read_into`, if that needs no waiting, not even for a disk; otherwise
-        return False, at once.
+        """Fill the buffer as `read_into` if that needs no waiting, not even for a disk; otherwise
+        return False at once.
 
         After False the buffer's content is undefined. An error gives False, too: `read_into` then
         raises it.
@@ -329,17 +317,16 @@ class FastReads:
         return False
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in read-only memory that other processes share; None if the object is not
-        in such memory.
+        """A whole object in read-only memory that other processes share; None if it is not in such
+        memory.
 
         The owner of the memory (a process that caches chunks on this machine) has checked the
-        object against its checksums. The store calls `on_revoke`, in any thread, when the owner
-        wants the memory back; the caller then drops the view soon.
+        object against its checksums. When the owner wants the memory back, the store calls
+        `on_revoke`, in any thread; the caller must drop the view soon.
         """
         return None
 
     def can_pin_nowait(self, name: str) -> bool:
-        """Whether `pin` would return the object at once. Does not wait."""
         return False
 
 
@@ -351,12 +338,11 @@ class Housekeeping:
         self._store = store
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        """As `ObjectStore.list`, but names only: cheaper for a store that needs a request for each
-        size."""
+        """As `ObjectStore.list`, but cheaper for a store that needs a request for each size."""
         return (info.name for info in self._store.list(prefix, after))
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """Temporary files of unfinished puts, including those under way."""
+        """Also the temporary files of puts that are under way."""
         check_prefix(prefix)
         return iter(())
 
@@ -365,9 +351,8 @@ class Housekeeping:
         raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        """Files and folders among the objects that DIESEL-FS did not write. `verify` reports them,
-        and nothing changes them. A folder's name ends with a slash, and nothing inside it is
-        listed."""
+        """Files and folders that DIESEL-FS did not write. `verify` reports them, and nothing
+        changes them. A folder's name ends with a slash, and nothing inside it is listed."""
         check_prefix(prefix)
         return iter(())
 
@@ -421,7 +406,7 @@ class StoreWrapper(ObjectStore):
 
 
 class ReadWrapper(StoreWrapper):
-    """A wrapper that changes reads: those through `fast_reads` call its own `read_into`."""
+    """`fast_reads` calls the wrapper's own `read_into`."""
 
     @property
     def fast_reads(self) -> FastReads:

@@ -101,7 +101,6 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
 
 
 def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[str, int]:
-    """A sentinel's service, and the database's number."""
     words = [] if parts.scheme == "unix" else [word for word in parts.path.split("/") if word]
     service = ""
     if kind == "sentinel":

@@ -1,9 +1,8 @@
 """Lua scripts that run inside Redis on one bucket (`keys.py`).
 
 `APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
-remaining tombstones and holes of an empty chunk. `pieces.py` packs pieces. Each script is atomic,
-and gets all its keys, which are in one slot, as `KEYS`. The comment above a script lists its keys,
-then its arguments. Scripts must not compare strings with `<`: Lua would use the server's locale.
+remaining tombstones and holes of an empty chunk. Each script is atomic. The comment above it lists
+its keys, which are in one slot, then its arguments. `head_scripts.py` has the rules for scripts.
 """
 
 from hashlib import sha1
@@ -11,14 +10,14 @@ from typing import NamedTuple
 
 
 class LoadedScript(NamedTuple):
-    """A Lua script; Redis knows it by `sha`."""
+    """Redis knows a script by `sha`."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[LoadedScript] = []
-"""All scripts. A Redis that lacks one of them is sent all."""
+"""A Redis that lacks one of the scripts is sent all."""
 
 
 def script(source: str) -> LoadedScript:

@@ -18,7 +18,6 @@ from ....errors import (
 from .address import RedisAddress
 
 CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
-"""Raised by redis-py."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
 """Values of `RetryLater.reason`: Redis seems to expect TLS; it is loading data; it accepts reads
@@ -39,13 +38,13 @@ def _secrets(where: RedisAddress) -> list[str]:
 
 
 def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
-    """`error`, to be shown as a cause; None if its text may have a password in it."""
+    """None if the error's text may have a password in it."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
 
 
 _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
-"""Such an error of Redis repeats the arguments, which may have been a password."""
+"""This error of Redis repeats the arguments, which may have been a password."""
 
 
 _CONNECTING = re.compile(r"Error -?\d+ connecting to \S+\. (?=\S)")
@@ -61,7 +60,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """The error of DIESEL-FS for an error of redis-py; a RetryLater if the error may pass."""
+    """A RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -116,8 +115,8 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """The code of Redis's error: the first word of the text. After an error in a script, Redis 5
-    and 6 put it in the middle."""
+    """The first word of Redis's text. After an error in a script, Redis 5 and 6 put the code in the
+    middle."""
     first = text.split(" ", 1)[0]
     if first in _CODES:
         return first

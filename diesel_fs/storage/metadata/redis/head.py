@@ -1,8 +1,5 @@
-"""Reads the head of a dataset in Redis: its version and counts, and where its state is stored.
-
-After a reader has read entries, `HeadReader.is_unchanged` tells whether they were of the head's
-state. `open_link` connects, and checks that the Redis belongs to the repository. Nothing is cached.
-Any thread, process and forked child. `keys.py` describes the keys.
+"""Reads the head of a dataset in Redis: its version and counts, and the place of its state
+(`keys.py`). Nothing is cached.
 """
 
 import re
@@ -49,8 +46,6 @@ class ScriptRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisHead:
-    """A dataset's head, with all that a client needs to read the dataset's entries (`keys.py`)."""
-
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks whose record has version 0
@@ -65,14 +60,12 @@ class HeadReader:
     def run_head_script(
         self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """Run a script on the head's slot. Returns the reply without its first word; for some first
-        words, raises UnknownDataset, ScriptRejected or a DieselError."""
+        """Run a script on the head's slot. Returns the reply without its first word. Some first
+        words raise UnknownDataset, ScriptRejected or a DieselError."""
         (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
     def check_schema(self) -> None:
-        """Raise NewerVersionError or MetadataError if a program with another schema has written
-        here."""
         found = self.link.execute("GET", SCHEMA_KEY)
         if found not in (None, b"%d" % SCHEMA):
             raise _other_schema(octets(found))
@@ -92,14 +85,12 @@ class HeadReader:
             )
 
     def read_head(self, identity: UUID) -> RedisHead:
-        """The dataset's head. Raises NoSuchDataset, CorruptError."""
         (found,) = self.read_heads([identity])
         if isinstance(found, Exception):
             raise found
         return found
 
     def read_heads(self, identities: Sequence[UUID]) -> list[RedisHead | DieselError]:
-        """Each dataset's head, or its error, in order."""
         found: list[RedisHead | DieselError] = []
         for some in in_portions(identities, _HEADS_AT_ONCE):
             runs = [*map(read_head_command, some)]
@@ -132,8 +123,8 @@ class HeadReader:
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
         """Whether all that was read since `head` belongs to its version; the caller has applied the
         pending changes before. This is sound because a commit changes the version before its pieces
-        are applied. With `or_newer`: whether the head's generation is still the dataset's, at
-        whatever version. Raises MetadataBehind if a bucket has lost pieces."""
+        are applied. With `or_newer`: whether the head's generation is still the dataset's. Raises
+        MetadataBehind if a bucket has lost pieces."""
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
         if name != head.generation.name:
@@ -143,8 +134,6 @@ class HeadReader:
         return or_newer or number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
-        """The ID of the run of Redis to repair; "" if nothing can be lost
-        (`MetadataStore.needs_repair`)."""
         (current,) = self._run_on_head(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 
@@ -188,8 +177,8 @@ def read_head_command(identity: UUID) -> ScriptCommand:
 
 
 def parse_head(identity: UUID, reply: object) -> RedisHead:
-    """The head in a reply to `read_head_command`. Raises UnknownDataset, CorruptError, and errors
-    of the store's schema."""
+    """The reply is one to `read_head_command`. Raises UnknownDataset, CorruptError, and errors of
+    the store's schema."""
     return _unpack_head(identity, *_check_reply(reply))
 
 

@@ -1,4 +1,4 @@
-"""Lua scripts that run inside Redis on the head's slot (`keys.py`): each first checks, then writes.
+"""Lua scripts that run inside Redis on the head's slot (`keys.py`).
 
 Redis does not undo the first writes of a script that fails, so a script checks all values before it
 writes. Redis refuses a write for lack of memory or disk only as a script's first write, which must

@@ -124,7 +124,6 @@ ROOT_FOLDER = child_folder(NO_FOLDER, b"")
 
 
 def steps(path: bytes) -> list[bytes]:
-    """Names from below the root to the folder at a path."""
     return path.split(b"/") if path != ROOT else []
 
 
@@ -136,8 +135,6 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """A dataset's keys in the head's slot."""
-
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
             HEAD + letter + b":" + identity.hex.encode()
@@ -150,8 +147,6 @@ class DatasetKeys:
 
 @dataclass(frozen=True)
 class Generation:
-    """A build of a dataset's state, and its buckets' keys."""
-
     name: bytes
     buckets: int
 
@@ -172,8 +167,7 @@ class Generation:
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """The key of a bucket's value. `letter` is one of `BUCKET_KEYS`; `bucket` a number, or a
-        folder in it."""
+        """`letter` is one of `BUCKET_KEYS`; `bucket` a number, or a folder in it."""
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
@@ -185,7 +179,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
-        """The bucket's keys, in the order in which `APPLY` and `UNAPPLY` expect them."""
+        """In the order in which `APPLY` and `UNAPPLY` expect them."""
         return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
@@ -193,7 +187,7 @@ BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """Identifies a piece. The pieces of a chunk in one bucket are numbered from 0."""
+    """The pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -201,7 +195,7 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """The piece's field in the hash `n`."""
+        """In the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
@@ -220,14 +214,13 @@ class Changes:
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
-        """Pieces in the order in which they must be applied."""
+        """In the order in which they must be applied."""
         for chunk, counts in self.chunks:
             yield from piece_names(chunk, counts)
 
 
 def unpack_changes(packed: bytes, buckets: int) -> Changes:
-    """Unpack what `Changes.pack` has packed. `buckets` is the number of the generation's buckets.
-    Raises CorruptError."""
+    """Inverse of `Changes.pack`. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
@@ -250,8 +243,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """Unpack what `pack_piece_counts` has packed. `buckets` is the number of the generation's
-    buckets. Raises CorruptError."""
+    """Inverse of `pack_piece_counts`. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -261,7 +253,7 @@ def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
 
 
 class ChunkFacts(NamedTuple):
-    """The record of a committed chunk: a value in the hash `c`."""
+    """A value in the hash `c`."""
 
     object_bytes: int
     uploaded_ns: int
@@ -271,8 +263,7 @@ class ChunkFacts(NamedTuple):
 
 
 def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
-    """Unpack a value in the hash `c`. `first` is the version of a chunk whose record has version 0.
-    Raises CorruptError."""
+    """`first` is the version of a chunk whose record has version 0. Raises CorruptError."""
     if len(packed) < CHUNK.size:
         raise corrupt_store_error("a chunk's record that is too short")
     object_bytes, uploaded_ns, entries, version = CHUNK.unpack_from(packed)
@@ -295,7 +286,7 @@ def task_keys(digest: bytes) -> tuple[bytes, bytes]:
 
 
 def sync_key(number: int) -> bytes:
-    """The key `dfs:{sync.N}:` for a number, which chooses the slot and so the node."""
+    """The number chooses the slot and so the node."""
     return b"dfs:{sync.%d}:" % number
 
 

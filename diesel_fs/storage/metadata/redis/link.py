@@ -1,11 +1,9 @@
 """Sends commands to Redis: one server, a server under sentinels, or a cluster.
 
-Commands are sent in pipelines; in a cluster, each goes to the node of its key's slot.
 `with_retries` repeats its work until the deadline while Redis may come back (a refused connection,
 a server that is loading, a failover, a slot that is being moved), so every command must be
-repeatable. Errors that do not pass by themselves (a wrong password, a missing right, a full memory)
-are raised at once. Nothing is sent after the deadline; long work that makes progress extends it
-(`extend_deadline`).
+repeatable. Other errors are raised at once. Nothing is sent after the deadline; long work that
+makes progress extends it.
 
 One thread at a time uses a connection, for one pipeline. A forked child opens its own.
 """
@@ -42,17 +40,17 @@ from .keys import sync_key
 DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
-"""How long a read waits for an unreachable Redis: with its last try, an error is raised within 10
-s. While Redis loads its data, a read waits as long as a commit."""
+"""The longest wait of a read for an unreachable Redis: with its last try, an error is raised within
+10 s. While Redis loads its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""How long to try to open a store, by the error's reason: a server that is down, or expects TLS, is
+"""The time to open a store, by the error's reason: a server that is down, or expects TLS, is
 reported soon; one that is loading will serve later."""
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""How long it may take to find that none of an address's hosts answers, one after the other."""
+"""The time to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
 _TAGS_MAX = 1 << 16  # that `_Cluster` remembers, or tries to find a key on each node
@@ -67,7 +65,7 @@ T = TypeVar("T")
 
 
 class RedisCommand(NamedTuple):
-    """One command. In a cluster, the slot of `key` decides which node gets it."""
+    """In a cluster, the slot of `key` decides which node gets the command."""
 
     key: bytes
     words: Sequence[Word]
@@ -78,7 +76,7 @@ def command(word: str, key: bytes, *arguments: Word) -> RedisCommand:
 
 
 class ScriptCommand(NamedTuple):
-    """One call of a script. All keys are in one slot."""
+    """All keys are in one slot."""
 
     script: LoadedScript
     keys: Sequence[bytes]
@@ -101,11 +99,9 @@ class ServerFacts:
 
 
 class RedisNodes(Protocol):
-    """The servers to which commands are sent."""
-
     def send(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """Send commands; returns the reply of each, which may be an exception. Commands of one slot
-        run in order."""
+        """Returns the reply to each command, which may be an exception. Commands of one slot run in
+        order."""
 
     def masters(self) -> "list[Redis]": ...
 
@@ -117,8 +113,6 @@ class RedisNodes(Protocol):
 
 
 class _Deadline(threading.local):
-    """This thread's deadline in `with_retries`."""
-
     end_s: float = math.inf  # monotonic
     limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
 
@@ -134,8 +128,7 @@ class RedisLink:
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
-        """Connect to the server, and check its settings. Raises MetadataError if it cannot be
-        used."""
+        """Connect, and check the server's settings. Raises MetadataError if it cannot be used."""
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
 
         def retried(work: Callable[[], T]) -> T:
@@ -163,7 +156,7 @@ class RedisLink:
 
     @property
     def nodes(self) -> RedisNodes:
-        """The servers. Raises MetadataError after `close`."""
+        """Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
         return self._open_nodes
@@ -187,11 +180,10 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """Begin the deadline of this thread's work anew, since the work makes progress."""
+        """The work of this thread makes progress: begin its deadline anew."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:
-        """The reply to one command. Raises as `run`."""
         (reply,) = self.run([command(word, key, *arguments)])
         return reply
 
@@ -246,7 +238,6 @@ class RedisLink:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
     def server_facts(self) -> list[ServerFacts]:
-        """The settings of each master. Raises as `run`."""
         try:
             return [_facts_in(master.info()) for master in self.nodes.masters()]
         except CLIENT_ERRORS as error:
@@ -308,8 +299,7 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """Repeat `work` after errors that may pass. `end_s` returns the deadline by the last error's
-    reason."""
+    """`end_s` returns the deadline by the last error's reason."""
     pause = _PAUSE_S
     while True:
         try:
@@ -397,8 +387,6 @@ def _send(node: Redis, commands: Sequence[Sequence[Word]]) -> list[object]:
 
 
 class _One:
-    """One server, or the master that sentinels name."""
-
     def __init__(self, node: Redis) -> None:
         self._node = node
 
@@ -417,8 +405,7 @@ class _One:
 
 
 class _Cluster:
-    """The masters of a cluster. redis-py's own pipeline does not send scripts and scans to
-    clusters, so this class does not use it."""
+    """The masters of a cluster. redis-py's own pipeline sends no scripts and scans to clusters."""
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster
@@ -454,7 +441,6 @@ class _Cluster:
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
     def _follow(self, ask: errors.AskError, command: RedisCommand) -> object:
-        """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
             self._update_slots()

@@ -1,9 +1,8 @@
-"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`
-(`bucket_scripts.py`, which has their formats). Pure. `keys.py` defines the terms.
+"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
+`bucket_scripts.py` has the formats, `keys.py` the terms.
 
-`cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
-`RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces that remove an
-empty chunk: a chunk of which nothing but tombstones is in use.
+Each piece of an added chunk ends with its paths, which Redis keeps so that `RedisMetadata.changes`
+finds the chunk's entries.
 """
 
 import struct
@@ -62,8 +61,6 @@ assert RECORD.itemsize == 48
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Some rows of a chunk in one bucket."""
-
     name: PieceName
     folders: Sequence[FolderId]
     packed: bytes
@@ -71,8 +68,7 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """A chunk to be added or removed, and its pieces. `record` is the chunk's value in the hash
-    `c`, empty if the chunk is removed."""
+    """`record` is the chunk's value in the hash `c`, empty if the chunk is removed."""
 
     chunk: ChunkId
     record: bytes
@@ -85,7 +81,7 @@ Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
-    """The folders in a packed piece. Raises CorruptError."""
+    """Raises CorruptError."""
     count = int.from_bytes(packed[: _FOLDER_COUNT.size], "little")
     starts = range(_FOLDER_COUNT.size, _FOLDER_COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     if len(packed) < starts.stop:
@@ -115,8 +111,6 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    """Collects the steps of one piece."""
-
     folders: dict[FolderId, int] = field(default_factory=dict)
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
@@ -194,8 +188,7 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """The ID of the folder with this path; adds the steps that index it and the folders
-        above."""
+        """Adds the steps that index the folder and those above it."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -224,7 +217,6 @@ class _Cutter:
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
-        """Add rows of one extent with their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
@@ -240,7 +232,6 @@ class _Cutter:
             packer.add_rows(folder, block, len(block) * 128)
 
     def _add_general(self, folder: FolderId, i: int) -> None:
-        """Add any row, in a step `G`."""
         batch, rows = self._batch, self._batch.rows
         entry = self._entries[i * PLAIN_BYTES : (i + 1) * PLAIN_BYTES]
         tail = rows.tails.get(i, b"")
@@ -252,8 +243,7 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Add steps for the places that no row names: they are holes. Some bucket with rows of the
-        chunk records them."""
+        """Places that no row names are holes. Some bucket with rows of the chunk records them."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():

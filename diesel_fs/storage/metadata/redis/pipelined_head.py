@@ -1,15 +1,15 @@
-"""Reads a dataset's head from a single Redis in one round trip, for the server's many readers.
+"""Reads a dataset's head from a single Redis in one round trip, for the server's many readers
+(`diesel_server/requests/pipelined_heads.py`, which does the input and output).
 
-`RedisMetadata.head` takes several round trips in a thread: it needs a dataset's identity,
-generation and buckets before it can request the counts. Here the same commands are sent at once,
-with these values from the last replies. If the new replies confirm them, they prove the head.
-Otherwise `head` is None, the next request uses the new values, and the caller falls back to
-`RedisMetadata.head`, which also applies pending commits, waits for Redis, and raises errors.
+`RedisMetadata.head` needs a dataset's identity, generation and buckets before it can request the
+counts. Here the same commands are sent at once, with these values from the last replies. If the new
+replies confirm them, they prove the head. Otherwise `head` is None, the next request uses the new
+values, and the caller falls back to `RedisMetadata.head`, which also applies pending commits, waits
+for Redis, and raises errors.
 
 All replies must come over one connection from one Redis, which runs commands in order. redis-py is
 not used: its client for threads takes a thread for each read, and its asyncio client does not run
-in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output. Not
-safe for concurrent use. `keys.py` defines the terms.
+in trio's loop. Not safe for concurrent use.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,17 @@ from .replies import number
 
 
 class MalformedReply(Exception):
-    """Received bytes are not a Redis's: close the connection."""
+    """The received bytes are not a Redis's: close the connection."""
 
 
 class Replies:
-    """Parses replies to commands sent together, as they arrive."""
-
     def __init__(self, count: int) -> None:
         self._count = count
         self._reader = Reader(notEnoughData=_MORE)
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Parse the next bytes; returns whether all replies are complete. Raises MalformedReply."""
+        """Returns whether all replies are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -74,8 +72,8 @@ class PipelinedHeadRead:
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Parse the next bytes; returns whether the replies are complete. Then `head` is the proven
-        head, or None. Raises MalformedReply."""
+        """Returns whether the replies are complete. Then `head` is the proven head, or None. Raises
+        MalformedReply."""
         if self._replies is None:
             if self._proof and received == self._proof:  # the same proof
                 self.head = self._proved

@@ -40,7 +40,6 @@ def packed_dict(reply: object) -> dict[bytes, bytes]:
 
 
 def octets(reply: object, length: int | None = None) -> bytes:
-    """Bytes, of this length if one is given."""
     if isinstance(reply, bytes) and (length is None or len(reply) == length):
         return reply
     raise corrupt_store_error("something else where bytes should be")

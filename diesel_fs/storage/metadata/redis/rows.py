@@ -1,11 +1,9 @@
-"""Reads entries of one generation of a dataset in Redis, and turns them into columns.
+"""Reads entries of one generation of a dataset in Redis (`keys.py`), and turns them into columns.
 
-`keys.py` defines the terms, the letters of the keys and the bytes of an entry. Replies have a
-bounded size, so large hashes are scanned in pages. A cursor is valid only for the server that gave
-it: a Redis that was restarted, or took over the slot, continues elsewhere without an error. So a
-scan of several pages raises PartialScan unless it yields as many different names as the hash has.
-The caller checks, before and after, that generation and version are still the dataset's. Nothing is
-cached.
+Large hashes are scanned in pages. A cursor is valid only for the server that gave it: a Redis that
+was restarted, or took over the slot, continues elsewhere without an error. So a scan of several
+pages raises PartialScan unless it yields as many different names as the hash has. The caller
+checks, before and after, that generation and version are still the dataset's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,12 +42,10 @@ _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
-"""A scan's first cursor. Redis returns it at the end, too."""
+"""Redis returns it at the end of a scan, too."""
 
 
 class _ScanWords(NamedTuple):
-    """The commands that scan and count one type of Redis's values, and how to unpack a page."""
-
     scan: str
     size: str
     unpack: Callable[[object], dict[bytes, bytes]]
@@ -81,8 +77,8 @@ def chunks_of(entry: bytes) -> list[bytes]:
 
 
 class GenerationReader:
-    """Reads the entries of one generation. `at_each_page` is called before each pipeline of a long
-    read, to extend a deadline and a lock."""
+    """`at_each_page` is called before each pipeline of a long read, to extend a deadline and a
+    lock."""
 
     def __init__(
         self,
@@ -137,7 +133,6 @@ class GenerationReader:
                 yield piece, {folder: [*names] for folder, names in found.items()}
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
-        """The parent and the name of each folder."""
         keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
         found: dict[FolderId, tuple[FolderId, bytes]] = {}
         for _, page in self._scan(keys):
@@ -176,8 +171,7 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """The packed entries in a folder by name, with tombstones and implied folders (those that
-        exist only because something lies in them)."""
+        """With tombstones and implied folders."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
@@ -229,7 +223,7 @@ class GenerationReader:
         return [[*names_of[self._generation.below(folder)]] for folder in folders]
 
     def hash_pages(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """All fields of a hash, in pages. Raises PartialScan."""
+        """Raises PartialScan."""
         return (page for _, page in self._scan([key]))
 
     def _scan(
@@ -268,8 +262,7 @@ class GenerationReader:
 def folder_paths(
     parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """The path of each wanted folder. `parents` has the parent and the name of each folder and of
-    all folders above it."""
+    """`parents` has the parent and the name of each wanted folder and of all above it."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:

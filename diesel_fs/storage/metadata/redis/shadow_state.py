@@ -2,10 +2,9 @@
 
 The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
 rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
-of abandoned, replaced and dropped generations are removed in small steps. A generation stays listed
-for at least 10 minutes after it was replaced, dropped or abandoned, because a writer that does not
-know this yet may still write keys. A rebuild does not rely on the state that it replaces: that may
-be damaged.
+are removed in small steps. A generation stays listed for at least 10 minutes after its end, because
+a writer that does not know this yet may still write keys. A rebuild does not rely on the state that
+it replaces: that may be damaged.
 """
 
 import time
@@ -56,8 +55,6 @@ _NO_REVISION = (b"", b"0")
 
 
 class RedisShadowState(ShadowState):
-    """A new generation of a dataset, which has `buckets` buckets. For one thread."""
-
     def __init__(
         self,
         transactions: RedisTransactions,
@@ -79,8 +76,8 @@ class RedisShadowState(ShadowState):
         self._rows = 0
         self._bytes = 0
         self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
-        # Run IDs of the Redis servers (masters) when the rebuild began: another ID means a restart,
-        # which may lose data
+        # The run IDs of the Redis servers when the rebuild began. Another ID means a restart, which
+        # may lose data.
         self._run_ids = list[str]()
         self._head_run_id = b""  # of the head's slot
 
@@ -186,7 +183,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Run REPLACE_LIVE. Returns the version; None if the live state is not `expected`."""
+        """Returns None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():

@@ -1,17 +1,16 @@
 """The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
-This module lets every read see one state of its dataset. A read gets the head, applies pending
-commits, reads entries, and checks that generation and version are still those of the head. If not,
-it starts again; after some tries it locks commits meanwhile. A read of all entries also compares
-their number with the head's counts, so a read that missed something never answers "no such file".
-It fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
+Every read sees one state of its dataset. It gets the head, applies pending commits, reads entries,
+and checks that generation and version are still those of the head. If not, it starts again; after
+some tries it locks commits meanwhile. A read of all entries also compares their number with the
+head's counts, so a read that missed something never answers "no such file".
 
 With `appendonly yes` on Redis 7.2 or later, everything committed before `sync` returned survives a
 power cut. Older versions cannot report when their log is on disk (`appendfsync everysec`: within
 some two seconds; `always`: at once). Without a log, Redis loses all writes since its last snapshot.
 Nothing is lost for good: chunks that the metadata store no longer knows are folded in again.
 
-Any thread, process and forked child. `keys.py` defines the terms.
+`keys.py` defines the terms.
 """
 
 import secrets
@@ -88,7 +87,7 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""Buckets of a new dataset in a cluster: enough to use all nodes, few enough to read all at
+"""A new dataset in a cluster has enough buckets to use all nodes, and few enough to read all at
 once."""
 
 _TRIES_WITHOUT_LOCK = 3
@@ -130,8 +129,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """Connect to the Redis at a URL; an empty one is an empty store. `buckets` is for new
-        datasets; other parameters and errors as in `open_link`."""
+        """An empty Redis is an empty store. `buckets` is for new datasets; other parameters and
+        errors as in `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -142,7 +141,6 @@ class RedisMetadata(RebuildingStore):
         self._link.close()
 
     def server_facts(self) -> list[ServerFacts]:
-        """The facts of each Redis server. Raises MetadataError."""
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
@@ -208,7 +206,6 @@ class RedisMetadata(RebuildingStore):
         }
 
     def _apply_pending(self, identity: UUID) -> RedisHead:
-        """Apply all pending commits, check the buckets' counts, and return the head."""
         with RenewingCommitLock(self, identity) as lock:
             for _ in range(_TRIES_MAX):
                 try:
@@ -332,9 +329,8 @@ class RedisMetadata(RebuildingStore):
         facts: ChunkFacts,
         tombstones: bool,
     ) -> ChunkPieces | None:
-        """The pieces (`keys.py`) that remove a chunk; None if it is not empty. They stay right
-        whatever is committed: a hole stays a hole, and a tombstone is removed only if it is still
-        its path's entry."""
+        """None if the chunk is not empty. The pieces stay right whatever is committed: a hole stays
+        a hole, and a tombstone is removed only if it is still its path's entry."""
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
         if tombstones and len(places) < facts.entries:
@@ -423,7 +419,6 @@ class RedisMetadata(RebuildingStore):
         chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
     ) -> Iterator[FolderEntries]:
-        """Entries, tombstones too, of chunks committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
         pieces = [name for chunk in new for name in piece_names(chunk, chunks[chunk].piece_counts)]
         names: dict[FolderId, dict[bytes, None]] = {}
@@ -476,7 +471,6 @@ class RedisMetadata(RebuildingStore):
         return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.uint32)
 
     def _chunk_table(self, head: RedisHead, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
-        """All committed chunks. Raises PartialScan if the scan has missed some."""
         found = dict[ChunkId, ChunkFacts]()
         for page in reader.hash_pages(DatasetKeys(head.dataset.identity).chunks):
             for chunk, packed in page.items():
@@ -543,7 +537,6 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raise PartialScan if the files in `rows` do not match the head's counts."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):
@@ -551,7 +544,6 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
-    """The packed entry at each path, or None."""
     folders: dict[bytes, FolderId] = {}
     wanted: dict[FolderId, list[bytes]] = {}
     keys = []

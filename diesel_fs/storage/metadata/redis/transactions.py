@@ -1,9 +1,8 @@
 """Adds chunks to a dataset in Redis, and removes them: all chunks of a transaction or none.
 
 A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
-pieces (`keys.py`) to keys that no reader reads. Then one script in the head's slot commits: it
-records the chunks, changes the version, and lists the pieces as pending. Every reader and writer of
-the dataset applies all pending pieces before it reads entries. So nobody sees the new version
+pieces (`keys.py`) to keys that no reader reads. Then one script in the head's slot commits. Every
+reader and writer applies all pending pieces before it reads entries, so nobody sees the new version
 without its entries, or entries of a later version.
 
     1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
@@ -13,13 +12,13 @@ without its entries, or entries of a later version.
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
     5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
-Chunks are removed in the same way: step 2 lists the entries to remove, and step 4 is UNAPPLY. A
-full Redis refuses steps 1 to 3, except those of a removal and of a commit that makes room
-(`CommitBatch.makes_room`): otherwise the memory would stay full.
+To remove chunks, step 2 lists the entries to remove, and step 4 is UNAPPLY. A full Redis refuses
+steps 1 to 3, except those of a removal and of a commit that makes room (`CommitBatch.makes_room`):
+otherwise the memory would stay full.
 
-Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, each piece of step 4 one
-script on its bucket's slot. Between two scripts, anything may happen: other writers commit, readers
-apply the same pieces, the writer dies, Redis restarts, or a rebuild replaces the generation.
+Concurrency. Each of steps 1, 3 and 5 is one script, as is each piece of step 4. Between two
+scripts, anything may happen: other writers commit, readers apply the same pieces, the writer dies,
+Redis restarts, or a rebuild replaces the generation.
 
 - Two writers may prepare (1, 2) at once, each in fields named after its transaction. COMMIT decides
   the order. It writes nothing unless the generation is live, no lock is held, the transaction was
@@ -29,12 +28,11 @@ apply the same pieces, the writer dies, Redis restarts, or a rebuild replaces th
   counts of fewer pieces than it has seen.
 - Purge's copies must follow the entries that they replace, so their writer applies all earlier
   changes first. Other entries give the same state in every order.
-- A reader applies all pending changes, reads entries, and then checks that the version has not
-  changed (`store.py`): COMMIT changes the version before any piece is applied.
 
-After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
-it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
-that is missing, also from the hash `n`, was lost by Redis: MetadataBehind is raised.
+Every step may be repeated. After a crash before step 3 the pieces are removed later
+(`remove_abandoned_transactions`); after it, the next reader or writer applies them
+(`apply_pending`). A piece that is missing, also from the hash `n`, was lost by Redis:
+MetadataBehind is raised.
 """
 
 import secrets
@@ -83,14 +81,13 @@ from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
 _LOCK_POLL_S = 0.02
-"""Between checks whether commits are locked."""
 
 _PIECES_AT_ONCE = 64
 _APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
 _CLEAN_INTERVAL_S = 60.0  # between searches for abandoned transactions
 _ABANDONED_S = 600
-"""An older transaction is removed: its writer is dead, or must start again."""
+"""The writer of an older transaction is dead, or must start again."""
 
 BucketCounts = tuple[int, int, int]
 """Applied pieces, files, bytes of the files."""
@@ -98,8 +95,7 @@ BucketCounts = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Transaction:
-    """Adds or removes chunks. `changes` lists the chunks and their pieces, which are in the buckets
-    of `generation`."""
+    """`changes` lists the chunks and their pieces, which are in the buckets of `generation`."""
 
     identity: UUID
     generation: Generation
@@ -125,12 +121,10 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """The first arguments of BEGIN and COMMIT: generation, transaction, changes, whether it
-        frees memory."""
+        """The first arguments of BEGIN and COMMIT."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
-        """Key and field of a piece that waits to be applied."""
         return self.generation.key(name.bucket, b"x"), self.changes.transaction + name.field
 
     def stage_command(self, piece: BucketPiece) -> RedisCommand:
@@ -152,7 +146,7 @@ class PendingCommits(Exception):
 
 
 class RedisTransactions(HeadReader):
-    """The transactions of all datasets in one Redis. Many threads may use it."""
+    """Thread-safe."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
@@ -193,7 +187,6 @@ class RedisTransactions(HeadReader):
             self._apply(Transaction(identity, generation, changes))
 
     def invalidate_generation(self, identity: UUID) -> None:
-        """Forget the dataset's generation, which has been replaced."""
         self._generations.pop(identity, None)
 
     # Committing
@@ -206,10 +199,9 @@ class RedisTransactions(HeadReader):
         earlier_tries: list[Transaction],
         run_id: str = "",
     ) -> int:
-        """Try once to commit batches; returns the new version. Raises StoreRestarted. Waits until
-        `deadline` (monotonic time) while commits are locked. First removes `earlier_tries`, which
-        earlier tries may have left. `run_id` is the run of Redis that the caller is going to
-        confirm."""
+        """Try once to commit batches, after removing what `earlier_tries` may have left; returns
+        the new version. Waits until `deadline` (monotonic time) while commits are locked. `run_id`
+        is the run of Redis that the caller is going to confirm. Raises StoreRestarted."""
         while earlier_tries:
             self._abandon(earlier_tries[-1])
             earlier_tries.pop()
@@ -245,7 +237,6 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Run BEGIN. Returns for each chunk whether it is known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -262,8 +253,7 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit, waiting as `commit`. Returns the new version and the
-        number of pending changes."""
+        """Waits as `commit`. Returns the new version and the number of pending changes."""
         with self._undone_on_error(transaction):
             pieces = chain.from_iterable(each.pieces for each in chunks)
             for portion in in_portions(pieces, _PIECES_AT_ONCE):
@@ -293,7 +283,6 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str,
     ) -> tuple[int, int]:
-        """Run COMMIT. Returns as `_write`."""
         added, words = Counter[int](), list[Word]()
         for each in chunks:
             digest = chunk_digest(each.chunk)
@@ -345,8 +334,7 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """Apply all pieces of a committed transaction, then run APPLIED. `own_pieces`: the writer's
-        copies, which replace pieces that Redis has lost."""
+        """`own_pieces`: the writer's copies, which replace pieces that Redis has lost."""
         identity, generation = transaction.identity, transaction.generation
         changes = transaction.changes
         is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
@@ -390,7 +378,6 @@ class RedisTransactions(HeadReader):
     def _folders_of(
         self, transaction: Transaction, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
-        """The folders of each piece that waits to be applied; none for an applied piece."""
         staged = [transaction.staged_piece(name) for name in names]
         replies = self.link.run_scripts(
             ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
@@ -417,7 +404,6 @@ class RedisTransactions(HeadReader):
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
-        """Remove the pieces of a transaction that can no longer be committed."""
         staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
         commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
@@ -425,7 +411,6 @@ class RedisTransactions(HeadReader):
             self.link.run(commands)
 
     def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
-        """Remove transactions whose writers died before the commit, or take too long."""
         keys = DatasetKeys(identity)
         reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
@@ -445,7 +430,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """The keys that `APPLY` and `UNAPPLY` get for a piece with entries in these folders."""
+    """The keys of `APPLY` and `UNAPPLY` for a piece with entries in these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -458,12 +443,12 @@ def parse_bucket_counts(reply: object) -> BucketCounts:
 
 
 def changing_error(identity: UUID) -> BusyError:
-    """The error if other writers kept changing the dataset until tries or time were used up."""
+    """Other writers kept changing the dataset until tries or time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """The error if a reader cannot apply pending changes, because Redis takes no writes."""
+    """A reader cannot apply pending changes, because Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

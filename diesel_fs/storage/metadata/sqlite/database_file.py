@@ -5,11 +5,11 @@ needs memory that all processes share, so over a network file system the file ha
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
 all hosts use the rollback journal, also the host of the disk.
 
-Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
-fork with open connections: the child would take its parent's locks for its own, even in a file that
-it opened anew. So a fork waits for all transactions of this process and closes all connections;
-parent and child open new ones. No other code may open the file in this process: closing it would
-drop the locks of all connections here (POSIX locks).
+One thread at a time uses a connection, for one transaction. SQLite does not support a fork with
+open connections: the child would take its parent's locks for its own, even in a file that it opened
+anew. So a fork waits for all transactions of this process and closes all connections. No other code
+may open the file in this process: closing it would drop the locks of all connections here (POSIX
+locks).
 """
 
 import os
@@ -47,16 +47,15 @@ _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""How long opening a file over a network waits for a lock: a reader can use a snapshot instead."""
+"""Opening a file over a network waits this long for a lock: a reader can use a snapshot instead."""
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
 
 
 class SqliteFile:
-    """One file with the tables of `schema.py`. Thread-safe. A file that is not writable is refused
-    with PermissionDenied, since a WAL needs a writable file beside it even for reading; a reader
-    can use a snapshot. Each transaction checks whether the file was replaced or removed. A fork
-    waits at most `fork_wait_s` for transactions."""
+    """Thread-safe. A file that is not writable is refused with PermissionDenied, since a WAL needs
+    a writable file beside it even for reading. Each transaction checks whether the file was
+    replaced or removed. A fork waits at most `fork_wait_s` for transactions."""
 
     def __init__(
         self,
@@ -103,15 +102,15 @@ class SqliteFile:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads: all its reads see one state."""
+        """All reads of a transaction see one state."""
         with self._errors(), self._borrowed() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes: commits at the end of the context. With `sync`, this and all
-        earlier transactions survive a power cut."""
+        """A transaction that commits at the end of the context. With `sync`, this and all earlier
+        transactions survive a power cut."""
         if self._readonly:
             raise PermissionDenied(f"{self.path} was opened for reading only")
         with self._errors(), self._borrowed() as connection:
@@ -126,14 +125,13 @@ class SqliteFile:
                 connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
-        """Close all connections; those in use when their transaction ends. Repeatable."""
+        """Connections in use are closed when their transaction ends. Repeatable."""
         with self._change:
             self._unusable = self._unusable or "it has been closed"
             self._close_idle()
         self._lease.release()
 
     def _lease_exists(self) -> bool:
-        """Whether a host ever wrote over a network."""
         return self.path.with_name(LEASE_NAME).exists()
 
     def _keep_lease(self) -> None:
@@ -311,8 +309,7 @@ class SqliteFile:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
-        """Change the journal's mode. SQLite does not wait here for other users of the file; this
-        does."""
+        """SQLite does not wait here for other users of the file; this does."""
         deadline = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -382,7 +379,7 @@ class SqliteFile:
         return MetadataError(f"{what} ({name})" if name else what)
 
     def _may_be_written(self) -> bool:
-        """Whether the file's mode allows writing. This must not open the file (see the module)."""
+        """By the file's mode. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks
@@ -408,7 +405,6 @@ def _primary(error: sqlite3.Error) -> int:
 
 
 def _lock_holders(files: list[Path]) -> list[int]:
-    """Other processes of this host with a write lock on one of `files` (proc_locks(5))."""
     try:
         inodes = {str(os.stat(file).st_ino) for file in files if file.exists()}
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()

@@ -1,6 +1,5 @@
-"""The table `dataset` of the SQLite metadata store: the head of each dataset.
-
-All functions work inside the caller's transaction.
+"""The table `dataset` of the SQLite metadata store. All functions work inside the caller's
+transaction.
 """
 
 # Statements consist of constants; values are parameters.
@@ -19,14 +18,13 @@ _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
 
 
 class DatasetRow(NamedTuple):
-    """A dataset's head; `number` stands for the dataset in all tables."""
+    """`number` stands for the dataset in all tables."""
 
     number: int
     head: DatasetHead
 
 
 def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
-    """All datasets, ordered by name."""
     return [*map(_dataset, db.execute(f"SELECT {_COLUMNS} FROM dataset ORDER BY name"))]
 
 
@@ -48,8 +46,8 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """The dataset with this name and identity; None if both are free. Raises ConflictError if one
-    belongs to another dataset."""
+    """None if both name and identity are free. Raises ConflictError if one belongs to another
+    dataset."""
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
     ).fetchall()
@@ -73,8 +71,7 @@ def new_number(db: sqlite3.Connection) -> int:
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """Add a dataset. `number`: the number under which its rows are in other tables (None: a new
-    one)."""
+    """`number`: the number under which the dataset's rows are in other tables (None: a new one)."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 

@@ -1,7 +1,7 @@
 """Folds committed chunks into the tables of the SQLite metadata store (FORMAT.md, section 5).
 
-Extents of a file that is not complete wait in the table `part`; they are called parts below.
-Everything happens inside the caller's transaction, in one thread.
+A part is an extent of a file that is not complete; it waits in the table `part`. Everything happens
+inside the caller's transaction, in one thread.
 """
 
 # Statements consist of constants; values are parameters.
@@ -36,8 +36,6 @@ _Key = tuple[int, bytes, bytes, bytes]
 
 
 class _Row(NamedTuple):
-    """A row of `entry`, or one that may replace it."""
-
     folder: int
     name: bytes
     stamp: bytes
@@ -55,7 +53,7 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """The number of the file's extents; 0 or 1 if it is not split."""
+        """0 or 1 if the file is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
@@ -86,8 +84,8 @@ def fold_chunks(
 
 
 class ChunkFold:
-    """Folds one chunk into the tables. `files` and `bytes` are changes of the head's counts. The
-    transaction's chunks share `folders`."""
+    """`files` and `bytes` are changes of the head's counts. The transaction's chunks share
+    `folders`."""
 
     def __init__(
         self,
@@ -134,8 +132,7 @@ class ChunkFold:
             self._add_part(part)
 
     def _insert_runs(self, folders: list[int]) -> list[int]:
-        """Insert rows as runs if possible: nearly all of a put. Returns the numbers of the other
-        rows."""
+        """Nearly all rows of a put become runs. Returns the numbers of the others."""
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
@@ -166,8 +163,7 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """Make holes of the places that no row names: the chunk replaced them itself, or they are
-        invalid."""
+        """Places that no row names: the chunk replaced them itself, or they are invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
@@ -176,7 +172,6 @@ class ChunkFold:
     # Entries of one extent
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Fold entries that lie in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
             contested = [*map(self._row, plain), *tailed]
         else:
@@ -215,7 +210,7 @@ class ChunkFold:
         return not_inserted
 
     def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Drop parts that are older than an entry just added: they have lost, and become holes."""
+        """Parts that are older than an entry just added have lost, and become holes."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -237,7 +232,7 @@ class ChunkFold:
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
-        """Make `row` its path's entry. The places of `old`, the entry before it, become holes."""
+        """The places of `old`, the path's entry before `row`, become holes."""
         if old is not None:
             self._count(old, -1)
             for chunk, place in self._places(old):
@@ -250,7 +245,6 @@ class ChunkFold:
     # Extents
 
     def _add_part(self, row: _Row) -> None:
-        """Fold one extent of a file of several."""
         old = self._entry(row.folder, row.name)
         if old is not None and row.stamp <= old.stamp:
             if row.stamp == old.stamp:
@@ -339,11 +333,9 @@ class ChunkFold:
         return None if found is None else _Row(*found)
 
     def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
-        """The row of the greater rank wins a path."""
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
-        """The number of the chunk, and the place in it, of each extent."""
         if row.extents <= 1:
             return [(row.chunk, row.place)]
         extents = np.frombuffer(row.tail or b"", EXTENT)

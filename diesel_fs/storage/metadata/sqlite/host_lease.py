@@ -2,9 +2,9 @@
 
 SQLite relies on file locks, which on network file systems work or fail depending on server and
 mount options. So a lease, in a small file beside the database, lets only one host (identified by
-its boot ID) write at a time. Each writing process of the host is a holder with an expiry of its
-own; another host may take the lease when every holder has released it or has expired. Many threads
-may use a `HostLease`; a forked child becomes a holder of its own.
+its boot ID) write at a time. Each writing process is a holder with an expiry of its own; another
+host may take the lease when all holders have released it or have expired. Thread-safe; a forked
+child becomes a holder of its own.
 """
 
 import errno
@@ -70,8 +70,7 @@ def _conflict_fault(first: int, second: int) -> str:
 
 
 def host_boot_id() -> str:
-    """An ID of this host until it is rebooted. Containers of the host share it, as they share
-    locks."""
+    """Containers of a host share it, as they share locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -80,8 +79,8 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The content of the lease: the host's ID, its name and process for messages, and when (seconds
-    since 1970) each holder expires."""
+    """`host` is an ID, `where` the name and process for messages. `holders` has when (seconds since
+    1970) each holder expires."""
 
     host: str
     where: str
@@ -93,8 +92,6 @@ class _Lease:
 
 
 class HostLease:
-    """This process as a holder of its host's lease."""
-
     def __init__(self, path: Path, host: str = "", clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._host = host or host_boot_id()
@@ -129,7 +126,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """End being a holder. Never raises: a holder that stays in the lease expires."""
+        """Never raises: a holder that stays in the lease expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0

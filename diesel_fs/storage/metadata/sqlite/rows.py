@@ -1,6 +1,6 @@
 """Reads entries from the tables of the SQLite metadata store.
 
-All objects here belong to one transaction and one thread; nothing is kept beyond it.
+All objects here belong to one transaction and one thread.
 """
 
 # Statements consist of constants; values are parameters.
@@ -22,7 +22,7 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""The chunk of implied folders: no real chunk has this number."""
+"""No real chunk has this number."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
@@ -34,13 +34,10 @@ def kind_of(record: bytes) -> int:
 
 
 def implied(name: bytes) -> Row:
-    """A row for an implied folder, which the table does not have."""
     return name, IMPLIED_CHUNK, implied_record(), None
 
 
 class FolderNumbers:
-    """Translates a dataset's folders to numbers in the table `folder`, and back."""
-
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
@@ -48,10 +45,10 @@ class FolderNumbers:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Folders that `make` made; code that inserts an entry removes its folder here."""
+        """Folders that `make` made. Code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """The folder's number; None if it never had an entry in or below it."""
+        """None if the folder never had an entry in or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -61,7 +58,6 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """The folder's number; a new one if it has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -91,7 +87,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """The path and number of each folder, sorted by path."""
+        """Sorted by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -105,7 +101,6 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """The name and number of each direct subfolder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
@@ -139,7 +134,7 @@ class FolderNumbers:
 
 
 class ChunkRows(NamedTuple):
-    """Chunks with their numbers in the table `chunk`, ascending."""
+    """Ascending by their numbers in the table `chunk`."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
@@ -155,7 +150,7 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
-    """The chunks with these numbers, of which one may be `IMPLIED_CHUNK`."""
+    """One of the numbers may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -191,15 +186,12 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """Remove a chunk, with its tombstones and holes."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
 class RowCollector:
-    """Turns rows of the tables into columns."""
-
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
         self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
@@ -238,7 +230,7 @@ class RowCollector:
         self._records += records
 
     def rows(self, table: ChunkRows) -> Rows:
-        """All added rows as columns. Call this once; `table` must have all of `chunks`."""
+        """Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (

@@ -6,10 +6,9 @@ time of entries. The table has this invariant:
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
     and no row of `entry` or `part` has a name within such a range.
 
-So a path is either in one run or in `entry`. Code that inserts a row into `entry` or `part` first
-calls `split_runs`, which turns runs that include its name into rows of `entry`. A run holds regular
-files of one extent. The stamp of each is the run's chunk and the record's place, so it needs no
-column.
+So code that inserts a row into `entry` or `part` first calls `split_runs`, which turns runs that
+include its name into rows of `entry`. A run holds regular files of one extent. The stamp of each is
+the run's chunk and the record's place, so it needs no column.
 
 All functions work inside the caller's transaction, in one thread.
 """
@@ -29,14 +28,14 @@ from ....format.entries import RECORD, ChunkId, Kind, Names
 from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""If a folder has fewer entries in a chunk, they become rows of `entry`: finding overlapping runs
-costs as much."""
+"""Fewer entries of a folder and chunk become rows of `entry`: finding overlapping runs costs as
+much."""
 
 _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """A decoded row of `run`. Names ascend, records in their order."""
+    """A decoded row of `run`. Names ascend."""
 
     chunk: int
     names: Names
@@ -128,7 +127,6 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
 
 
 def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
-    """Turn runs that include any of `names` into rows of `entry`."""
     wanted = sorted(names)
     if not wanted:
         return
@@ -182,7 +180,6 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
 
 
 def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
-    """The folder's runs, sorted by name."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 

@@ -1,13 +1,12 @@
 """Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
 A shadow state has its rows in the same tables, under a number that no dataset has and that the
-table `aside` lists. When a rebuild is complete, its number becomes the dataset's, and `aside` gets
-the old number, so that its rows are removed.
+table `aside` lists. At the end its number becomes the dataset's, and `aside` gets the old number,
+so that its rows are removed, in small transactions for other writers' sake.
 
 A rebuild writes a heartbeat to `aside` every 20 s. Without one for 10 minutes it counts as dead,
 and the next rebuild or deletion removes its rows; if it lives after all, it fails at its next
-heartbeat. Rows are removed in small transactions, for other writers' sake. One thread runs each
-rebuild.
+heartbeat. One thread runs each rebuild.
 """
 
 import sqlite3
@@ -78,7 +77,7 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Write a heartbeat. Raises BusyError if this rebuild was removed."""
+        """Raises BusyError if this rebuild was removed."""
         beat = (self._clock_ns() / 1e9, self._number)
         update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(update, beat).rowcount:
@@ -144,7 +143,6 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
     now_s = clock_ns() / 1e9
     with file.writing() as db:
         db.execute(SHADOW_TABLE)
-        # A rebuild that lives after all fails at its next heartbeat
         db.execute(
             "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
             (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
@@ -160,7 +158,6 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
 
 
 def _remove_some(db: sqlite3.Connection, number: int) -> bool:
-    """Remove some rows of an abandoned number; returns whether there were any."""
     select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
     folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
     left = _ROWS_AT_ONCE

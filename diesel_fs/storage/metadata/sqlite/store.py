@@ -1,8 +1,8 @@
 """The metadata store of a repository in a folder: one SQLite file beside the chunks.
 
 Each method is one transaction, so readers see one state. One writer at a time writes to a
-repository, whatever the dataset; readers do not wait for writers, except over a network file system
-(`database_file.py`). Any thread, process and forked child.
+repository, whatever the dataset. Readers do not wait for writers, except over a network file system
+(`database_file.py`).
 """
 
 # Statements consist of constants; values are parameters.
@@ -80,10 +80,10 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """Open the store at `path`; `create` makes a missing one. A `readonly` store refuses
-        changes and takes no lease. Raises MetadataBehind if there is no store, PermissionDenied if
-        the file or its folder is not writable (a reader can use a snapshot then), ForeignError,
-        NewerVersionError, CorruptError."""
+        """`create` makes a missing store. A `readonly` store refuses changes and takes no lease.
+        Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
+        not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
+        CorruptError."""
         file = SqliteFile(
             path,
             create=create and not readonly,
@@ -174,7 +174,6 @@ class SqliteMetadata(RebuildingStore):
     def _try_forget(
         self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
     ) -> int | None:
-        """The number of removed chunks; None while commits are locked."""
         with self._file.writing() as db:
             number, head = dataset_by_identity(db, identity)
             others = (chunk for chunk in chunks if chunk != head.newest)

@@ -2,7 +2,6 @@
 
 The library that speaks to buckets (obstore) hangs in forked children, and users' training processes
 fork. So training processes use `proxy`, which sends each call to a helper program
-(`proxy_process`); programs of DIESEL-FS call `direct` and open buckets themselves. Only `store` and
-`requests` know the library (`tests/test_layers.py`). Read `location`, `requests`, `store`, then
-`proxy`.
+(`proxy_process`); programs of DIESEL-FS call `direct` and open buckets themselves. Read `location`,
+`requests`, `store`, then `proxy`.
 """

@@ -60,7 +60,7 @@ class RangeNotSatisfiable(ObjectStoreError):
 
 
 class ExpiredCredentials(ObjectStoreRefused):
-    """The store reports that the credentials have expired."""
+    """The credentials have expired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,19 @@ class AttemptLimits:
     stall_s: float = 10.0
     """Longest pause between two bytes of a read, and longest time of a request without content."""
     put_stall_s: float = 20.0
-    """How long a put may take besides the time for its bytes: some stores answer only after they
-    have made copies."""
+    """The time of a put besides that for its bytes: some stores answer only after they have made
+    copies."""
     bytes_per_s_min: float = 256 * 1024
     put_bytes_max: int = 128 << 20
     """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
     slow."""
     part_bytes: int = 32 << 20
-    """The size of a part. Stores take at most 10,000 parts, each but the last of at least 5 MiB."""
+    """Stores take at most 10,000 parts, each but the last of at least 5 MiB."""
     page_keys: int = 1000
-    """Keys in one page of a listing; S3 returns no more."""
+    """S3 returns no more in one page of a listing."""
 
     def attempt_s(self, size: int, put: bool) -> float:
-        """Seconds that one attempt to move `size` bytes may take."""
+        """Seconds in which one attempt must move `size` bytes."""
         if put:
             return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
         return self.stall_s + size / self.bytes_per_s_min
@@ -91,7 +91,7 @@ class AttemptLimits:
 
 @dataclass(frozen=True, slots=True)
 class CloudObject:
-    """An object as the bucket describes it; `modified_ns` counts from 1970."""
+    """`modified_ns` counts from 1970."""
 
     key: str
     bytes: int
@@ -103,8 +103,8 @@ def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
     """The error that an answer means: its HTTP status, and the vendor's error code ("": none).
-    `what` begins the message. `exists`: whether the client library reports that the object exists.
-    `pause_s`: the pause that the store demands (0: none)."""
+    `what` begins the message. `exists`: obstore reports that the object exists. `pause_s`: the
+    pause that the store demands (0: none)."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"

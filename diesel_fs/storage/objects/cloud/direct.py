@@ -1,7 +1,7 @@
 """Lets a program of DIESEL-FS open buckets in its own process, without a helper process.
 
-Only programs import this module (`tests/test_layers.py`); `cloud/__init__.py` says why. The library
-(obstore) is imported when the first bucket is opened, since the import takes a tenth of a second.
+Only programs import this module (`tests/test_layers.py`); `cloud/__init__.py` says why. obstore is
+imported when the first bucket is opened, since the import takes a tenth of a second.
 """
 
 from ..store import ObjectStore
@@ -9,7 +9,7 @@ from .opening import open_buckets_by
 
 
 def open_buckets_directly() -> None:
-    """Let this process open buckets itself from now on. Sends nothing."""
+    """Sends nothing."""
     open_buckets_by(_open)
 
 

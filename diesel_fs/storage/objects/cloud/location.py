@@ -1,10 +1,9 @@
 """Parses the URL of a bucket, and finds the endpoint and the credentials for it. Any thread.
 
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
-first, then the profile in `~/.aws`. botocore reads the profile, with `services`, `source_profile`,
-`credential_process` and SSO; it is imported only then, which takes 0.2 s. Plain http is used only
-if the endpoint's own URL says so. The client library itself fetches credentials of instance and
-container roles. Nothing is cached.
+first, then the profile in `~/.aws`. botocore reads the profile; it is imported only then, which
+takes 0.2 s. Plain http is used only if the endpoint's own URL says so. The client library, obstore,
+itself fetches credentials of instance and container roles. Nothing is cached.
 """
 
 import os
@@ -21,13 +20,13 @@ from ..retry import AttemptFailed
 Scheme = Literal["s3", "gs", "az"]
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
-# Characters that every vendor's store and the client library take without encoding them.
+# Characters that every store and obstore take without encoding them.
 _COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
 _RENEWED_S = 60  # credentials are read again this long before they end
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# With any of these variables the client library finds credentials by itself.
+# With any of these obstore finds credentials by itself.
 _OTHER_CREDENTIALS = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -53,8 +52,8 @@ class BucketLocation:
 
 @dataclass(frozen=True, slots=True)
 class BucketAccess:
-    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message. `is_over`
-    returns whether the credentials end soon: `resolve_access` then finds new ones."""
+    """`options` holds secrets, so it is in no repr and no message. `is_over` returns whether the
+    credentials end soon: `resolve_access` then finds new ones."""
 
     host: str
     plain_http: bool
@@ -77,8 +76,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def source_location(url: RepositoryUrl) -> BucketLocation:
-    """The place of objects that other programs have put into a bucket, so that any keys are
-    allowed. Raises ConfigError."""
+    """The place of objects that other programs have put into a bucket: any keys are allowed. Raises
+    ConfigError."""
     if url.scheme not in CLOUD_SCHEMES or url.meta:
         raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
     if not _BUCKET.fullmatch(url.host):
@@ -88,8 +87,8 @@ def source_location(url: RepositoryUrl) -> BucketLocation:
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
     """The endpoint and the credentials that now apply. Raises ConfigError; ObjectStoreRefused if
-    the profile gives no credentials; AttemptFailed if the server that gives out the credentials
-    cannot be reached."""
+    the profile gives no credentials; AttemptFailed if the server that gives out credentials cannot
+    be reached."""
     match location.scheme:
         case "s3":
             return _access_to_s3(environ)
@@ -129,7 +128,6 @@ def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
-    """The endpoint's host and port, and whether it uses plain http."""
     try:
         parts = urlsplit(endpoint)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
@@ -144,7 +142,6 @@ def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
 
 
 def _files(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The paths of the AWS configuration file and of the credentials file."""
     folder = os.path.join(environ.get("HOME", ""), ".aws")
     config = environ.get("AWS_CONFIG_FILE") or os.path.join(folder, "config")
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.join(folder, "credentials")
@@ -153,7 +150,7 @@ def _files(environ: Mapping[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """The settings of a profile in `~/.aws`; absent ones are empty."""
+    """A profile in `~/.aws`; absent settings are empty."""
 
     endpoint: str = ""
     region: str = ""
@@ -162,8 +159,7 @@ class _Profile:
 
 
 def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
-    """The user's profile, with its credentials only if `credentials`. Raises as `resolve_access`;
-    no message repeats a line of a file, which may be secret."""
+    """Raises as `resolve_access`; no message repeats a line of a file, which may be secret."""
     import botocore.session  # noqa: PLC0415  # the module's docstring says why
     from botocore.exceptions import (  # noqa: PLC0415
         BotoCoreError,

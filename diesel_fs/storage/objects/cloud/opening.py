@@ -1,5 +1,6 @@
-"""Opens buckets: through a helper process (`proxy.py`), or in this process, if `direct.py` has set
-that for a program of DIESEL-FS."""
+"""Opens buckets: through a helper process (`proxy.py`), or in this process if `direct.py` has set
+that.
+"""
 
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ from ..store import ObjectStore
 from .proxy import CloudProxy
 
 BucketOpener = Callable[[str, bool], ObjectStore]
-"""Opens the object store at a bucket's URL; with True it makes one if there is none."""
+"""With True it makes a store if there is none."""
 
 
 def _by_helper(url: str, create: bool) -> ObjectStore:
@@ -18,12 +19,12 @@ _opener: BucketOpener = _by_helper
 
 
 def open_bucket(url: str, *, create: bool) -> ObjectStore:
-    """The object store at a bucket's URL; with `create` it is made if there is none. Raises
-    ConfigError, ObjectStoreError, ObjectMissing."""
+    """`create` makes a store if there is none. Raises ConfigError, ObjectStoreError,
+    ObjectMissing."""
     return _opener(url, create)
 
 
 def open_buckets_by(opener: BucketOpener) -> None:
-    """Let `open_bucket` use `opener` in this process from now on."""
+    """Applies to all later calls of `open_bucket` in this process."""
     global _opener  # noqa: PLW0603  # one way to open, for the whole process
     _opener = opener

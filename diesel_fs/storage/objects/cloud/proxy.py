@@ -1,11 +1,11 @@
 """An object store in a bucket for processes that may fork: a helper process speaks to the bucket.
 
-The library that speaks to buckets hangs in a forked child. So this process starts a **helper**
-(`proxy_process.py`), in which that library runs, and forwards each call of `ObjectStore` to it.
-Over a socket pair, the **control** socket, this process and each of its forked children send the
-helper one end of a new connection, which serves one call at a time. So children share their
-parent's helper, but none of its connections. The helper ends when no process holds our end of the
-control socket any more. A process that notices that its helper was killed starts another.
+`cloud/__init__.py` says why. This process starts a **helper** (`proxy_process.py`), and forwards
+each call of `ObjectStore` to it. Over a socket pair, the **control** socket, this process and each
+of its forked children send the helper one end of a new connection, which serves one call at a time.
+So children share their parent's helper, but none of its connections. The helper ends when no
+process holds our end of the control socket. A process that notices that its helper was killed
+starts another.
 
 A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
 payload.
@@ -44,11 +44,11 @@ log = logging.getLogger("diesel.objects")
 HELPER = (sys.executable, "-m", "diesel_fs.storage.objects.cloud.proxy_process")
 
 START_S = 90.0
-"""How long a helper may take to start: it first opens the store, with retries."""
+"""A helper first opens the store, with retries."""
 
 ANSWER_TIMEOUT_S = 600.0
-"""How long a call waits for the helper. The helper's own deadlines, which depend on the size, are
-shorter: this one is for a helper that was stopped (SIGSTOP)."""
+"""For a helper that was stopped (SIGSTOP): its own deadlines, which depend on the size, are
+shorter."""
 
 NAMES_AT_ONCE = 10_000  # in one answer to a listing
 
@@ -61,7 +61,6 @@ class HelperDisconnected(Exception):
 
 
 def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -> None:
-    """Send one message. Raises HelperDisconnected."""
     body: bytes = msgpack.packb(head)
     views = byte_views(payload)
     front = _FRAME.pack(len(body), sum(map(len, views))) + body
@@ -72,8 +71,8 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
 
 
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
-    """A message's head and its payload, which is in `room` if that has exactly its size, otherwise
-    in new memory. Raises HelperDisconnected."""
+    """A message's head and payload. The payload is in `room` if that has exactly its size,
+    otherwise in new memory. Raises HelperDisconnected."""
     body_bytes, total = _FRAME.unpack(_receive_exactly(at, memoryview(bytearray(_FRAME.size))))
     head: object = msgpack.unpackb(_receive_exactly(at, memoryview(bytearray(body_bytes))))
     if room is None or len(room) != total:
@@ -95,27 +94,22 @@ def _receive_exactly(at: socket.socket, room: memoryview) -> memoryview:
 
 
 _Batch = list[str] | list[tuple[str, int, int]]
-"""Items of a listing: names, or (name, bytes, modified_ns)."""
+"""Names, or (name, bytes, modified_ns)."""
 
 
 class _Sockets:
-    """The control socket, and connections that no call is using."""
-
     def __init__(self, control: socket.socket | None) -> None:
         self.control = control
         self.idle: list[socket.socket] = []
 
     def close(self) -> None:
-        """Close all sockets; the helper then ends, unless another process holds the control socket.
-        Repeatable."""
+        """The helper then ends, unless another process holds the control socket. Repeatable."""
         for each in (*self.idle, *filter(None, [self.control])):
             each.close()
         self.control, self.idle = None, []
 
 
 class CloudProxy(ObjectStore):
-    """The store that a helper process has open."""
-
     fork_safe = True
 
     def __init__(self, url: str, control: socket.socket, store_id: uuid.UUID) -> None:
@@ -130,7 +124,7 @@ class CloudProxy(ObjectStore):
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> Self:
-        """Start a helper that opens the store at `url`. Raises as `open_cloud`."""
+        """Raises as `open_cloud`."""
         return cls(url, *_start_helper(url, create=create))
 
     # Calls
@@ -138,8 +132,8 @@ class CloudProxy(ObjectStore):
     def _call(
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
-        """Send a call; returns the value and the bytes of the answer. If the helper has ended, the
-        call is repeated once with a new one. Raises the error of the call."""
+        """Returns the value and the bytes of the answer. If the helper has ended, the call is
+        repeated once with a new one. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:
@@ -152,7 +146,7 @@ class CloudProxy(ObjectStore):
     def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
     ) -> tuple[object, memoryview]:
-        """Send a call once. Raises HelperDisconnected; the next call then starts another helper."""
+        """Raises HelperDisconnected; the next call then starts another helper."""
         control = self._control()
         connection = None
         try:
@@ -174,7 +168,6 @@ class CloudProxy(ObjectStore):
         return answer["value"], body
 
     def _take_connection(self, control: socket.socket) -> socket.socket:
-        """A connection that no other call uses. Raises HelperDisconnected."""
         with self._lock:
             if self._sockets.control is control and self._sockets.idle:
                 return self._sockets.idle.pop()
@@ -197,7 +190,6 @@ class CloudProxy(ObjectStore):
         connection.close()  # its helper has ended meanwhile
 
     def _control(self) -> socket.socket:
-        """The control socket of the running helper; starts one if there is none."""
         with self._lock:
             if self._sockets.control is None:
                 control, store_id = _start_helper(self._url, create=False)
@@ -221,7 +213,7 @@ class CloudProxy(ObjectStore):
         )
 
     def _forget_parents_connections(self) -> None:
-        """Close the connections in a forked child: they belong to the parent."""
+        """In a forked child: the connections belong to the parent."""
         self._lock = threading.Lock()
         self._sockets.idle = []
         for each in list(self._connections):
@@ -260,8 +252,7 @@ class CloudProxy(ObjectStore):
             yield from (ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", batch))
 
     def _batches(self, listing: str, prefix: str, after: str) -> Iterator[_Batch]:
-        """The answers to one listing ("list" or "names"), each of `NAMES_AT_ONCE` items but the
-        last."""
+        """Each answer but the last has `NAMES_AT_ONCE` items."""
         while True:
             value, _ = self._call(listing, prefix, after)
             batch = cast("_Batch", value)
@@ -296,8 +287,7 @@ class _ProxyHousekeeping(Housekeeping):
 
 
 def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:
-    """Returns our end of the control socket, and the UUID of the helper's store. Raises
-    DieselError."""
+    """Returns our end of the control socket, and the store's UUID. Raises DieselError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [*HELPER, url, str(theirs.fileno()), *["--create"] * create]
     with theirs, daemons.log_file(_log_path()) as file:

@@ -2,8 +2,7 @@
 
 `python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
 at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
-A thread serves each connection that arrives over it. The helper ends when the control socket and
-all connections are closed.
+A thread serves each connection.
 """
 
 import logging
@@ -28,7 +27,6 @@ log = logging.getLogger("diesel.objects")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the helper until it has no connection any more; returns its exit code."""
     url, descriptor, *options = words
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,7 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _connections(control: socket.socket) -> Iterator[socket.socket]:
-    """The connections that other processes send, until none of them holds the control socket."""
+    """Ends when no other process holds the control socket."""
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:
@@ -72,7 +70,6 @@ def _serve(connection: socket.socket, store: ObjectStore) -> None:
 def _answer(
     store: ObjectStore, call: object, payload: memoryview
 ) -> tuple[Mapping[str, object], Sequence[Bytes]]:
-    """Returns the head and the payload of the answer."""
     try:
         match call:
             case ["get", str(name), int(start), int() | None as length]:

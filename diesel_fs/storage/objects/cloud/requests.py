@@ -2,21 +2,17 @@
 
 Only this module knows obstore. It bounds the time of each request, and the number that a process
 has under way over all stores (an upload in parts counts as one): 2,000 readers at the start of a
-task must not need 2,000 sockets. `retry.py` repeats requests; the library does not. The library
-follows a redirect of a GET, without our signature if the host changes, and never from https to
-http; it does not follow one of a PUT.
+task must not need 2,000 sockets. `retry.py` repeats requests; obstore does not. It follows a
+redirect of a GET, without our signature if the host changes, and never from https to http; it does
+not follow one of a PUT.
 
 Two things have no bound. A listing does not end if all its pages are empty and promise more. A
 signal does not interrupt a request, so ^C takes effect when it ends.
 
-Concurrency: any thread. All threads share one client for each time limit.
-
-Fork: the library's runtime (tokio; the first request starts its threads) does not survive in a
-forked child: every request there would hang for ever (obstore 0.12.1; measured with the parent's
-client, with a new client, with all clients of the parent deleted, and with the module imported
-again). If a parent has made clients but sent no request, its children can send requests; after
-that, their children cannot. So a request raises at once (`check_process`) if a process that this
-one was forked from has sent one.
+Any thread; all threads share one client for each time limit. obstore's runtime (tokio; the first
+request starts its threads) does not survive in a forked child: every request there would hang for
+ever, even with a new client (obstore 0.12.1, measured). So a request raises at once
+(`check_process`) if a process that this one was forked from has sent one.
 """
 
 import os
@@ -73,7 +69,7 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9_.]{1,64})</Code>")
 
 
 class UnlistableKey(PermanentStoreError):
-    """A key in the bucket cannot be a path; the library then lists nothing of that key's page."""
+    """A key in the bucket cannot be a path; obstore then lists nothing of that key's page."""
 
 
 class _Process:
@@ -105,7 +101,7 @@ def check_process() -> None:
 
 class ResponseBody:
     """The body of an answer, still to be read. `bytes_total` is the size of the whole object,
-    `range` the part of it in the body: (first byte, byte behind the last)."""
+    `range` the part in the body: (first byte, byte behind the last)."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -143,8 +139,7 @@ class ResponseBody:
 
 
 class CloudRequests:
-    """The requests to one bucket. Nothing is sent and no credential is read before the first
-    one."""
+    """Nothing is sent and no credential is read before the first request."""
 
     def __init__(
         self,
@@ -228,12 +223,10 @@ class CloudRequests:
             yield body
 
     def head(self, key: str) -> CloudObject:
-        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
-        bucket)."""
+        """Raises ObjectMissing (also for a missing bucket)."""
         return self._send("stat", key, lambda client: _found(obstore.head(client, key)))
 
     def delete(self, key: str) -> None:
-        """Delete an object; that it is absent is no error."""
         try:
             self._send("delete", key, lambda client: obstore.delete(client, key))
         except ObjectMissing:
@@ -259,7 +252,6 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """The library's listing. Nothing is sent before the first page is taken."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -291,7 +283,7 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """Send one request, and again with new credentials if the old ones have expired."""
+        """Repeats the request with new credentials if the old ones have expired."""
 
         def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
@@ -310,9 +302,8 @@ class CloudRequests:
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """The client with this time limit: in the library a client, not a request, has one. Only
-        the client that reads bodies has a read time-out as well: that would also run while a body
-        is being sent."""
+        """In obstore a client, not a request, has a time limit. Only the client that reads bodies
+        has a read time-out as well: that would also run while a body is being sent."""
         access, clients = self._access, self._clients
         if access is None or access.is_over() or request_s not in clients:
             with self._opening:
@@ -320,8 +311,6 @@ class CloudRequests:
         return clients[request_s]
 
     def _open_client(self, request_s: float) -> dict[float, _Client]:
-        """All clients by their time limits, with one for `request_s`; their credentials do not end
-        soon."""
         access = self._access
         if access is None or access.is_over():
             access = resolve_access(
@@ -343,8 +332,7 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """The project's error for one of the library. Its message has no address, which may hold a
-        signature."""
+        """The message has no address, which may hold a signature."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
@@ -371,7 +359,6 @@ class CloudRequests:
 
 
 def _fault_of_key(text: str) -> str:
-    """The refused key and the reason, as far as the library names them."""
     match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
     key = match[1] if match else ""
     named = f"the key {shown(key.encode())}" if key else "a key there"
@@ -381,7 +368,6 @@ def _fault_of_key(text: str) -> str:
 
 
 def _no_answer(what: str, text: str) -> DieselError:
-    """The error for a request without an HTTP status."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return ObjectStoreRefused(
             f"{what}: there are no credentials",
@@ -421,7 +407,6 @@ def _no_answer(what: str, text: str) -> DieselError:
 def _make_client(
     location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
-    """A client that repeats nothing. Raises PermanentStoreError."""
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match location.scheme:

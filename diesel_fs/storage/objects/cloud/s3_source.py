@@ -1,9 +1,9 @@
 """Lists and reads objects that others have put into an S3 bucket, under any key.
 
-The library of `requests.py` treats keys as paths: it removes a final slash, and lists nothing of a
-page that has a key like `a//b`. So this module uses botocore, which also knows everything in
-`~/.aws`: profiles, SSO, roles, programs that print credentials. `retry.py` repeats requests. Any
-thread; a fork is allowed.
+obstore (`requests.py`) treats keys as paths: it removes a final slash, and lists nothing of a page
+that has a key like `a//b`. So this module uses botocore, which also knows everything in `~/.aws`:
+profiles, SSO, roles, programs that print credentials. `retry.py` repeats requests. Any thread; a
+fork is allowed.
 """
 
 import os
@@ -47,8 +47,6 @@ _YES = ("1", "true", "yes", "on")
 
 
 class _Client(Protocol):
-    """botocore's client, which has no types."""
-
     def list_objects_v2(self, **fields: object) -> Mapping[str, object]: ...
     def head_object(self, **fields: object) -> Mapping[str, object]: ...
     def get_object(self, **fields: object) -> Mapping[str, object]: ...
@@ -60,8 +58,7 @@ class _Stream(Protocol):
 
 
 class S3Source:
-    """The requests to one S3 bucket. Nothing is sent and no credential is read before the first
-    one."""
+    """Nothing is sent and no credential is read before the first request."""
 
     def __init__(self, location: BucketLocation, limits: AttemptLimits | None = None) -> None:
         self.location = location
@@ -69,8 +66,6 @@ class S3Source:
         self._host = "S3"
 
     def pages(self, prefix: str, after: str) -> Iterator[list[CloudObject]]:
-        """Objects with keys that begin with `prefix` and come after `after`, in the store's
-        order."""
         token: dict[str, object] = {"StartAfter": after} if after else {}
         while True:
             found = self._send("list", prefix, lambda client, token=token: client.list_objects_v2(  # type: ignore[misc]  # mypy infers no lambda with defaults
@@ -84,8 +79,7 @@ class S3Source:
             token = {"ContinuationToken": found["NextContinuationToken"]}
 
     def head(self, key: str) -> CloudObject:
-        """The size, time and ETag of an object. Raises ObjectMissing (also for a missing
-        bucket)."""
+        """Raises ObjectMissing (also for a missing bucket)."""
         found = self._send(
             "stat", key,
             lambda client: client.head_object(Bucket=self.location.bucket, Key=key),
@@ -94,8 +88,7 @@ class S3Source:
 
     @contextmanager
     def open(self, key: str, start: int, end: int, etag: str | None) -> Iterator["_Body"]:
-        """Read the bytes from `start` to `end`. Raises as `CloudRequests.open`, and
-        ObjectArchived."""
+        """Raises as `CloudRequests.open`, and ObjectArchived."""
         fields = {"Range": f"bytes={start}-{end - 1}", **({"IfMatch": etag} if etag else {})}
         found = self._send("read", key, lambda client: client.get_object(
             Bucket=self.location.bucket, Key=key, **fields
@@ -115,7 +108,7 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """A client with the settings of the environment and of `~/.aws`; it repeats nothing."""
+        """Has the settings of the environment and of `~/.aws`; repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
@@ -175,8 +168,6 @@ class S3Source:
 
 
 class _Body:
-    """The body of an answer, still to be read."""
-
     def __init__(self, stream: _Stream, where: str, limits: AttemptLimits) -> None:
         self._stream = stream
         self._where = where

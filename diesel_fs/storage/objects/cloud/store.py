@@ -1,9 +1,7 @@
 """The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
-`CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
-overwrites an object, resumes a read if the body breaks off, and lists in order whatever the
-bucket's order. `open_cloud` adds retries (`retry.py`). Importing this module imports `obstore`, so
-only programs of DIESEL-FS do.
+`CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`). Importing this
+module imports `obstore`, so only programs of DIESEL-FS do.
 
 Any thread. Threads share two facts about the store: whether it supports "put only if absent", and
 whether it lists out of order. Each is set by one assignment; a race costs only a repeated request.
@@ -70,7 +68,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """The object store below one prefix of a bucket. Each object has a key there."""
+    """All objects have keys below one prefix of a bucket."""
 
     fork_safe = False
 
@@ -91,7 +89,7 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """The store below the prefix. Raises ObjectMissing if there is none."""
+        """Raises ObjectMissing."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -134,9 +132,8 @@ class CloudStore(ObjectStore):
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """If the bucket does not support conditional requests, or the object is put in parts, this
-        first asks the bucket whether the object exists, and two callers at the same moment can both
-        succeed. That is harmless: names of chunks are random, and two snapshots of one version are
-        equal."""
+        first asks whether the object exists, and two callers at the same moment can both succeed.
+        That is harmless: names of chunks are random, and two snapshots of one version are equal."""
         contract.check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
@@ -151,7 +148,8 @@ class CloudStore(ObjectStore):
             self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
-        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, again."""
+        """Puts the marker again, unchanged: a bucket that obeys "put only if absent" refuses
+        that."""
         key = self._location.key(STORE_MARKER)
         content = self._get(key, STORE_MARKER, 0, None)
         try:
@@ -260,7 +258,6 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """The object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -276,7 +273,7 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """The error for a missing object: ObjectMissing if the store itself is still there."""
+        """Returns ObjectMissing if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
@@ -303,8 +300,8 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Objects with `prefix` behind `after`, in order of their names. Lazy until a page is out
-        of order; then all objects are read and sorted."""
+        """Objects in order of their names. Lazy until a page is out of order; then all objects are
+        read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -329,8 +326,8 @@ class CloudStore(ObjectStore):
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. `yielded` has the names that the caller has listed up
-        to `last`: raises PermanentStoreError if the bucket has others there."""
+        """The objects behind `last`, sorted. Raises PermanentStoreError if the names up to `last`
+        are not those that the caller has listed (`yielded`)."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -346,8 +343,7 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """All objects with `prefix` behind `after`, sorted. Lists the bucket until a listing shows
-        nothing new."""
+        """Lists the bucket until a listing shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -360,8 +356,7 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """Objects of this store with `prefix` behind `after`, in the bucket's order. The listing
-        starts at about `last`, so some names before it may come again."""
+        """Objects in the bucket's order. Some names before `last` may come again."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -374,7 +369,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages that have all names with `prefix` behind `after`; they may have others, too."""
+        """The pages may have other names, too."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -383,8 +378,7 @@ class CloudStore(ObjectStore):
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
-        """The name of the object with this key. A key outside the store gets a name that no object
-        has."""
+        """A key outside the store gets a name that no object has."""
         if not self._location.prefix:
             return key
         start = f"{self._location.prefix}/"
@@ -440,7 +434,6 @@ class _Digest:
 
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
-    """The store's UUID, from its marker. Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, contract.MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
@@ -450,8 +443,6 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Fill `view`; returns the error if the body breaks off (it has the number of received bytes),
-    else None."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
