@@ -30,21 +30,17 @@ REPORT = ROOT / "build/demo/report.html"
 
 
 class DlcmdFailed(Exception):
-    """A call of `dlcmd` failed; `dlcmd` has printed the reason."""
-
     def __init__(self, arguments: list[str], exit_code: int) -> None:
         super().__init__(f"dlcmd {' '.join(arguments)}: exit code {exit_code}")
 
 
 class Dlcmd:
-    """The command line, with its own repository, logs and caches."""
-
     def __init__(self, folder: Path) -> None:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("DIESEL_")}
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             self.environment[f"XDG_{kind}_HOME"] = str(folder / kind.lower())
         self.environment["DIESEL_URL"] = f"file://{folder}/store"
-        self.typed: list[str] = []  # the commands so far, for the report
+        self.typed: list[str] = []
 
     def __call__(self, *arguments: str) -> None:
         command = list(arguments)
@@ -61,13 +57,12 @@ class Dlcmd:
 
 
 def is_mounted(folder: Path) -> bool:
-    """Whether the kernel has a mount here, even of a dead daemon (`os.path.ismount` fails then)."""
+    """Also true for a mount of a dead daemon (`os.path.ismount` fails then)."""
     return f" {folder} " in Path("/proc/self/mounts").read_text(encoding="utf-8")
 
 
 @contextmanager
 def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
-    """Mount the dataset at `folder`, and unmount it at the end in any case."""
     folder.mkdir()
     try:
         dlcmd("mount", DATASET, str(folder))
@@ -81,14 +76,14 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
 
 
 def _listen_to_interrupts() -> None:
-    """Run in a child, since shells let background jobs ignore ^C."""
+    """Runs in a child, since shells let background jobs ignore ^C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
-    """Run the dashboard, and yield the address of its page; empty if it could not start (the reason
-    is on stderr)."""
+    """Yields the address of the page; "" if the dashboard could not start (stderr has the
+    reason)."""
     command = [str(DLCMD), "dashboard", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -102,7 +97,7 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
 
 
 def screenshot(address: str, folder: Path) -> bytes:
-    """A PNG of a page, by a browser of this machine; empty if there is none, or it fails."""
+    """Returns a PNG; empty if this machine has no browser, or if it fails."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or not address:
         return b""
@@ -116,7 +111,7 @@ def screenshot(address: str, folder: Path) -> bytes:
 
 
 def demonstrate(folder: Path) -> Demo:
-    """Run the demo inside a temporary folder. Raises DlcmdFailed, also if training fails."""
+    """Raises DlcmdFailed, also if training fails."""
     dlcmd = Dlcmd(folder)
     images = folder / "images"
     file_count = write_images(images)

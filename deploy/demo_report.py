@@ -27,26 +27,22 @@ class Epoch:
     files_per_s: float
     loss: float
     accuracy: float
-    """The share of held-out files that the model classifies correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """The results of the demo."""
-
     commands: Sequence[str]
     files: int
     size_bytes: int
     put_files_per_s: float
     epochs: Sequence[Epoch]
     waiting_page: str
-    """The page of `dlcmd run --report`; empty if there is none."""
+    """Empty without a report."""
     screenshot: bytes
-    """A PNG of the page of `dlcmd dashboard`; empty without a browser."""
+    """Empty without a browser."""
 
 
 def demo_page(demo: Demo) -> str:
-    """The page as self-contained HTML."""
     rates = [each.files_per_s for each in demo.epochs]
     accuracies = [each.accuracy for each in demo.epochs]
     rows = "".join(

@@ -1,7 +1,7 @@
 """The training of `make demo`: a small CNN on the images of a folder, as in any training script.
 
-`python -m deploy.demo_training FOLDER [FIGURES]` trains on FOLDER/train, and exits with 1 if the
-accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a JSON file.
+`python -m deploy.demo_training FOLDER [FIGURES]` exits with 1 if the accuracy on FOLDER/val stays
+under 0.8. It writes the figures of each epoch to a JSON file.
 """
 
 import json
@@ -21,7 +21,7 @@ from torchvision.datasets import ImageFolder
 from deploy.images import SHAPES
 
 ACCURACY_MIN = 0.8
-ACCURACY_ENOUGH = 0.9  # training ends when this is reached, or after EPOCHS_MAX
+ACCURACY_ENOUGH = 0.9  # training ends at this, or after EPOCHS_MAX
 EPOCHS_MIN, EPOCHS_MAX = 2, 8
 BATCH_FILES = 32
 WORKERS = 2
@@ -29,7 +29,6 @@ TORCH_THREADS = 1  # with two, on two busy cores, an epoch takes up to four time
 
 
 def network() -> nn.Module:
-    """A small CNN of 25,000 weights."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 64)):
         convolution = nn.Conv2d(into, out, kernel_size=3, padding=1, bias=False)
@@ -48,7 +47,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[torch.Tensor, int]],
 ) -> float:
-    """Train for one epoch, and return the mean loss."""
+    """Returns the mean loss."""
     model.train()
     losses = []
     for images, labels in batches:
@@ -61,7 +60,6 @@ def train_epoch(
 
 
 def held_out_accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, int]]) -> float:
-    """The share of held-out files that the model classifies correctly."""
     model.eval()
     right = total = 0
     with torch.no_grad():
@@ -72,8 +70,7 @@ def held_out_accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, 
 
 
 def train(folder: Path) -> list[dict[str, float]]:
-    """Train on `folder/train`, print each epoch, and return its figures; the accuracy is that on
-    `folder/val`."""
+    """The accuracy is that on `folder/val`."""
     torch.manual_seed(1)
     torch.set_num_threads(TORCH_THREADS)
     batches, held_out = (

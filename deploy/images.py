@@ -1,7 +1,7 @@
 """Draws the demo's images: 12 kinds of shape, as PNG and JPEG files in one folder for each class.
 
-Everything but the shape is random (colour, size, position, rotation, background, noise), so that a
-network has to learn the shape. The same seed gives the same images.
+Everything but the shape is random, so that a network has to learn the shape. The same seed gives
+the same images.
 """
 
 import math
@@ -22,7 +22,7 @@ Shape = Callable[[ImageDraw.ImageDraw, "Pose", Colour], None]
 
 
 class Pose:
-    """The random position, size and rotation of a shape: maps unit coordinates into the image."""
+    """Maps unit coordinates into the image, by a random position, size and rotation."""
 
     def __init__(self, random: Random) -> None:
         self.radius_px = random.uniform(0.28, 0.42) * SIDE_PX
@@ -117,7 +117,7 @@ def _image(shape: Shape, random: Random) -> Image.Image:
 
 
 def write_images(folder: Path, *, seed: int = 1) -> int:
-    """Write `train/CLASS/*` and `val/CLASS/*`, half PNG, half JPEG; return the number of files."""
+    """Half of the files are PNG, half JPEG. Returns their number."""
     random = Random(seed)  # noqa: S311 (not a secret)
     count = 0
     for part, per_class in (("train", TRAIN_PER_CLASS), ("val", HELD_OUT_PER_CLASS)):

@@ -15,7 +15,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"  # csrc/
 
 
 def _operators_load() -> bool:
-    """Whether torchvision's compiled library loads; torchvision may load it again later."""
+    """torchvision may load the library again later."""
     spec = find_spec("torchvision")
     folders = spec.submodule_search_locations if spec is not None else None
     libraries = [path for folder in folders or [] for path in Path(folder).glob("_C*.so")]

@@ -3,9 +3,8 @@
 A verb's module, `verbs/NAME.py`, is imported only when the verb is used, so that the program starts
 fast.
 
-Ctrl-C ends the program with 130, SIGTERM with 143, a closed terminal (SIGHUP) with 129. Everything
-that was committed by then stays, and the same command finishes the work when it is run again. When
-the program that reads our stdout has ended, a verb that only reads ends silently with 141, as
+After Ctrl-C or another signal, everything that was committed stays, and the same command finishes
+the work. If the reader of our stdout has ended, a verb that only reads ends silently with 141, as
 SIGPIPE would; a put goes on.
 """
 
@@ -60,7 +59,7 @@ VERBS = {
     "completion": "Print the code with which a shell completes dlcmd.",
 }
 
-ENDLESS = {"top", "dashboard"}  # verbs that run until they are interrupted
+ENDLESS = {"top", "dashboard"}
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -71,7 +70,7 @@ SYNONYMS = {
 }  # fmt: skip
 
 INTERRUPTED = 130
-READER_GONE = 141  # 128 + SIGPIPE: the exit code of a program that SIGPIPE ends
+READER_GONE = 141  # 128 + SIGPIPE
 
 
 class TerminatedBySignal(BaseException):
@@ -81,8 +80,6 @@ class TerminatedBySignal(BaseException):
 
 
 class _Verbs(click.Group):
-    """The module of a verb is imported when the verb is used."""
-
     def list_commands(self, _: click.Context) -> list[str]:
         return list(VERBS)
 
@@ -97,8 +94,6 @@ class _Verbs(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the verb in the first word. Raises UsageError for an unknown verb, and proposes
-        one."""
         word = args[0]
         if word not in VERBS and not context.resilient_parsing and word[:1] != "-":
             near = [SYNONYMS.get(word), *get_close_matches(word, VERBS, 1)]
@@ -147,7 +142,7 @@ def main() -> NoReturn:
 
 
 def prepare_process() -> None:
-    """Set up signals and the environment, before any verb runs."""
+    """Call this before any verb runs."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
     # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -161,7 +156,6 @@ def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `dlcmd` in this process, and return its exit code."""
     # Behind `--` are the options of the command that `dlcmd run` runs
     own = {*itertools.takewhile(lambda word: word != "--", arguments)}
     context: click.Context | None = None
@@ -207,14 +201,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether the message suffices, without a traceback."""
     return (
         isinstance(error, DieselError) or as_diesel_error(error).exit_code != DieselError.exit_code
     )
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """The causes of an error, the nearest first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"
@@ -222,19 +214,18 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """The advice after an interruption; `context` is None if it came before the verb was known."""
+    """`context` is None if the interruption came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:
-    """The notes that a verb has added to the exception: how much it had done."""
+    """The notes that a verb has added to the exception: how much is done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def as_diesel_error(error: Exception) -> DieselError:
-    """The error to report for an exception. One that is neither a DieselError nor an OSError counts
-    as a bug."""
+    """An exception that is neither a DieselError nor an OSError is a bug."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):

@@ -1,10 +1,9 @@
 """The programs `mount.diesel` and `umount.diesel`, which mount(8) and umount(8) start.
 
 The device of a line in fstab is `DATASET[@VERSION]`, and each option of `dlcmd mount` is a mount
-option without its dashes. This module reads them from the verb itself, and knows only mount(8)'s
-own options.
+option without its dashes. This module reads them from the verb itself.
 
-libmount's file `utab` (`utab.py`) makes umount(8) start `umount.diesel` for the mounts of
+libmount's file `utab` (`utab.py`) makes umount(8) start `umount.diesel` for mounts of
 `mount.diesel`: a native mount is two mounts, which umount(8) alone would call busy.
 """
 
@@ -32,28 +31,26 @@ from .verbs.mount import mount as mount_verb
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""The exit codes of `dlcmd`, and mount(8)'s codes for them. All others become FAILED."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
     "|lazytime|iversion|mand|symfollow)|defaults|ro|rw|_netdev|async|sync|dirsync|loud|silent"
     "|(user|comment)=.*|[xX]-.*"
 )
-"""Options that mount(8) itself acts on, or adds (`rw`)."""
+"""mount(8) itself acts on these, or adds them (`rw`)."""
 
 _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbose", "version"}
-"""Options of `dlcmd mount` that are no mount options; `mount_options` adds `url` and, as
-`username`, `user` again."""
+"""These options of `dlcmd mount` are no mount options, except that `mount_options` adds `url` and
+`user` (as `username`)."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""The folders of root's mounts, since at boot there is no home folder. The systemd unit names the
-same ones."""
+"""Root's mounts use these, since at boot there is no home folder. The systemd unit names the same
+ones."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options of `dlcmd mount`, by their names as mount options."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -66,16 +63,14 @@ def mount_options() -> dict[str, click.Option]:
 
 
 def split_options(text: str) -> list[str]:
-    """Split mount options at commas. As for mount(8), a comma between double quotes separates
-    nothing; the quotes are removed."""
+    """Commas between double quotes separate nothing, as for mount(8). The quotes are removed."""
     parts = re.findall(r'(?:[^,"]|"[^"]*"?)+', text)
     return [part.replace('"', "") for part in parts]
 
 
 def dlcmd_options(given: Sequence[str], *, sloppy: bool) -> list[str]:
-    """The options of `dlcmd mount` for the given mount options, in which underscores may stand for
-    dashes. Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy`
-    leaves it out."""
+    """Mount options may have underscores for dashes. Raises UsageError for an option that neither
+    `dlcmd mount` nor mount(8) knows, unless `sloppy`."""
     known, words = mount_options(), []
     for each in given:
         name, has_value, value = each.partition("=")
@@ -229,8 +224,7 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """The last of these options that is given, or None. They undo each other, so the last one
-    counts."""
+    """The options undo each other, so the last one counts."""
     return next((each for each in reversed(given) if each in names), None)
 
 
@@ -246,8 +240,7 @@ def _use_system_folders() -> None:
 
 
 def _load_environment(path: Path) -> None:
-    """Reads lines `NAME=value`, as systemd's EnvironmentFile. Raises ConfigError, PermissionDenied,
-    UsageError."""
+    """The format is that of systemd's EnvironmentFile."""
     content = private_bytes(path, "the environment", ENVIRONMENT_BYTES_MAX)
     for line in content.decode("utf-8", "surrogateescape").splitlines():
         name, is_set, value = line.strip().partition("=")
@@ -268,7 +261,7 @@ def _is_mounted(mountpoint: str, name: str, version: int) -> bool:
 
 
 def _forbid_programs(mountpoint: str) -> None:
-    """Makes a mount noexec, or unmounts it. Raises DieselError."""
+    """Makes a mount noexec, or unmounts it and raises DieselError."""
     options = "remount,bind,ro,nosuid,nodev,noatime,noexec"
     command = ["mount", "--internal-only", "-n", "-o", options, "--", mountpoint]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -278,7 +271,6 @@ def _forbid_programs(mountpoint: str) -> None:
 
 
 def _note_helper(mountpoint: str) -> None:
-    """Makes umount(8) start `umount.diesel` for this mount."""
     found = mounted_at(mountpoint)
     if found is not None:
         update_utab(found.source, mountpoint)

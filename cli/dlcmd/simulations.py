@@ -1,8 +1,7 @@
 """Simulates a training job with several policies and orders at once, in several processes.
 
-`dlcmd forecast` calls `compare` with one `Comparison` for each policy and order. The processes are
-spawned: forked ones might hang in threads of a cloud's client. Each gets the files and the order
-once, and writes its progress into a shared array.
+The processes are spawned: forked ones might hang in threads of a cloud's client. Each gets the
+files and the order once, and writes its progress into a shared array.
 """
 
 import multiprocessing
@@ -25,7 +24,7 @@ from diesel_fs.format.snapshot.reader import Indices
 from .show.progress import ShowProgress
 
 PARALLEL_READS_MIN = 400_000
-"""With fewer reads to simulate, other processes would take longer to start than they save."""
+"""With fewer reads, further processes take longer to start than they save."""
 
 POLL_S = 0.2
 
@@ -34,8 +33,6 @@ _STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A job to simulate, and the policy of its caches."""
-
     policy: str
     job: ForecastJob
 
@@ -43,8 +40,7 @@ class Comparison:
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
     def size(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> int | None:
-        """The bytes of the smallest SSD without stalls; None if no SSD suffices (see
-        `smallest_disk`)."""
+        """Returns None if no SSD suffices."""
         return smallest_disk(
             self.job, files.bytes, lambda job: replace(self, job=job).run(files, given, progress)
         )
@@ -71,9 +67,9 @@ def compare(
     *,
     processes: int = 0,
 ) -> list[Made]:
-    """The results of `task` (`Comparison.run` or `Comparison.size`) for all comparisons, in their
-    order. `given`: the order from the user's list; None: the job's own. `processes` 0 means one for
-    each processor, or a single one if there are few reads."""
+    """`task` is `Comparison.run` or `Comparison.size`. `given` is the order from the user's list;
+    None: the job's own. `processes` 0 means one for each processor, or a single one if there are
+    few reads."""
     steps = _STEPS * len(comparisons)
     if not processes:
         reads = sum(each.job.epochs for each in comparisons) * len(files)

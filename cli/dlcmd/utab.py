@@ -9,8 +9,8 @@ from contextlib import suppress
 
 
 def update_utab(source: str | None, mountpoint: str) -> None:
-    """Add a mount, or take it out if `source` is None. If libmount or its folder is missing,
-    nothing happens: the user can still unmount with `umount -R`."""
+    """Takes the mount out if `source` is None. Does nothing if libmount or its folder is missing:
+    the user can still unmount with `umount -R`."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL("libmount.so.1")
         for name in ("mnt_new_fs", "mnt_new_update"):

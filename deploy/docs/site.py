@@ -1,9 +1,8 @@
 """Builds the documentation site (`make docs`): `python -m deploy.docs.site MKDOCS`.
 
-The pages are the Markdown files of the tree at their own places, so that links between them work.
-Two more pages are made: the help of each command, and the Python interface, from the docstrings. A
-link to a source file leads to a copy of it; a link to a folder becomes plain text. mkdocs fails at
-a dead link or anchor (`strict` in mkdocs.yaml).
+The pages are the Markdown files of the tree at their own places, so that links between them work,
+and two generated ones. A link to a source file leads to a copy of it; a link to a folder becomes
+plain text. mkdocs fails at a dead link or anchor (`strict` in mkdocs.yaml).
 """
 
 import os
@@ -25,11 +24,10 @@ TREE = Path(__file__).parents[2]
 PAGES = TREE / "build/docs/pages"
 
 _LINK = re.compile(r"(?<!\!)\[([^\]]*)\]\((?!https?:)([^)#\s]+)\)")
-"""A link to a file or folder: its text and its target. Links with an anchor lead to pages."""
+"""Links with an anchor lead to pages, so they do not match."""
 
 
 def gather(pages: Path) -> None:
-    """Write all pages to a folder, and remove its former content."""
     shutil.rmtree(pages, ignore_errors=True)
     for page in _tracked("*.md"):
         text = (TREE / page).read_text(encoding="utf-8")
@@ -57,7 +55,7 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
-    """A link as the site has it. If it leads to a source file, the file is copied."""
+    """If the link leads to a source file, this file is copied."""
     text, target = link.groups()
     there = (TREE / page.parent / target).resolve()
     if there.is_dir():
@@ -90,7 +88,6 @@ def _contexts(context: click.Context) -> Iterator[click.Context]:
 
 
 def _interface() -> Iterator[str]:
-    """The page of the Python interface: all exports of the two packages."""
     yield from ("# Python", "")
     for package in (diesel_fs, diesel_fs.torch):
         for name in package.__all__:
@@ -98,7 +95,7 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Build the site with the program `mkdocs`, and return its exit code."""
+    """Returns the exit code of `mkdocs`."""
     gather(PAGES)
     command = [
         mkdocs,

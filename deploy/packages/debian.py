@@ -1,8 +1,8 @@
 """Builds the Debian package: `python -m deploy.packages.debian` (or `make deb`).
 
 Debian's numpy, redis and pyfuse3 are too old for us, so the package has its own environment in
-`/opt/diesel-fs`. The interpreter is the system's `/usr/bin/python3`; the package depends on that
-version of Python.
+`/opt/diesel-fs`. Its interpreter is the system's `/usr/bin/python3`, on whose version the package
+depends.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from .dist import DIST, TREE, build, main, set_time
 
 PYTHON = Path("/usr/bin/python3")
 HOME = Path("/opt/diesel-fs")
-"""The folder of the environment; the units in `deploy/systemd` start its programs."""
+"""The units in `deploy/systemd` start programs of this environment."""
 
 LINKS = {
     "usr/bin/dlcmd": "dlcmd",
@@ -32,10 +32,10 @@ LINKS = {
     "usr/sbin/umount.diesel": "umount.diesel",
     "usr/sbin/umount.fuse.diesel": "umount.diesel",
 }
-"""Links to programs of the environment. mount(8) looks for `mount.TYPE` in /usr/sbin alone."""
+"""mount(8) looks for `mount.TYPE` in /usr/sbin alone."""
 
 UNUSED = ("bin/activate*", "bin/Activate*", "bin/diesel-csi", "bin/diesel-operator", "share")
-"""Files of the environment that the package omits. The two programs are for containers."""
+"""The package omits these files. The two programs are for containers."""
 
 CONTROL = """\
 Package: diesel-fs
@@ -93,7 +93,7 @@ SCRIPTS = {"postinst": RELOAD, "prerm": PRERM, "postrm": POSTRM}
 
 
 def build_deb() -> Path:
-    """Build the package, and return its path. Raises CalledProcessError."""
+    """Raises CalledProcessError."""
     _, wheel = build()
     stage = TREE / "build" / "deb"
     shutil.rmtree(stage, ignore_errors=True)
@@ -112,7 +112,7 @@ def _output(*command: str) -> str:
 
 
 def _make_environment(stage: Path, wheel: Path) -> None:
-    """Make `/opt/diesel-fs` below `stage`, such that it works after it is moved to `/`."""
+    """The environment works after it is moved from `stage` to `/`."""
     home = stage / HOME.relative_to("/")
     home.mkdir(parents=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -187,8 +187,7 @@ def _add_control(stage: Path, architecture: str) -> None:
 
 
 def _depends() -> Iterator[str]:
-    """The package's dependencies: this version of Python, and the C libraries that pyfuse3 was
-    compiled against."""
+    """The C libraries are those that pyfuse3 was compiled against."""
     version = _output(str(PYTHON), "-c", "import sys; print('%d %d' % sys.version_info[:2])")
     major, minor = map(int, version.split())
     yield f"python3 (>= {major}.{minor}~), python3 (<< {major}.{minor + 1}~)"

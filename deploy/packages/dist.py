@@ -22,8 +22,8 @@ DIST = TREE / "dist"
 
 
 def set_time() -> int:
-    """Set SOURCE_DATE_EPOCH to the time of the commit (without git: of `pyproject.toml`), unless it
-    is set, and return it."""
+    """Sets SOURCE_DATE_EPOCH, unless it is set, to the time of the commit (without git: of
+    `pyproject.toml`)."""
     if "SOURCE_DATE_EPOCH" not in os.environ:
         command = ["git", "log", "-1", "--format=%ct"]
         done = subprocess.run(command, cwd=TREE, check=False, capture_output=True, text=True)
@@ -33,7 +33,7 @@ def set_time() -> int:
 
 
 def build() -> tuple[Path, Path]:
-    """Build the sdist and the wheel, and return their paths."""
+    """Returns the sdist and the wheel."""
     time_s = set_time()
     DIST.mkdir(exist_ok=True)
     shutil.rmtree(TREE / "share", ignore_errors=True)
@@ -60,7 +60,7 @@ def _run(*words: str) -> None:
 
 
 def _repack(archive: Path, time_s: int) -> None:
-    """Write a tar anew, without the time, place and user of its making."""
+    """Removes the time, place and user of the tar's making."""
     with tarfile.open(archive) as old:
         members = [(each, old.extractfile(each)) for each in sorted(old, key=lambda m: m.name)]
         content = io.BytesIO()

@@ -11,8 +11,6 @@ import diesel_fs
 
 
 class _Roff(click.HelpFormatter):
-    """Writes the help of a command as a man page in roff."""
-
     def __init__(self, name: str, section: int, summary: str, time_s: int) -> None:
         super().__init__()
         day = f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}"
@@ -31,7 +29,7 @@ class _Roff(click.HelpFormatter):
         self.write(f'.SH "{_escaped(re.sub(r" [(].*[)]$", "", heading)).upper()}"\n')
 
     def write_paragraph(self) -> None:
-        """Do nothing: each part begins its own paragraphs."""
+        """Does nothing: each part begins its own paragraphs."""
 
     def write_text(self, text: str) -> None:
         for number, paragraph in enumerate(re.split(r"\n\s*\n", inspect.cleandoc(text))):
@@ -54,7 +52,7 @@ def _escaped(text: str) -> str:
 
 
 def _lines(text: str) -> str:
-    """Text as lines of roff: text in backquotes is bold, and no line is a request."""
+    """Text in backquotes becomes bold, and no line becomes a request of roff."""
     parts = re.split(r"`([^`]+)`", text)
     bold = "".join(
         f"\\fB{_escaped(part)}\\fR" if number % 2 else _escaped(part)
@@ -67,7 +65,7 @@ def _lines(text: str) -> str:
 
 
 def man_pages(program: click.Command, section: int, time_s: int) -> Iterator[tuple[str, str]]:
-    """The name and the text of each man page of a program: its own, and one for each verb, such as
+    """Yields name and text of each page: the program's own, and one for each verb, such as
     `dlcmd-put.1`. `time_s`, in seconds since 1970, is the time on the pages."""
     assert program.name is not None
     return _pages(program, _context(program, program.name, None), section, time_s)

@@ -16,18 +16,16 @@ from dlcmd.verbs.completion import SCRIPTS
 from .man_pages import man_pages
 
 PROGRAMS = ((dlcmd, 1), (diesel_server, 8), (mount_program, 8), (umount_program, 8))
-"""The programs that have man pages, and their sections."""
 
 COMPLETIONS = {
     "bash": "bash-completion/completions/dlcmd",
     "zsh": "zsh/site-functions/_dlcmd",
     "fish": "fish/vendor_completions.d/dlcmd.fish",
 }
-"""The place of each shell's completions below a folder `share`."""
 
 
 def write_share(folder: Path) -> None:
-    """Write everything below `folder`. The pages have the time SOURCE_DATE_EPOCH, if it is set."""
+    """The pages have the time SOURCE_DATE_EPOCH, if it is set."""
     time_s = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     dlcmd.name, diesel_server.name = "dlcmd", "diesel-server"
     for program, section in PROGRAMS:

@@ -5,5 +5,5 @@ as volumes of pods, always by `dlcmd`, so that a mount outlives it. `operator/` 
 Jobs, and runs training jobs (`operator/OPERATOR.md`). `names.py` has the names in manifests, and
 `reports.py` the reports of nodes to the operator.
 
-Start at `csi/VOLUMES.md` and `csi/node.py`; `README.md` describes the installation.
+Start at `csi/VOLUMES.md` and `csi/node.py`.
 """

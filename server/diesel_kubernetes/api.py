@@ -1,8 +1,6 @@
 """Calls of the Kubernetes API that the CSI plugin and the operator share.
 
-A program finds the image of its own pod, so an administrator names the image once, in the
-Deployment or DaemonSet, and the pods that it makes have the same one. This module takes long to
-import, as lightkube does.
+Importing it takes long, as lightkube does.
 """
 
 from collections.abc import Iterator
@@ -24,8 +22,8 @@ from diesel_fs.errors import (
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """A context in which errors of the Kubernetes client become errors of DIESEL-FS. Their messages
-    have no part of the request, which may hold a secret."""
+    """Errors of the Kubernetes client become errors of DIESEL-FS. Their messages have no part of
+    the request, which may hold a secret."""
     try:
         yield
     except ApiError as error:
@@ -46,8 +44,8 @@ def api_errors() -> Iterator[None]:
 
 
 def image_in_pod(client: Client, pod: str, container: str) -> str:
-    """The image of a pod's container. Raises ConfigError if the pod has no such container, and the
-    errors of `api_errors`."""
+    """A program gives the pods that it makes the image of its own pod. Raises ConfigError if there
+    is no such container, and the errors of `api_errors`."""
     with api_errors():
         found = client.get(Pod, pod)
     for each in found.spec.containers if found.spec else ():

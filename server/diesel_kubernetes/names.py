@@ -34,19 +34,19 @@ SECRETS = {
     "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
 }
-"""The keys that a volume's Secret may have, and the variable by which a mount gets each value."""
+"""The keys that a volume's Secret may have, and the variables by which a mount gets the values."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""A label of mount pods, their Secrets and nodes' reports: the node, as `label_value`."""
+"""Mount pods, their Secrets and nodes' reports have this label: the node, as `label_value`."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
-"""A label of mount pods and their Secrets: the mount's name, `KEY-N` (`csi/VOLUMES.md`)."""
+"""Mount pods and their Secrets have this label: the mount's name, `KEY-N` (`csi/VOLUMES.md`)."""
 
 _LABEL_CHARS_MAX = 63
 
 
 def label_value(node: str) -> str:
-    """A node's name as the value of a label: a hash of it if it is too long for one."""
+    """A name that is too long for a label's value becomes a hash."""
     if len(node) <= _LABEL_CHARS_MAX:
         return node
     return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]

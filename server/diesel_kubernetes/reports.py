@@ -21,11 +21,11 @@ REFRESH_S = 300.0
 """The pause between two reports without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
-"""A report that is older is not used, since its plugin has probably ended. One whose time is this
-far in the future is not used, either."""
+"""An older report is not used: its plugin has probably ended. Nor is one from this far in the
+future."""
 
 NOTICEABLE = 5
-"""If a share changes by this many percent of the dataset, it is reported before `REFRESH_S`."""
+"""A change of a share by this many percent of the dataset is reported before `REFRESH_S`."""
 
 DATASETS_MAX = 1000
 """The most datasets in a report, which must fit a ConfigMap."""
@@ -38,33 +38,31 @@ _NAMESPACE = re.compile(r"-|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _NODE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 
 Held = tuple[str, UUID]
-"""The key of a dataset in reports: the namespace of the pods that read it (`-`: unknown), and its
+"""A dataset in reports is named by the namespace of the pods that read it (`-`: unknown), and its
 identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDataset:
-    """The part of a dataset that a node holds for pods of one namespace. Shares are in percent of a
-    version's stored bytes, rounded down."""
+    """Shares are in percent of a version's stored bytes, rounded down."""
 
     namespace: str
     identity: UUID
     version: int
     """0: it is not known how much of which version is held."""
     share: int = 0
-    """In memory and on disk together."""
     disk: int = 0
-    """On disk: this part of `share` stays when no pod reads the dataset."""
+    """This part of `share` stays when no pod reads the dataset."""
     is_used: bool = False
-    """Whether pods read it now."""
+    """Whether pods read the dataset now."""
 
     @property
     def key(self) -> Held:
         return self.namespace, self.identity
 
     def joined(self, other: "HeldDataset") -> "HeldDataset":
-        """Two places that hold a dataset, as one. The shares are a lower bound: the larger of each,
-        since both places may hold the same parts."""
+        """Both places may hold the same parts, so of each share the larger counts, a lower
+        bound."""
         return HeldDataset(
             self.namespace,
             self.identity,
@@ -79,7 +77,7 @@ class HeldDataset:
 class NodeReport:
     node: str
     time_s: int
-    """The time of the measurement, since 1970, by the node's clock."""
+    """Seconds since 1970, by the node's clock."""
     is_complete: bool
     """Whether the report names all datasets that the node holds."""
     datasets: tuple[HeldDataset, ...] = ()
@@ -91,8 +89,8 @@ class NodeReport:
 def make_report(
     node: str, now_s: float, datasets: Iterable[HeldDataset], *, is_complete: bool
 ) -> NodeReport:
-    """The report of a node. If there are more than DATASETS_MAX datasets, it has those with the
-    largest shares, and is not complete."""
+    """Beyond DATASETS_MAX datasets, the report has those with the largest shares, and is not
+    complete."""
     found = sorted(datasets, key=lambda each: (-each.share, each.key, each.version))
     kept = sorted(found[:DATASETS_MAX], key=lambda each: (each.key, each.version))
     return NodeReport(node, int(now_s), is_complete and len(found) == len(kept), tuple(kept))
@@ -120,12 +118,11 @@ def is_namespace(text: str) -> bool:
 
 
 def report_name(node: str) -> str:
-    """The name of the ConfigMap with a node's report."""
     return f"diesel-node-{label_value(node)}"
 
 
 def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
-    """A report as a ConfigMap. The cluster deletes it with `owner`, an owner reference."""
+    """The cluster deletes the ConfigMap with `owner`, an owner reference."""
     content = {
         "node": report.node,
         "time": report.time_s,
@@ -161,7 +158,7 @@ def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
 
 
 def parse_config_map(raw: Mapping[str, object]) -> NodeReport:
-    """The report in a ConfigMap. Raises FormatError if it is malformed."""
+    """Raises FormatError for a malformed report."""
     match raw:
         case {"metadata": {"name": str(name)}, "data": {"report": str(content)}}:
             pass
@@ -216,5 +213,5 @@ def _parsed(entries: Sequence[object], name: str) -> tuple[HeldDataset, ...]:
 
 
 def _is_whole(value: int, low: int, high: int) -> bool:
-    """Whether a value is within bounds and no `bool`, which Python counts as an `int`."""
+    """Excludes `bool`, which Python counts as an `int`."""
     return type(value) is int and low <= value <= high

@@ -1,7 +1,6 @@
 """The limits of one worker process, with their reasons: connections, requests, bytes, and times.
 
-`listener.py` and `connection.py` refuse clients and requests beyond them. No class here has a lock:
-all but `RateLimiter` belong to the event loop.
+No class here has a lock: all but `RateLimiter` belong to the event loop.
 """
 
 import random
@@ -24,10 +23,10 @@ LOGIN_S = 5.0
 """Time for TLS and the greeting, and again for the login: each takes two packets at most."""
 
 AUTHENTICATE_S = 4.0
-"""Time to look up an account; a client gives up after 10 s."""
+"""A client gives up after 10 s."""
 
 IDLE_S = 300.0
-"""A connection without a request for this time is closed; clients close unused ones sooner."""
+"""Clients close unused connections sooner."""
 
 FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
@@ -41,51 +40,45 @@ DRAIN_S = 30.0
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
-"""How long a request waits for memory, and for a thread. Then it is refused, with `RETRY_AFTER_S`.
-"""
+"""After this wait for memory, or for a thread, a request is refused with `RETRY_AFTER_S`."""
 
 RETRY_AFTER_S = 1.0
-"""The time after which the client of a refused request may send it again."""
 
 CONNECTIONS_MAX = 8192
-"""Connections of a worker; each takes some 20 KB. A process that may open fewer files takes fewer.
-"""
+"""Each takes some 20 KB. A process that may open fewer files takes fewer."""
 
 GREETING_MAX = 1024
 """Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login: enough for the processes of a node, which all
-start at once and log in within milliseconds. Beyond the limit, a random one of these connections is
-closed, so that a client that connects again and again does not keep out users with a key."""
+start at once and log in within milliseconds. Beyond it, a random one of these is closed, so that a
+client that connects again and again does not keep out users with a key."""
 
 REFUSING_S = 2.0
-"""Time to tell a client that it is refused."""
 
 REFUSING_MAX = 64
-"""The number of clients that get a sentence at the same time. Others are closed without one."""
+"""Beyond this number at once, clients are closed without a sentence."""
 
 FILES_RESERVED = 256
-"""File descriptors for stores, caches and logs."""
+"""These descriptors are for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
-"""A connection with this number of requests under way is not read until one has ended."""
+"""With more requests under way, a connection is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
 """Requests under way, in all and of one user: the rest is left to other users."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
-"""Memory for payloads and answers under way: enough for one user's largest request, and as much for
-the others."""
+"""Memory for one user's largest request, and as much for the others."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""The part of the budget that one user may hold."""
 
 RATE_KEYS_MAX = 4096
 
 SMALL_BYTES = 64 << 10
-"""Sizes up to this are not taken from the budget, since the number of requests is limited, too."""
+"""Sizes up to this are not taken from the budget: the number of requests is limited, too."""
 
 HEAD_FACTOR = 6
 """Python objects of a head with many small items take this multiple of its bytes."""
@@ -97,7 +90,7 @@ _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
 def answer_bytes(message: Message) -> int:
-    """The memory for an answer in bytes, estimated from the request alone."""
+    """Estimates from the request alone."""
     if message.get("do") == "snapshot":
         return _PIECE_BYTES
     if message.get("do") == "list":
@@ -113,8 +106,8 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """A client's network, for limits: an IPv4 address, or the first 64 bits of an IPv6 address.
-    Another text stays as it is."""
+    """Returns an IPv4 address, or the first 64 bits of an IPv6 address. Another text stays as it
+    is."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -125,15 +118,14 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """A limit: `burst` events at once, and then one every `each_s` seconds."""
+    """Allows `burst` events at once, and then one every `each_s` seconds."""
 
     burst: int
     each_s: float
 
 
 class RateLimiter:
-    """Counts events by key, against a rate. Beyond `keys_max` keys, the one that was silent for
-    longest is forgotten. `is_full` returns whether a key has used up its rate."""
+    """Counts events by key. Beyond `keys_max` keys, the longest silent one is forgotten."""
 
     def __init__(
         self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX
@@ -162,7 +154,7 @@ class _WaitingRequest:
 
 
 class FairByteBudget:
-    """Memory for requests, with a limit for all, and one for each owner (a user). First come, first
+    """Memory for requests, with a limit for all and one for each owner (a user). First come, first
     served; but an owner that waits only for its own share does not keep others waiting."""
 
     def __init__(self, most: int = BUDGET_BYTES, share: int = SHARE_BYTES) -> None:
@@ -173,8 +165,8 @@ class FairByteBudget:
         self._queue: deque[_WaitingRequest] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
-        """Wait for `size` bytes. Returns False if they were not free within `seconds`, or if `size`
-        exceeds an owner's share. The caller must `release` them."""
+        """The caller must `release` the bytes. Returns False if they were not free within
+        `seconds`, or if `size` exceeds an owner's share."""
         if size > self._share:
             return False
         if not self._queue and self._fits(owner, size):
@@ -212,7 +204,6 @@ class FairByteBudget:
         self._held_by[owner] += size
 
     def _serve(self) -> None:
-        """Grant waiting requests, in the order of their arrival."""
         for waiting in list(self._queue):
             if self.held + waiting.size > self._most:
                 return
@@ -223,7 +214,7 @@ class FairByteBudget:
 
 
 class LimitReached(Exception):
-    """A connection exceeds a limit. `sentence` is for the client, `reason` for the metrics."""
+    """`sentence` is for the client, `reason` for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -232,8 +223,7 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """Counts the connections of a worker, against limits: all of them, those before their login by
-    network, and those after it by user."""
+    """Counts all connections, those before their login by network, and those after it by user."""
 
     def __init__(
         self,
@@ -263,9 +253,9 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """Held until a connection has logged in. If there are too many before their login, calls
-        `leave` of a random one of them, which closes it: of this network if that has too many,
-        otherwise of the network with most."""
+        """Held until a connection has logged in. Beyond a limit, calls `leave` of a random one of
+        them, which closes it: of this network if that has too many, otherwise of the network with
+        most."""
         by_network = Counter(each for each, _ in self._greeting.values())
         if by_network[network] >= self._per_network:
             self._dismiss(network)
@@ -296,7 +286,6 @@ class ConnectionLimits:
 
 
 def count_down(counts: Counter[str], key: str) -> None:
-    """Subtract one, and remove the key at 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

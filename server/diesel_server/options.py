@@ -1,7 +1,4 @@
-"""The server's options. The command line wins over the environment, and that over the TOML file.
-
-No error or help text shows a value that may hold a password.
-"""
+"""The server's options. No error or help text shows a value that may hold a password."""
 
 import os
 import stat
@@ -22,7 +19,6 @@ from diesel_fs.urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"
-"""The prefix of the options' environment variables."""
 
 LISTEN = "127.0.0.1:9300"
 LOOPBACK = "127.0.0.1"
@@ -44,7 +40,6 @@ class ServerOptions:
 
 
 def default_workers() -> int:
-    """One worker for each processor that this process may use, at most four."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -76,7 +71,6 @@ _OPTIONS = (
 
 
 def options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Add all options to a click command. Pass the values that the command gets to `checked`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return click.option(
@@ -90,7 +84,7 @@ def options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    """Make the values in the TOML file the defaults of the options. Raises ConfigError."""
+    """The values in the TOML file become the options' defaults. Raises ConfigError."""
     path = Path(value) if value else CONFIG_FILE
     try:
         with path.open("rb") as file:
@@ -126,8 +120,7 @@ def checked(
     metrics: str | None,
     insecure: bool,
 ) -> tuple[ServerOptions, list[str]]:
-    """The checked options, and warnings for the operator. Raises ConfigError, also for options that
-    contradict each other."""
+    """Returns also warnings for the operator. Raises ConfigError."""
     endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
     if (tls_cert is None) != (tls_key is None):
@@ -192,8 +185,7 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """A warning if other users can read or replace the TLS key. A missing file is reported later,
-    when the key is loaded."""
+    """A missing file is reported later, when the key is loaded."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             return [

@@ -8,8 +8,6 @@ from .options import global_flags
 
 
 def open_accounts(*, create: bool = False) -> Administration:
-    """The accounts of the server's users, from the repository that the options name. `create` makes
-    a missing repository."""
     open_buckets_directly()
     settings = global_flags().settings()
     return open_administration(

@@ -22,19 +22,15 @@ from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
 MEMORY_BYTES = 256 << 20
-"""The memory in which an `entry_reader` keeps chunks."""
 
 _STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`DATASET[@VERSION][/path]`. An address that ends in a slash must name a folder
-    (`must_be_folder`)."""
-
     dataset: str
     path: bytes = b""
-    must_be_folder: bool = False
+    must_be_folder: bool = False  # it ended in a slash
     version: int = 0  # 0: the current one
 
     def __str__(self) -> str:
@@ -42,15 +38,15 @@ class Address:
         return f"{name}/{shown(self.path)}" if self.path else name
 
     def view(self, repository: Repository) -> Snapshot:
-        """The snapshot of the address's version. Raises NotFoundError."""
+        """Raises NotFoundError."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
         return current_view(repository, repository.dataset(self.dataset))
 
 
 def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
-    """The newest snapshot of a dataset. Prints a note, once in each command, if it may not be the
-    current one, or has entries that the metadata store has lost."""
+    """Opens the newest snapshot. Prints a note, once per command, if it may be out of date or if
+    the metadata store has lost entries of it."""
     view = repository.view_of(info)
     meta = click.get_current_context().meta
     if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
@@ -60,17 +56,16 @@ def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
 
 
 def address(text: str) -> Address:
-    """Parses `DATASET[/path]`. Raises UsageError, also for an address with a version."""
+    """Raises UsageError, also for an address with a version."""
     return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
-    """Parses `DATASET[@VERSION][/path]`. Raises UsageError."""
     return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
-    """Parses an address as `versioned_address` does; `DATASET@` gets the version ALL_VERSIONS."""
+    """`DATASET@` gets the version ALL_VERSIONS."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)
@@ -86,9 +81,8 @@ def _address(text: str, name: str, version: int) -> Address:
 def open_repository_from_flags(
     *, create: bool = False, rebuild: bool = False
 ) -> Iterator[Repository]:
-    """Opens the repository that the options name, and closes it at the end of the block. `create`
-    makes a missing repository; `rebuild` makes a missing metadata store, but only for a repository
-    that exists. Raises DieselError."""
+    """`create` makes a missing repository; `rebuild` makes only a missing metadata store. Raises
+    DieselError."""
     open_buckets_directly()
     settings = global_flags().settings()
     try:

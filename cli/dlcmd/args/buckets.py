@@ -1,7 +1,4 @@
-"""A bucket as the source of a put: lists and reads its objects and archives, with retries.
-
-Imported only when a bucket is put, since it imports the bucket's library.
-"""
+"""A bucket as the source of a put: lists and reads its objects and archives, with retries."""
 
 import fnmatch
 import os
@@ -36,7 +33,7 @@ from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, R
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
-_AHEAD = 8  # pieces of an archive that are fetched at once, ahead of its reader
+_AHEAD = 8  # pieces of an archive that are fetched ahead of its reader
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -55,8 +52,7 @@ class _Requests(Protocol):
 
 
 class CloudBucket:
-    """The objects below a URL's prefix, or the single object that has the prefix as its key.
-    `ingest.BucketSource` puts them."""
+    """The objects below a URL's prefix, or the single object that has the prefix as its key."""
 
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends no request yet. Raises ConfigError."""
@@ -67,8 +63,8 @@ class CloudBucket:
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """The object that has the URL's prefix as its key. None if there are objects below the
-        prefix, or if no object has this key. Sends requests."""
+        """None if there are objects below the prefix, or if no object has it as its key. Sends
+        requests."""
         key = self._url.prefix
         if not key or next(self._list(), None) is not None:
             return None
@@ -78,8 +74,8 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """The objects in the store's order. An object whose key ends in a slash stands for a
-        folder, as vendors' consoles make it. Raises NotFoundError if there is no object."""
+        """The objects in the store's order. A key with a slash at its end stands for a folder, as
+        vendors' consoles make it. Raises NotFoundError if there is no object."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
@@ -94,8 +90,7 @@ class CloudBucket:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
     def _list(self) -> Iterator[CloudObject]:
-        """Lists the objects below the prefix. After an error that may pass, goes on behind the last
-        key."""
+        """After a passing error, the listing resumes behind the last key."""
         after, retrying = "", self._retrying(0)
         while True:
             try:
@@ -112,17 +107,15 @@ class CloudBucket:
                 retrying.wait_or_raise(error)
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """Exactly `size` bytes of an object, from `start` on. Raises NotFoundError if the object is
-        gone, ConflictError if it has changed since it was listed or is archived,
-        ObjectStoreError."""
+        """Reads exactly `size` bytes. Raises NotFoundError if the object is gone, ConflictError if
+        it has changed since the listing or is archived, ObjectStoreError."""
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
         content = bytearray(size)
         self._retrying(size).call(lambda: self._read(key, found.tag, start, memoryview(content)))
         return bytes(content)
 
     def stop(self) -> None:
-        """Ends the reads that wait because the store has asked for a long pause: they fail. Any
-        thread."""
+        """Reads that wait for a long pause of the store fail. Any thread may call this."""
         self._pauses.stop()
 
     def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
@@ -148,9 +141,6 @@ class CloudBucket:
 
 
 class BucketArchive:
-    """An object of a bucket as an archive (`ingest.Archive`); `found` is its entry in the
-    listing."""
-
     is_local = False
 
     def __init__(self, bucket: CloudBucket, found: BucketObject, name: str, sha256: bytes) -> None:
@@ -167,7 +157,6 @@ class BucketArchive:
         return ArchiveState(self._found.tag, self._found.size, self._found.modified_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Opens the archive of the size in `state`. Reading raises OSError."""
         return FetchedArchiveFile(state.size, partial(self._bucket.read, self._found), _AHEAD)
 
 
@@ -175,8 +164,8 @@ class _PathRequests(CloudRequests):
     """Requests to Google and Azure, whose library removes the slash at the end of a key."""
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
-        """The listing. An empty object gets its slash back if the next object is below it: consoles
-        mark a folder by such an object. (If no object is below it, it looks like an empty file.)"""
+        """An empty object gets its slash back if the next object is below it, since consoles mark
+        folders so. (With no object below, it looks like an empty file.)"""
         last: CloudObject | None = None
         for page in super().pages(folder.rstrip("/"), after):
             shown: list[CloudObject] = []
@@ -199,9 +188,9 @@ def _requests_to(location: BucketLocation) -> _Requests:
 
 
 def bucket_archives(address: str) -> list[BucketArchive]:
-    """The archives at an address: one object (s3://bucket/shards/1.tar), all objects that a glob
-    matches (s3://bucket/shards/*.tar; wildcards match no slash), or all below a prefix. Sends
-    requests. Raises NotFoundError, ConfigError, UsageError, ObjectStoreError."""
+    """The address is that of one object (s3://bucket/shards/1.tar), a glob
+    (s3://bucket/shards/*.tar; wildcards match no slash), or a prefix of objects. Sends requests.
+    Raises NotFoundError, ConfigError, UsageError, ObjectStoreError."""
     plain, sha256 = split_sha256(address)
     wildcard = _WILDCARD.search(plain)
     folder = plain[: plain.rindex("/", 0, wildcard.start())] if wildcard else plain.rstrip("/")
@@ -219,6 +208,5 @@ def bucket_archives(address: str) -> list[BucketArchive]:
 
 
 def _matches(key: str, pattern: str) -> bool:
-    """Whether the pattern matches the key. Wildcards match no slash."""
     names, globs = key.split("/"), pattern.split("/")
     return len(names) == len(globs) and all(map(fnmatch.fnmatchcase, names, globs))

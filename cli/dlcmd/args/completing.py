@@ -2,12 +2,10 @@
 
 The code that `dlcmd completion SHELL` prints sends `dlcmd` the line up to the cursor, and gets
 lines of three fields, separated by tabs: kind, whole word, description. The kind `plain` is a
-finished word, `part` one that goes on (a folder); `file` and `dir` leave the word to the shell. The
-commands themselves show which words may stand at a place: an argument with the metavariable
-`DATASET...` is completed from the repository.
+finished word, `part` one that goes on (a folder); `file` and `dir` leave the word to the shell. An
+argument with the metavariable `DATASET...` is completed from the repository.
 
-After any failure, nothing is printed. A repository that does not answer in time ends the process: a
-TAB must not hang.
+A TAB must not hang or print errors: after a failure or a timeout, nothing is printed.
 """
 
 import os
@@ -31,19 +29,17 @@ if TYPE_CHECKING:
 
 COMPLETE = "_DLCMD_COMPLETE"
 """The variable by which a shell's code makes `dlcmd` complete a line; its value is the shell's
-name. `_DLCMD_LINE` has the line up to the cursor; in bash, `_DLCMD_TEXT` has the end of the line
+name. `_DLCMD_LINE` has the line up to the cursor; `_DLCMD_TEXT` (bash only) has the end of the line
 that bash will replace."""
 
 ANSWER_DEADLINE_S = 2.0
-"""After this time without an answer, the process ends. Most repositories answer in milliseconds."""
+"""Most repositories answer in milliseconds."""
 
 WORDS_MAX = 2000
-"""If more entries of a folder fit, only the common beginning of their names is offered."""
+"""If more entries of a folder fit, only the common prefix of their names is offered."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
-    """Prints the words for the line in the environment, and ends the process. `shell` is its
-    name."""
     line, text = os.environ.get("_DLCMD_LINE", ""), os.environ.get("_DLCMD_TEXT", "")
     with suppress(Exception), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)  # a message would disturb the user's line
@@ -65,24 +61,20 @@ def _limit_time() -> None:
 def completions(
     program: click.Command, line: str, opening: Callable[[], None] = lambda: None
 ) -> list[CompletionItem[str]]:
-    """The words that may replace the last word of a command line.
-
-    An item of the type `file` or `dir` has no value: the shell itself completes the word with its
-    files or folders. `opening` is called before a repository is opened. Raises DieselError if the
-    repository cannot be read.
-    """
+    """An item of the type `file` or `dir` has no value: the shell completes it. `opening` is called
+    before a repository is opened. Raises DieselError."""
     *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
     last = last[:-1]
     lead = last[: last.find("=") + 1] if last.startswith("-") else ""
     for parameter in _command(program, words[1:]).params:
-        # click has no hook for all parameters of a command: so replace the method of each
+        # click has no hook for all parameters of a command
         parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]  # click: by instance
     items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
         words[1:], last
     )
     for each in items:
         each.value = f"{lead}{each.value}" if each.type in ("plain", "part") else ""
-    # Other words would break the lines of the answer
+    # Control characters would break the lines of the answer
     return [each for each in items if f"{each.value}".isprintable()]
 
 
@@ -114,11 +106,10 @@ def _values(
 def _addresses(
     opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
 ) -> Iterator[CompletionItem[str]]:
-    """Datasets, versions or entries, by the metavariable. Raises DieselError."""
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return
-    # numpy and the readers of repositories take longer to import than a verb to complete
+    # These take longer to import than a verb to complete
     from diesel_fs.format.entries import Kind  # noqa: PLC0415
     from diesel_fs.remote.open import open_configured  # noqa: PLC0415
     from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415
@@ -167,8 +158,8 @@ def _entries(
 
 
 def _as_typed(word: str, line: str, text: str) -> str:
-    """The word as bash must insert it in place of `text`, the end of the line. bash replaces only
-    the part behind the last character of COMP_WORDBREAKS, such as `@`, and quotes nothing."""
+    """bash replaces only the part behind the last character of COMP_WORDBREAKS, such as `@`, and
+    quotes nothing. `text` is the end of the line that bash will replace."""
     *_, typed = split_arg_string(line + "x")
     typed, (text, *_) = typed[:-1], [*split_arg_string(text), ""]
     if typed.endswith(text):
@@ -182,7 +173,6 @@ def _as_typed(word: str, line: str, text: str) -> str:
 
 
 def _open_quote(line: str) -> str:
-    """The quote that is open at the end of a shell's line, or ""."""
     quote, is_escaped = "", False
     for each in line:
         if is_escaped or (each == "\\" and quote != "'"):

@@ -1,9 +1,7 @@
 """Options that set the fields of a request: a dataclass of the library, or of a verb.
 
-`options_of` gives a command an option for each named field. The option has the field's name and
-default, unless the verb gives others; a bool becomes a flag. The command gets the values in one
-dict, without options that were not given and have no default; `made` makes the request. So a new
-option is a field and a line in the verb.
+`options_of` gives a command an option for each named field. The command gets the values in one
+dict, from which `made` makes the request. So a new option is a field and a line in the verb.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +19,7 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class FieldOption:
-    """An option of a command. Its name is the field's, unless `name` gives another (without
-    dashes)."""
+    """`name` (without dashes) replaces the field's name."""
 
     help: str
     name: str = ""
@@ -31,8 +28,8 @@ class FieldOption:
     metavar: str | None = None
     default: object = None
     shows_default: bool = False
-    """Whether the help shows a default. If False, an option that the user does not give is left out
-    of the dict, so that the field keeps its own default."""
+    """If False, an option that is not given is left out of the dict, so the field keeps its own
+    default."""
     multiple: bool = False
     required: bool = False
 
@@ -40,9 +37,8 @@ class FieldOption:
 def options_of(
     request: type[object], into: str, **options: FieldOption
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """A decorator that adds an option for each named field of the dataclass `request`, in this
-    order. The command gets the values in its argument `into`, a dict that several such decorators
-    may fill."""
+    """Adds an option for each named field of the dataclass `request`, in this order. A bool becomes
+    a flag. The command gets the values in the dict `into`, which several decorators may fill."""
     defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
@@ -72,6 +68,5 @@ def options_of(
 
 
 def made(request: type[_Request], given: Mapping[str, object], **others: object) -> _Request:
-    """The request, made from the values of its options (`given`) and from `others`. Raises the
-    errors of its constructor."""
+    """Raises what the constructor of `request` raises."""
     return request(**{**given, **others})

@@ -35,8 +35,6 @@ _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "w
 
 @dataclass(slots=True)
 class Flags:
-    """The values of the global options. If an option is given twice, the later value wins."""
-
     url: str | None = None
     user: str | None = None
     key_file: str | None = None
@@ -45,7 +43,7 @@ class Flags:
     verbose: bool = False
 
     def settings(self) -> Settings:
-        """The settings, in which these options win over all others. Raises ConfigError."""
+        """These options win over all other settings. Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
 
 
@@ -54,7 +52,6 @@ class _Checked(click.Parameter):
     digits. Its errors name the option."""
 
     def type_cast_value(self, ctx: click.Context, value: object) -> object:
-        """click's conversion, after these checks. Raises UsageError."""
         if ctx.resilient_parsing or isinstance(self.type, click.types.UnprocessedParamType):
             return super().type_cast_value(ctx, value)
         for each in value if isinstance(value, tuple | list) else (value,):
@@ -95,18 +92,17 @@ class _Argument(_Checked, click.Argument): ...
 
 
 option = partial(click.option, cls=_Option)
-"""`click.option` and `click.argument` with `_Checked` values."""
 
 argument = partial(click.argument, cls=_Argument)
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
-"""Types of paths that need not exist. click does not check that they can be read: it would call an
-unreadable file wrong usage."""
+"""click does not check that these paths can be read: it would call an unreadable file wrong
+usage."""
 
 
 class _AbsolutePath(click.Path):
-    """A path that is made absolute, for a program that runs in another folder."""
+    """Makes a path absolute, for a program that runs in another folder."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
@@ -143,7 +139,6 @@ _GLOBAL = (
 
 
 def global_options(command: _Command) -> _Command:
-    """Adds the global options, and `--version`, to a command."""
     command.params += [
         _Option(
             names,
@@ -159,8 +154,7 @@ def global_options(command: _Command) -> _Command:
 
 
 def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
-    """Makes a function a verb with the global options. The function's docstring is the verb's help,
-    with examples."""
+    """Makes a function a verb with the global options. Its docstring is the verb's help."""
 
     def decorate(function: Callable[_P, None]) -> click.Command:
         return global_options(click.command(name, context_settings=HELP_NAMES)(function))
@@ -169,17 +163,14 @@ def verb(name: str) -> Callable[[Callable[_P, None]], click.Command]:
 
 
 def size(text: str) -> int:
-    """A number of bytes, from 4096, 64K, 4M, 1G. (Help texts show the name of this function:
-    SIZE.)"""
+    """Parses 4096, 64K, 4M or 1G. (Help texts show this function's name: SIZE.)"""
     return parse_size(text)
 
 
 def time(text: str) -> float:
-    """A time in the past, as seconds since 1970.
-
-    Written 2026-01-31 or 2026-01-31T12:00 (both in this machine's time zone),
-    2026-01-31T12:00+02:00, 2026-01-31T12:00Z, or 90m or 7d for a time ago.
-    """
+    """Parses 2026-01-31 or 2026-01-31T12:00 (both in this machine's time zone),
+    2026-01-31T12:00+02:00, 2026-01-31T12:00Z, or 90m or 7d for a time ago. Returns seconds since
+    1970."""
     ago, now = _AGO.fullmatch(text), datetime.now().astimezone()
     try:
         if ago is not None:
@@ -206,7 +197,7 @@ def moment_text(seconds: float) -> str:
 
 
 def duration(text: str) -> int:
-    """Seconds, from 0, 90m, 7d."""
+    """Parses 0, 90m or 7d. Returns seconds."""
     match = _AGO.fullmatch(text)
     if match is not None:
         return int(timedelta(**{_AGO_UNITS[match[2]]: int(match[1])}).total_seconds())
@@ -220,8 +211,7 @@ ALL_VERSIONS = -1
 
 
 def check_dataset_argument(text: str) -> str:
-    """Returns `text`. Raises UsageError if it is a file's path or a URL, as when two arguments were
-    swapped."""
+    """Raises UsageError for a file's path or a URL: perhaps two arguments were swapped."""
     if text[:1] in ("/", ".", "~") or "://" in text:
         context = click.get_current_context()
         order = " ".join(context.command.collect_usage_pieces(context))
@@ -233,12 +223,11 @@ def check_dataset_argument(text: str) -> str:
 
 
 def versioned_dataset(text: str) -> tuple[str, int]:
-    """`DATASET` or `DATASET@VERSION`; version 0 is the current one. Raises UsageError."""
     return parse_versioned_name(check_dataset_argument(text))
 
 
 def dataset(text: str) -> str:
-    """Checks a dataset's name without a path or version, and returns it. Raises UsageError."""
+    """Refuses a path or version."""
     name, at, _ = check_dataset_argument(text).partition("@")
     check_dataset_name(name)
     if at:
@@ -250,5 +239,4 @@ def dataset(text: str) -> str:
 
 
 mount_folder = click.Path(path_type=Path, readable=False)
-"""The type of a mount's folder. click does not check that it can be read: it would call another
-user's mount wrong usage."""
+"""click does not check that it can be read: it would call another user's mount wrong usage."""

@@ -33,7 +33,7 @@ from ..show.output import count_text
 
 @dataclass(frozen=True, slots=True)
 class SourceArgument:
-    """A source of `put`. `name` stands for it in messages."""
+    """`name` stands for the source in messages."""
 
     name: str
     source: Source
@@ -42,7 +42,7 @@ class SourceArgument:
 
 @contextmanager
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
-    """One source of all archives at these paths, globs and addresses. Raises NotFoundError,
+    """Joins all archives at these paths, globs and addresses into one source. Raises NotFoundError,
     UsageError, ObjectStoreError."""
     archives = [archive for name in names for archive in _archives(name, "archive")]
     counts = Counter(archive.address for archive in archives)
@@ -57,8 +57,8 @@ def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
 
 
 def manifest_file(name: str) -> FetchedManifest:
-    """Fetches a manifest (the list of a dataset's samples), from a path or address as those of
-    archives. Raises UsageError, NotFoundError, PermissionDenied, ObjectStoreError, CorruptError."""
+    """A manifest is the list of a dataset's samples. Raises UsageError, NotFoundError,
+    PermissionDenied, ObjectStoreError, CorruptError."""
     files = _archives(name, "manifest")
     if len(files) != 1:
         raise UsageError(f"--manifest takes one file, and {name} names {len(files)}")
@@ -66,8 +66,6 @@ def manifest_file(name: str) -> FetchedManifest:
 
 
 def _archives(name: str, noun: str) -> Sequence[Archive]:
-    """The files at a path, a glob or an address; messages call them `noun`. Raises NotFoundError,
-    UsageError, ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:
         from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
@@ -82,7 +80,6 @@ def _archives(name: str, noun: str) -> Sequence[Archive]:
 
 
 def _archive_paths(name: str) -> list[str]:
-    """The files at a path or a glob, or below a folder. Raises NotFoundError."""
     if os.path.isdir(name):
         return sorted(str(path) for path in Path(name).rglob("*") if path.is_file())
     if os.path.lexists(name):
@@ -96,9 +93,8 @@ def _archive_paths(name: str) -> list[str]:
 
 @contextmanager
 def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """The source that SRC names: a tar, a bucket, a folder or a file. The file `files_from` lists
-    the paths to put from a folder, separated by NUL if `nul`, else by newlines. Raises
-    NotFoundError, UsageError."""
+    """`files_from` lists the paths to put from a folder, separated by NUL if `nul`, else by
+    newlines. Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, TarSource(stream))
@@ -130,7 +126,6 @@ def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterato
 
 @contextmanager
 def _opened_file(name: str) -> Iterator[BinaryIO]:
-    """The opened file, or standard input for `-`. Raises NotFoundError, PermissionDenied."""
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -148,8 +143,7 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
 
 
 def _read_paths(files_from: str, nul: bool) -> list[bytes]:
-    """The paths that the file `files_from` lists, each once. `.` becomes the empty path, SRC
-    itself. Raises UsageError."""
+    """The line `.` becomes the empty path, SRC itself."""
     with _opened_file(files_from) as file:
         lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}

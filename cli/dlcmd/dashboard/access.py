@@ -1,9 +1,9 @@
 """Decides which requests the dashboard answers: those of this machine, or those with the token.
 
-Without a token, a request must name this machine. Otherwise a foreign page with a name that leads
-to 127.0.0.1 ("DNS rebinding") could read the dashboard in the user's browser. With a token, every
-request must have it: as `Authorization: Bearer TOKEN`, or in a cookie that `?token=TOKEN` has set,
-which holds a value made from the token.
+Without a token, a request must name this machine in its header Host. Otherwise a foreign page with
+a name that leads to 127.0.0.1 ("DNS rebinding") could read the dashboard in the user's browser.
+With a token, every request must have it: as `Authorization: Bearer TOKEN`, or in a cookie that
+`?token=TOKEN` has set, which holds a value made from the token.
 """
 
 import hashlib
@@ -29,17 +29,15 @@ and this browser is remembered; programs send `Authorization: Bearer TOKEN`.
 
 
 class Access:
-    """The rule by which requests are allowed."""
-
     def __init__(self, token: str, hosts: Collection[str]) -> None:
-        """If `token` is empty, only `hosts` may stand in the header Host."""
+        """Without a token, a request may name `hosts` or a local name in its header Host."""
         self._token = token.encode()
         self._hosts = frozenset(each.lower() for each in hosts) | LOCAL_NAMES
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
-        """None if the request is allowed, otherwise its answer: an error, or a redirect that sets
-        the cookie."""
+        """Returns None if the request is allowed, otherwise an error, or a redirect that sets the
+        cookie."""
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None

@@ -1,8 +1,8 @@
 """A repository on the dashboard: its datasets, with versions, sizes and holes.
 
-The repository is listed seldom, since a listing of a thousand datasets takes seconds of a
-processor, or thousands of requests to a bucket. Facts that need a request for each dataset (the
-kept versions, the holes) are fetched again only for changed datasets, a few at a time.
+The repository is listed seldom: a listing of a thousand datasets takes seconds of a processor, or
+thousands of requests to a bucket. Kept versions and holes need a request for each dataset, so they
+are fetched only for changed datasets, a few at a time.
 """
 
 import time
@@ -24,12 +24,11 @@ from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
-"""The part of a processor, and of the time, that listings may take: a slow listing is repeated less
+"""Listings take at most this part of a processor, and of the time: slow ones are repeated less
 often than every `LIST_EVERY_S`."""
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2
-"""Every `DETAILS_EVERY_S`, the details of changed datasets are fetched for about `DETAILS_S`."""
 
 HOLES_FILES_MAX = 250_000
 """Holes (bytes of replaced or deleted entries) are not counted in datasets with more files: that
@@ -40,8 +39,7 @@ VERSIONS_SHOWN = 8
 
 class _Details(NamedTuple):
     """Facts about a dataset at `version`. `kept` counts the kept versions; `versions` describes the
-    newest of them. `holes_bytes` is None if holes were not counted. `problem`: why facts are
-    missing."""
+    newest. `holes_bytes` is None if not counted. `problem` tells why facts are missing."""
 
     version: int
     versions: list[dict[str, object]]
@@ -51,8 +49,6 @@ class _Details(NamedTuple):
 
 
 class WatchedDatasets(Watched):
-    """The datasets of the repository. It has no history."""
-
     least_s = DETAILS_EVERY_S
     late_s = 60.0
 
@@ -67,7 +63,6 @@ class WatchedDatasets(Watched):
         super().__init__("datasets", History(()))
 
     def refresh(self) -> None:
-        """Lists the datasets if that is due, and fetches details of some changed ones."""
         if time.monotonic() >= self._list_s:
             self._list()
         assert self._repository is not None
@@ -102,7 +97,6 @@ class WatchedDatasets(Watched):
         return details is None or details.version != (info.head.version if info.head else 0)
 
     def describe(self) -> Described:
-        """The page fetches the datasets themselves when `change` has grown."""
         return {
             **self.standing(),
             "repository": shown(shown_url(self._settings.repository_url).encode()),

@@ -1,5 +1,4 @@
-"""The last hour of some figures, in memory of a fixed size: a point every `EVERY_S`, with a
-value in each named column. Not safe for concurrent use."""
+"""The last hour of some figures, in memory of a fixed size. Not safe for concurrent use."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,16 +9,14 @@ POINTS = 720
 
 
 class History:
-    """A new point replaces the oldest one when all places are taken."""
-
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = {name: array("f", bytes(4 * POINTS)) for name in columns}
         self._times = array("d", bytes(8 * POINTS))
         self._count = 0
 
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
-        """Adds a point at `time_s`, in seconds since 1970. A column that `figures` lacks gets 0.
-        Points with a later time are forgotten, since the clock was set back."""
+        """`time_s` is in seconds since 1970. A column that `figures` lacks gets 0. Points with a
+        later time are forgotten: the clock was set back."""
         if self._count and time_s < self._times[(self._count - 1) % POINTS]:
             self._keep([at for at in self._places() if self._times[at] < time_s])
         at = self._count % POINTS
@@ -29,7 +26,8 @@ class History:
         self._count += 1
 
     def since(self, time_s: float) -> dict[str, list[float]]:
-        """The points after `time_s`, the oldest first: the values of each column, and of `time`."""
+        """Returns the points after `time_s`, oldest first: the values of each column, and of
+        `time`."""
         places = [at for at in self._places() if self._times[at] > time_s]
         found = {"time": [self._times[at] for at in places]}
         for name, values in self._columns.items():

@@ -36,8 +36,8 @@ COLUMNS = (
     *("read", "fetched", "pushed", "requests", "files"),
     *("memory", *TASK_TIERS),
 )
-"""A mount's history. Per second: the seconds waited, by cause; bytes and requests; files read of
-plans (announced orders); reads, by tier."""
+"""A mount's history, per second: the seconds waited, by cause; bytes and requests; files read of
+announced orders; reads, by tier."""
 
 _TOTALS = {
     "reads": "reads.hits",
@@ -53,28 +53,25 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""Counters on the page, and their paths in a mount's statistics."""
 
 
 class MountPlace(NamedTuple):
-    """A mount's path, and the device number of its connection: another mount on the same path has
-    another one."""
+    """A later mount on the same path has another device number."""
 
     path: str
     device: str
 
 
 class OwnMounts:
-    """This user's mounts; for root, those of all users. A mount that is visible at several paths
-    gets the first of them. Not safe for concurrent use."""
+    """This user's mounts; for root, those of all users. A mount at several paths gets the first.
+    Not safe for concurrent use."""
 
     def __init__(self) -> None:
         self._table = b""
         self._found: dict[MountPlace, DatasetMount] = {}
 
     def find(self) -> dict[MountPlace, DatasetMount]:
-        """The mounts by their places. Costs little if nothing was mounted or unmounted since the
-        last call."""
+        """Costs little if nothing was mounted or unmounted since the last call."""
         table = Path("/proc/self/mountinfo").read_bytes()
         if table != self._table:
             user = os.geteuid()
@@ -88,11 +85,10 @@ class OwnMounts:
 
 
 class WatchedMount(Watched):
-    """One mount. Its state is `gone` after it has been unmounted."""
+    """The state is `gone` after an unmount."""
 
     def __init__(self, source_id: str, found: DatasetMount, own_pid: int) -> None:
-        """`own_pid` is this program's process group, whose reads are left out of the figures; -1:
-        none."""
+        """The figures leave out the reads of the process group `own_pid`; -1 means none."""
         self._found = found
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
@@ -191,10 +187,8 @@ class WatchedMount(Watched):
 
 
 def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
-    """The tasks of these mounts, with their members, the nodes. The statistics of any node's mount
-    name all members. How much of its share (the chunks that it caches for the task) a node holds is
-    only in the statistics of its own mount; so if several nodes are on this machine, each mount
-    adds that of its own."""
+    """The members of a task are its nodes. Any node's mount names all members, but only a node's
+    own mount reports how much of its share (the chunks that it caches for the task) it holds."""
     found: dict[tuple[str, str], Described] = {}
     members: dict[tuple[str, str], dict[int, Described]] = {}
     for source in sources:
@@ -287,5 +281,5 @@ def _plan(stream: Mapping[str, object]) -> Described:
 
 
 def _text(name: str) -> str:
-    """Somebody else's name without control characters."""
+    """Removes control characters from another user's name."""
     return shown(os.fsencode(name))

@@ -16,31 +16,28 @@ from .watched import Described, Watched
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 4 << 20
 COUNT_END = 1 << 63
-"""Values of this size or larger are left out: infinity is no JSON, so the page would show nothing
-at all."""
+"""Values of this size or larger are left out: infinity is no JSON, and would empty the page."""
 
 TIERS = ("memory", "disk", "store")
 
 COLUMNS = ("requests", "received", "sent", "uploaded", *TIERS, "refused")
-"""A server's history: all figures a second."""
 
 _SAMPLE = re.compile(
     r"^(diesel_(?!request_seconds)[a-z_]+)(?:\{([^}]*)\})? (?!0$)([-+0-9.eE]+)$",
     re.MULTILINE | re.ASCII,
 )
-"""A line with a value that is not 0, of a metric that is no histogram: some tens of hundreds of
-lines."""
+"""Matches lines with a value other than 0, of metrics that are no histograms: tens of several
+hundred lines."""
 
 _LABEL = re.compile(r'([a-z]+)="([^"\\]*)"', re.ASCII)
 
 Metrics = Mapping[tuple[str, str], float]
-"""Values by the name of a metric and the value of its label `tier`, `reason` or `outcome` (empty:
-it has none of these)."""
+"""Values by the name of a metric and the value of its label `tier`, `reason` or `outcome`, or
+""."""
 
 
 def parse_metrics_place(text: str) -> tuple[HostPort, str]:
-    """The host, port and path of a server's metrics, from `[HOST:]PORT` or an `http://` URL. Raises
-    ConfigError."""
+    """The text is `[HOST:]PORT` or an `http://` URL. Raises ConfigError."""
     written = f"127.0.0.1:{text}" if text.isdecimal() else text
     try:
         parts = urlsplit(written if "://" in written else f"http://{written}")
@@ -57,8 +54,6 @@ def parse_metrics_place(text: str) -> tuple[HostPort, str]:
 
 
 class WatchedServer(Watched):
-    """One server; `path` is that of its metrics."""
-
     def __init__(self, source_id: str, place: HostPort, path: str) -> None:
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None
@@ -127,7 +122,6 @@ class WatchedServer(Watched):
 
 
 def parse_metrics(text: str) -> dict[tuple[str, str], float]:
-    """Samples of Prometheus's text format that are not 0, without histograms."""
     found: dict[tuple[str, str], float] = {}
     for name, labels, number in _SAMPLE.findall(text):
         pairs = dict(_LABEL.findall(labels))
@@ -148,8 +142,8 @@ def total(values: Metrics, name: str) -> float:
 def _rates(
     before: tuple[float, Metrics] | None, after: tuple[float, Metrics] | None
 ) -> dict[str, float]:
-    """Figures per second between two samples; empty if there are not two. If the server was
-    restarted between them, a rate is 0 instead of negative."""
+    """Returns figures per second, or {} without two samples. After a restart of the server, a rate
+    is 0 instead of negative."""
     if before is None or after is None or after[0] <= before[0]:
         return {}
     passed_s = after[0] - before[0]

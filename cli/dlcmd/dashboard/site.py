@@ -10,7 +10,6 @@ from .watcher import Watcher
 from .web import HttpAnswer, HttpRequest
 
 STATE_WAIT_S = 5.0
-"""A request for `/state` waits at most this time for a newer state."""
 
 _KINDS = {
     "index.html": "text/html; charset=utf-8",
@@ -30,20 +29,17 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer: the page may load nothing from other hosts, and run no inline script."""
+"""The page may load nothing from other hosts, and run no inline script."""
 
 
 class Site:
-    """Answers the requests of the page."""
-
     def __init__(self, watcher: Watcher, access: Access) -> None:
         self._watcher = watcher
         self._access = access
         self._files = _page_files()
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
-        """The answer to a request. Called in the connection's thread; may wait for
-        `STATE_WAIT_S`."""
+        """Called in the connection's thread; may wait for `STATE_WAIT_S`."""
         refusal = self._access.refusal(request)
         if refusal is not None:
             return refusal
@@ -77,7 +73,7 @@ def _page_files() -> Mapping[str, HttpAnswer]:
 
 
 def _number(text: str) -> float | None:
-    """A finite number that is not negative; None for other texts."""
+    """Returns None for a negative or infinite number, too."""
     try:
         value = float(text)
     except ValueError:

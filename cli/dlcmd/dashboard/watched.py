@@ -1,8 +1,7 @@
 """A mount, server or repository that the dashboard watches, with a thread of its own.
 
-`watcher.py` has one thread for all of them: at each tick it calls `refresh_soon` of each, and waits
-at most `ANSWERS_S` for `is_done`. If no answer has come by then, the page shows the last figures
-and their age.
+`watcher.py` calls `refresh_soon` of each at every tick, and waits at most `ANSWERS_S` for
+`is_done`. Without an answer by then, the page shows the last figures and their age.
 """
 
 import logging
@@ -21,11 +20,10 @@ Described = dict[str, object]
 
 
 class Watched(ABC):
-    """`refresh` fetches figures, in a thread of its own; `describe` makes the page's part and
-    `point` the history's, in the watcher's thread. Subclasses guard shared attributes by `lock`."""
+    """`refresh` runs in a thread of its own, `describe` and `point` in the watcher's thread.
+    Subclasses guard shared attributes by `lock`."""
 
     least_s = 0.0
-    """The least time between the beginnings of two refreshes."""
 
     late_s = 3.0
     """The state is `late` if a refresh has lasted longer than this."""
@@ -37,31 +35,29 @@ class Watched(ABC):
         self.is_done = threading.Event()  # set while no refresh is under way
         self.is_done.set()
         self.problem = ""
-        """Why there is no newer answer, or ""."""
         self.answered_s = 0.0
         """The monotonic time of the last answer; 0: never."""
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False
-        # A daemon thread: a hanging system call does not keep the program from ending.
+        # A daemon thread, so that a hanging system call does not keep the program from ending
         self._thread = threading.Thread(target=self._run, name=f"watched {source_id}", daemon=True)
         self._thread.start()
 
     @abstractmethod
     def refresh(self) -> None:
-        """Fetch and keep the figures. Raises DieselError, OSError."""
+        """Raises DieselError, OSError."""
 
     @abstractmethod
     def describe(self) -> Described:
-        """The newest facts, for the page."""
+        """Returns the newest facts, for the page."""
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:
-        """The history's figures since the last call; None if nothing is known."""
+        """Returns the history's figures since the last call; None if nothing is known."""
 
     def refresh_soon(self) -> None:
-        """Starts a refresh in this object's thread, unless one is under way or began less than
-        `least_s` ago."""
+        """Does nothing while a refresh is under way, or if one began less than `least_s` ago."""
         now_s = time.monotonic()
         if self.is_done.is_set() and now_s >= self._requested_s + self.least_s:
             self._requested_s = now_s
@@ -74,7 +70,7 @@ class Watched(ABC):
 
     @property
     def state(self) -> str:
-        """`new` (no answer yet), `live`, `late` (a refresh takes long) or `lost` (the last refresh
+        """`new` (no answer yet), `live`, `late` (a refresh takes long) or `lost` (it
         failed)."""
         if self.problem:
             return "lost"
@@ -83,8 +79,8 @@ class Watched(ABC):
         return "live" if self.answered_s else "new"
 
     def standing(self) -> Described:
-        """The keys that each kind has on the page: its ID, its state, its problem, and the age of
-        its last answer in seconds (null: there was none)."""
+        """Returns the keys that each kind has on the page. `age_s` is None if there was no
+        answer."""
         age_s = round(time.monotonic() - self.answered_s, 1) if self.answered_s else None
         return {"id": self.id, "state": self.state, "problem": self.problem, "age_s": age_s}
 

@@ -1,8 +1,8 @@
-"""Refreshes everything on the dashboard at each tick, and makes one state of it.
+"""Refreshes everything on the dashboard at each tick, and makes one JSON state of it.
 
-While a page looks, a tick comes each second, otherwise each 5 s, since the history goes on. A tick
-waits at most `ANSWERS_S`; later answers are in the next state. One thread runs the ticks; any
-thread may call the rest.
+While a page looks, a tick comes each second, otherwise each 5 s for the history. A tick waits at
+most `ANSWERS_S`; later answers are in the next state. One thread runs the ticks; any thread may
+call the rest.
 """
 
 import itertools
@@ -30,18 +30,14 @@ WATCHED_FOR_S = 10.0
 """A page counts as looking for this time after its last request."""
 
 DATASETS_UNWATCHED_S = 300.0
-"""The pause between two refreshes of the datasets while no page looks."""
 ANSWERS_S = 0.5
 GONE_KEPT_S = 600.0
-"""A mount stays on the page for this time after it was unmounted."""
 
 MOUNTS_MAX = 256
 """More mounts are counted, but not shown."""
 
 
 class Watcher:
-    """The sources on the dashboard, and their common state as JSON."""
-
     def __init__(self, servers: list[WatchedServer], datasets: WatchedDatasets) -> None:
         self._mounts: dict[MountPlace, WatchedMount] = {}
         self._own_mounts = OwnMounts()
@@ -65,8 +61,7 @@ class Watcher:
     # For the pages
 
     def state(self, after: int, wait_s: float) -> bytes:
-        """The state as JSON. Waits at most `wait_s` for a state with a greater `tick` than
-        `after`."""
+        """Waits at most `wait_s` until the state's `tick` exceeds `after`."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
                 after = self._tick  # the state may be old
@@ -80,8 +75,8 @@ class Watcher:
         return json.dumps(self._datasets.all()).encode()
 
     def history(self, source_id: str, since_s: float) -> bytes | None:
-        """The points of a mount or server after `since_s`, as JSON. The ID `all` means all mounts
-        together. None for an unknown ID."""
+        """Returns the points after `since_s`, as JSON; None for an unknown ID. The ID `all` means
+        all mounts together."""
         with self._change:
             sources: list[Watched] = [*self._mounts.values(), *self._servers]
             known = {"all": self._all, **{each.id: each.history for each in sources}}
@@ -91,7 +86,6 @@ class Watcher:
     # The ticks
 
     def run(self) -> None:
-        """Runs the ticks until `end` is called."""
         while not self._is_ended:
             began_s = time.monotonic()
             try:
@@ -192,7 +186,6 @@ class Watcher:
 
 
 def add_up(points: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of the figures of all points, and as `count` the number of points."""
     summed = {"count": 0.0}
     for point in points:
         summed["count"] += 1

@@ -1,7 +1,7 @@
 """As much HTTP as the dashboard needs: GET and HEAD, one request on each connection.
 
-Unlike the standard library's servers it limits the number of connections, the size and time of a
-request, and the time of an answer. Each connection has a thread of its own.
+Unlike the standard library's servers, it limits connections, and the size and time of a request.
+Each connection has a thread of its own.
 """
 
 import logging
@@ -45,8 +45,6 @@ class HttpAnswer:
 
 
 class WebServer:
-    """The server of the page, on sockets that listen already."""
-
     def __init__(
         self,
         sockets: Sequence[socket.socket],
@@ -60,10 +58,9 @@ class WebServer:
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}
-        """Connections without a request so far, the oldest first. `_lock` guards it."""
+        """Connections without a request so far, oldest first. `_lock` guards them."""
 
     def serve(self) -> None:
-        """Accepts connections, and never returns."""
         with selectors.DefaultSelector() as selector:
             for each in self._sockets:
                 each.setblocking(False)
@@ -103,8 +100,7 @@ class WebServer:
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
     def _end_silent(self) -> bool:
-        """Closes the connection that has been silent for the longest time; False if none is
-        silent."""
+        """Returns False if no connection is silent."""
         with self._lock:
             oldest = next(iter(self._silent), None)
             if oldest is None:
@@ -171,8 +167,8 @@ def _failure(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Ht
 
 
 def _receive_head(link: socket.socket) -> bytes | None:
-    """The head of a request. If it has no end within `HEAD_BYTES_MAX`, more bytes than that are
-    returned; None if it does not come in time, or the client ends the connection."""
+    """Returns more than `HEAD_BYTES_MAX` bytes for a head that is too long; None if it does not
+    come in time, or if the client ends the connection."""
     until_s = time.monotonic() + HEAD_S
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES_MAX:
@@ -188,7 +184,6 @@ def _receive_head(link: socket.socket) -> bytes | None:
 
 
 def _parse(head: bytes) -> tuple[str, HttpRequest | None]:
-    """The method and the request; "" and None if the head is not HTTP."""
     lines = head.decode("latin-1").replace("\r\n", "\n").partition("\n\n")[0].split("\n")
     words = lines[0].split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
@@ -197,7 +192,7 @@ def _parse(head: bytes) -> tuple[str, HttpRequest | None]:
     for line in lines[1:]:
         name, colon, value = line.partition(":")
         if not colon or name != name.strip() or name.lower() in headers:
-            return "", None  # a header that comes twice could mean two things
+            return "", None  # a repeated header could mean two things
         headers[name.lower()] = value.strip()
     try:
         parts = urlsplit(words[1])

@@ -1,8 +1,7 @@
 """The contents of the archive of `dlcmd doctor --bundle`, and its bytes.
 
-Every member goes through one `Redactor`, so none has a secret that this process knows, or a text
-that looks like one. Only listed environment variables are packed; command lines of processes and
-the user's files are never read, except the logs of DIESEL-FS.
+Every member goes through one `Redactor`, which removes secrets. Only listed environment variables
+are packed; command lines of processes are never read, nor the user's files except our logs.
 """
 
 import io
@@ -40,14 +39,13 @@ SHOWN_VARIABLES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("HOME", "TMPDIR", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-"""Variables whose values are packed, without the passwords in URLs."""
 
 SECRET_VARIABLES = (
     *("DIESEL_KEY", "DIESEL_TASK_KEY", "DIESEL_REDIS_PASSWORD", "DIESEL_REDIS_SENTINEL_PASSWORD"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 )
-"""The archive records whether these are set, never their values."""
+"""The archive records only whether these are set."""
 
 _CGROUP_FILES = (
     *("memory.max", "memory.high", "memory.current", "memory.events", "memory.swap.max"),
@@ -70,8 +68,7 @@ def members(
     logs: Sequence[Path],
     redactor: Redactor,
 ) -> list[ArchiveMember]:
-    """The members of the archive, without secrets. `logs` are packed besides the logs in the user's
-    state folder."""
+    """`logs` are packed besides those in the user's state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -109,7 +106,7 @@ def members(
 
 
 def packed(files: Sequence[ArchiveMember]) -> bytes:
-    """A tar, compressed by gzip. It names no user of this machine."""
+    """The tar.gz names no user of this machine."""
     buffer, now_s = io.BytesIO(), int(time.time())
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in files:
@@ -162,8 +159,7 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """The limits and the use of this process's control groups, and of the groups above them, whose
-    limits hold for it, too."""
+    """Limits of the groups above hold for this process, too."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():
@@ -180,8 +176,7 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """The lines of mounts of datasets, and of all EROFS mounts, which may be parts of such a
-    mount."""
+    """EROFS mounts may be parts of a dataset mount."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line
@@ -203,8 +198,6 @@ def _state_logs() -> list[Path]:
 
 
 def _tail(path: Path) -> str:
-    """The end of a file, `LOG_TAIL_BYTES` at most, from the beginning of a line on. Raises
-    OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_TAIL_BYTES))

@@ -1,4 +1,4 @@
-"""Writes the archive of `dlcmd doctor --bundle`, after the user has seen the list of its files."""
+"""Each query is a child process."""
 
 import os
 import stat
@@ -23,25 +23,21 @@ from .places import all_mounts, mount_facts
 from .redaction import Redactor, known_secrets
 
 MOUNTS_AT_ONCE = 16
-"""Mounts that are queried at once, each by a child process."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The archive that the options describe. A dry run only lists its members. `logs` are packed
-    besides the logs in the user's state folder."""
-
     file: Path
     logs: Sequence[Path]
     yes: bool
     dry_run: bool
 
     def check(self) -> None:
-        """Checks the options, before anything is examined. Raises UsageError for another ending and
-        for a log that is no file, ConflictError for a file that exists, NotFoundError for a log
-        that cannot be read."""
+        """Checks the options before anything is examined. Raises UsageError for another ending or a
+        log that is no file, ConflictError if the file exists, NotFoundError for an unreadable
+        log."""
         if not self.file.name.endswith(ENDINGS):
             raise UsageError(f"{self.file} does not end in .tar.gz", advice="name it help.tar.gz")
         if os.path.lexists(self.file):
@@ -57,15 +53,13 @@ class Bundle:
                 raise UsageError(f"{log} is not a regular file")
 
     def write(self, findings: Sequence[Finding]) -> None:
-        """Lists the members, and writes the archive if the user confirms it or has given `yes`.
-        Raises UsageError, DieselError."""
+        """Writes the archive if the user confirms it or has given `yes`. Raises DieselError."""
         try:
             settings = global_flags().settings()
         except DieselError:  # the findings say why
             settings = None
         mounts: list[MountFacts] = []
-        # At once, as some mounts may hang. If none can be queried (no /proc, or no process can be
-        # started), an archive without mounts is better than none.
+        # Without /proc, or a process to start, an archive without mounts is better than none
         with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_AT_ONCE) as threads:
             mounts += threads.map(mount_facts, all_mounts())
         redactor = Redactor(known_secrets(settings))
@@ -91,13 +85,11 @@ class Bundle:
         self._print_json(files, len(content))
 
     def _is_confirmed(self) -> bool:
-        """Whether the user confirms. Raises UsageError if there is no terminal to ask on."""
         if global_flags().json or not (sys.stdin and sys.stdin.isatty()):
             raise UsageError(f"this would write {self.file}", advice="confirm it with --yes")
         return click.confirm(f"write {self.file}?", err=True)
 
     def _print_json(self, files: list[ArchiveMember], size: int) -> None:
-        """Prints nothing without --json. `size` is 0 if nothing was written."""
         if global_flags().json:
             described = [{"name": each.name, "bytes": len(each.content)} for each in files]
             print_json({"file": str(self.file), "bytes": size, "members": described})

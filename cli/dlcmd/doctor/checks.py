@@ -15,44 +15,39 @@ from ..show.output import bytes_text, count_text
 from .findings import Figure, Finding, State
 
 MOUNT_BYTES_MIN = 256 << 20
-"""A mount's three processes have some 35 MB each of their own, and its cache takes at
-least 64 MiB."""
+"""A mount's three processes take some 35 MB each, its cache at least 64 MiB."""
 
 MOUNT_BYTES_SMALL = 1 << 30
-"""With less memory, a mount holds few chunks: half of the memory is for contents."""
+"""With less memory, a mount holds few chunks: half of it is for contents."""
 
 FILES_MIN, FILES_FEW = 256, 1024
-"""A limit of fewer open files is a fault, or a warning. A mount opens a few hundred; every process
-of a data loader has sockets besides."""
+"""A lower limit of open files is a fault, or a warning. A mount opens a few hundred, and every
+process of a data loader has sockets besides."""
 
 FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
-"""Bytes that must be free in the user's folders, otherwise there is a fault: room for the log and
-the snapshot of a small dataset. Bytes that should be free, otherwise there is a warning: room for
-the snapshot of millions of files, some 100 bytes each."""
+"""Fewer free bytes in the user's folders are a fault (no room for the log and a small snapshot), or
+a warning (no room for the snapshot of millions of files, some 100 bytes each)."""
 
 FREE_FILES_MIN = 100
 """Snapshots, logs and sockets need files on the same disk."""
 
 OLD_CACHE_BYTES = 8 << 20
-"""Fewer bytes of copies from earlier boots are not worth a warning."""
+"""Less space in copies from earlier boots is not worth a warning."""
 
 UNUSED_S = 30 * 86_400.0
-"""A dataset in a cache's folder without use for this time is worth a warning."""
 
 CACHE_FREE_FRACTION = 0.05
 """A cache leaves this part of its disk free, so it takes nothing new on a fuller disk."""
 
 CLOCK_NOTICE_S = 5.0
-"""A clock that is wrong by more gets a warning. NTP keeps a clock right to a fraction of a second,
-and a Date header has whole seconds."""
+"""NTP keeps a clock right to a fraction of a second; a Date header has whole seconds."""
 
 LATENCY_SLOW_S = 0.2
-"""A slower store gets a warning. A bucket in the same region answers in 10 to 100 ms; with more,
-reads that no plan has foreseen dominate an epoch."""
+"""A bucket in the same region answers in 10 to 100 ms; in a slower store, reads that were not
+announced dominate an epoch."""
 
 METADATA_SLOW_S = 0.05
-"""A slower Redis gets a warning. It answers in less than a millisecond, or over a slow network in
-some milliseconds."""
+"""Redis answers in less than a millisecond, or over a slow network in some milliseconds."""
 
 BANDWIDTH_SLOW = 20_000_000
 """Bytes a second. One GPU that trains on ImageNet reads about 100 MB/s."""
@@ -71,16 +66,13 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
-    """Whether this user may mount, and with which session."""
-
     device_errno: str = ""
-    """The name of the error of opening /dev/fuse; empty if it can be opened."""
+    """The name of the error of opening /dev/fuse, or ""."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
     helper_has_rights: bool = True
-    """Whether `helper`, the path of fusermount3, runs as root, which it must."""
     native_error: str = ""
     """Why the native session cannot be used, as far as known without a mount."""
     linux: str = ""
@@ -136,7 +128,6 @@ class MemoryFacts:
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """The memory that a mount takes without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -178,22 +169,19 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """Facts about one of the user's folders; if it does not exist yet, its disk is that of the
-    nearest folder above it."""
+    """The disk of a missing folder is that of the nearest folder above."""
 
     what: str
-    """`state`, `cache` or `tmp`: also the end of the check's name."""
+    """`state`, `cache` or `tmp`; the check's name ends with it."""
     use: str
     path: str
     exists: bool = True
     owner_error: str = ""
-    """Why the folder is not this user's alone; empty if it is."""
     write_error: str = ""
-    """Why nothing can be written to it; empty if something can."""
     free_bytes: int = 0
     total_bytes: int = 0
     free_files: int | None = None
-    """Files that can still be made; None if the file system does not count them."""
+    """None if the file system does not count them."""
     kind: str = ""
 
 
@@ -230,8 +218,7 @@ def folder_finding(facts: FolderFacts) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class OldCopies:
-    """Copies of snapshots and images in the user's cache folder, made in earlier boots: no program
-    uses them again."""
+    """Copies of snapshots and images from earlier boots, which no program uses again."""
 
     folder: str
     boot: str
@@ -255,9 +242,8 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
 
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
-    """Whether this host's clock agrees with the clock of `whose`, a store, metadata store or
-    server. This host's clock is `ahead_s` seconds ahead (negative: behind), measured with an error
-    of at most `error_s`."""
+    """This host's clock is `ahead_s` seconds ahead of the clock of `whose` (negative: behind),
+    measured with an error of at most `error_s`."""
     off_s = max(0.0, abs(ahead_s) - error_s)
     direction = "ahead of" if ahead_s > 0 else "behind"
     found = f"this host's clock is {abs(ahead_s):,.1f} s {direction} that of {whose}"
@@ -274,7 +260,6 @@ def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
 
 
 def latency_finding(check: str, what: str, seconds: float, slow_s: float, cure: str) -> Finding:
-    """`seconds` is the median of some requests."""
     text = f"{what} answers in {1000 * seconds:,.1f} ms"
     figures: dict[str, Figure] = {"seconds": round(seconds, 6)}
     if seconds > slow_s:
@@ -284,7 +269,7 @@ def latency_finding(check: str, what: str, seconds: float, slow_s: float, cure: 
 
 
 def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
-    """A warning if a store is slow. A read of less than 1 MiB shows too little for one."""
+    """Reads of less than 1 MiB show too little for a warning."""
     rate = read_bytes / max(seconds, 1e-6)
     found = f"{bytes_text(read_bytes)} of a chunk came at {bytes_text(rate)}/s"
     figures: dict[str, Figure] = {"bytes": read_bytes, "bytes_per_s": round(rate)}
@@ -379,8 +364,8 @@ class CurrentVersion:
 
 
 def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding | None:
-    """A warning if a mount does not show `current`, the newest version of its dataset (None: the
-    repository has no such dataset); otherwise None."""
+    """`current` is the newest version of the mount's dataset; None if the repository has no such
+    dataset."""
     stats = facts.stats or {}
     name, version = _text(stats, "dataset"), _number(stats, "version")
     at = quote(facts.path)
@@ -424,8 +409,6 @@ def _number(values: Mapping[str, object], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedUse:
-    """A dataset in the folder of a cache, and the time since a job used it."""
-
     folder: str
     bytes: int
     unused_s: float
@@ -434,17 +417,14 @@ class CachedUse:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """Facts about a folder that the user names for a mount or a cache."""
-
     path: str
     exists: bool = True
     is_folder: bool = True
     is_cache: bool = False
     is_store: bool = False
     content: str = ""
-    """The name of something in the folder because of which it cannot become a cache; or empty."""
+    """The name of something that keeps the folder from becoming a cache, or ""."""
     error: str = ""
-    """Why it cannot be listed, written to, or made; empty if it can."""
     owner_error: str = ""
     free_bytes: int = 0
     total_bytes: int = 0

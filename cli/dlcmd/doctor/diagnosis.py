@@ -21,10 +21,9 @@ from .trial import LIMIT_S as TRIAL_LIMIT_S
 
 
 def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -> list[Finding]:
-    """Runs the checks. `target` is the URL of a repository, in place of the one in the settings; or
-    a mount or a folder to check, too (None: neither). `quick` tries no mount and measures no
-    bandwidth; `writes` tries to write to the repository. Never raises DieselError: such an error
-    becomes a finding."""
+    """`target` is the URL of a repository (instead of the configured one), or a mount or folder to
+    check, too. `quick` tries no mount and measures no bandwidth. `writes` tries to write to the
+    repository. Each DieselError becomes a finding."""
     findings: list[Finding] = []
     probes: list[Probe] = []
     is_url = target is not None and "://" in target
@@ -66,8 +65,7 @@ def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -
 def _place_probes(
     target: str | None, open_repository: Callable[[], Repository] | None
 ) -> list[Probe]:
-    """Probes of all mounts on this machine, and of the folder `target` if it is in none of them.
-    Only the mount that `target` names is compared with the repository."""
+    """Only the mount that `target` names is compared with the repository."""
     found: list[DatasetMount] = []
     with suppress(OSError):
         found = all_mounts()
@@ -86,6 +84,5 @@ def _place_probes(
 
 
 def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
-    """The mounts that hold `path`. Only the texts of paths are compared, since a request to a mount
-    may hang."""
+    """Compares only texts: a request to a mount may hang."""
     return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

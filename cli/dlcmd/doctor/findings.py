@@ -1,4 +1,4 @@
-"""Findings, their order, and the summary: whether a job would run well. Pure."""
+"""Findings, their order, and the summary. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,14 @@ Figure = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     check: str
     """A name that programs may rely on, such as `fuse.device`."""
     state: State
     found: str
     cure: str = ""
-    """Advice, perhaps a command. A fault always has it."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def described(self) -> dict[str, object]:
-        """The finding in JSON."""
         return {
             "check": self.check,
             "state": self.state,

@@ -37,8 +37,7 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""Folders of copies in the user's cache folder. A copy's name ends with the ID of the boot in which
-it was made."""
+"""A copy's name ends with the ID of the boot in which it was made."""
 
 
 def fuse_facts() -> FuseFacts:
@@ -87,7 +86,7 @@ def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
 
 
 def folder_probes() -> list[Probe]:
-    """Probes of the user's folders. Raises ConfigError if there is no home folder."""
+    """Raises ConfigError if there is no home folder."""
     folders = user_folders()
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
@@ -116,8 +115,6 @@ def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe
 
 
 def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> FolderFacts:
-    """Facts about a folder and its disk. If `is_private`, the folder must belong to this user
-    alone."""
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -145,8 +142,8 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
 
 
 def ownership_error(path: Path) -> str:
-    """Why a folder is not this user's alone to write to, by the rule of `settings.private_folder`;
-    empty if it is."""
+    """Follows the rule of `settings.private_folder`. Returns "" if the folder is this user's
+    alone."""
     try:
         found = path.stat()
     except OSError as error:
@@ -159,7 +156,7 @@ def ownership_error(path: Path) -> str:
 
 
 def write_error(folder: Path) -> str:
-    """Why nothing can be written to a folder; empty if something can. Raises OSError."""
+    """Returns "" if something can be written. Raises OSError."""
     if os.access(folder, os.W_OK | os.X_OK):
         return ""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:

@@ -47,11 +47,10 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""The time in which a mount must answer. The child process that queries it takes a second or two to
-start on busy processors."""
+"""The child process that queries a mount takes a second or two to start on busy processors."""
 
 MOUNTS_MAX = 64
-"""Further mounts are not examined, since each takes a child process."""
+"""Each mount takes a child process."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
@@ -61,7 +60,7 @@ def all_mounts() -> list[DatasetMount]:
 
 
 def mount_facts(found: DatasetMount) -> MountFacts:
-    """The state and the statistics of a mount. Takes at most twice `ANSWER_S`."""
+    """Takes at most twice `ANSWER_S`."""
     try:
         if not is_alive(found.path, deadline_s=ANSWER_S):
             return MountFacts(found.path, found.source, "dead")
@@ -78,9 +77,8 @@ def mount_facts(found: DatasetMount) -> MountFacts:
 def mount_probe(
     found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_named: bool
 ) -> Probe:
-    """A probe that examines a mount, and compares it with the repository that `open_repository`
-    opens (None: compares nothing). Faults of the mount count as warnings, unless the user has named
-    the mount (`is_named`)."""
+    """Compares the mount with the repository if `open_repository` is given. Faults count as
+    warnings unless the user has named the mount."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -88,7 +86,7 @@ def mount_probe(
             emit(finding)
         if facts.stats is None or open_repository is None:
             return
-        # Faults of the repository are found by its own check
+        # The repository's own check finds its faults
         with suppress(DieselError), open_repository() as repository:
             try:
                 info = repository.dataset(str(facts.stats["dataset"]))
@@ -113,8 +111,7 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
-    """Facts about a folder; if it does not exist, its disk is that of the nearest folder above
-    it."""
+    """The disk of a missing folder is that of the nearest folder above."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)
@@ -162,11 +159,10 @@ def _cached(path: Path) -> list[CachedUse]:
 
 
 class Trial:
-    """A mount that `trial.py` makes in a temporary folder. At the end of the `with` block, the
-    mount and the folder are removed."""
+    """`trial.py` mounts in a temporary folder. The end of the `with` block removes the mount and
+    the folder."""
 
     def __init__(self) -> None:
-        """Makes the folder. Raises OSError."""
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -175,7 +171,6 @@ class Trial:
         return str(self._folder / MOUNTPOINT)
 
     def work(self, emit: Emit) -> None:
-        """The work of a probe: tries the mount, and emits a finding."""
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")

@@ -1,7 +1,7 @@
 """Runs probes of stores, mounts and disks side by side, each with a time limit.
 
-A store, disk or mount may never answer, so each probe runs in a daemon thread of its own, which is
-left behind when its time is over. Findings that it has emitted by then count.
+A probe may never return, so each has a daemon thread, which is left behind when its time is over.
+Findings that it has emitted by then count.
 """
 
 import logging
@@ -16,30 +16,27 @@ from ..main import as_diesel_error
 from .findings import Finding, State
 
 Emit = Callable[[Finding], None]
-"""A probe calls it with each finding."""
 
 LIMIT_S = 12.0
-"""The time for a probe. An object store may need some seconds for its first answers, and nobody
-waits for a doctor for a minute."""
+"""An object store may need some seconds for its first answers; nobody waits for a doctor for a
+minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Work that emits findings. `check` names those for errors; `late_cure` is the advice if the
-    time is over."""
+    """`check` is the name of findings about errors, `late_cure` the advice if the time is over."""
 
     check: str
     what: str
-    """The name in messages: `the store at s3://...`."""
+    """The name in messages, such as `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
     limit_s: float = LIMIT_S
     worst: State = "fault"
-    """`warning` for a thing that the user did not name."""
+    """`warning` is for a thing that the user did not name."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
-        """The findings `found` that the probe has emitted, and a fault if it is late. None of them
-        is worse than `worst`."""
+        """Adds a fault if the probe is late. No finding is worse than `worst`."""
         findings = [*found]
         if is_late:
             text = f"{self.what} has not answered within {self.limit_s:.0f} s"
@@ -50,8 +47,7 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """The findings in the probes' order. Warnings that the library logs meanwhile are findings,
-    too. Takes at most about the longest limit."""
+    """Each warning that the library logs meanwhile is a finding, too."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -94,7 +90,7 @@ def _not_started(probe: Probe) -> Finding:
 
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:
-    """A fault for an error. The error's own advice wins over `cure`."""
+    """The error's own advice wins over `cure`."""
     cure = error.advice or cure or _CURE_BY_CODE.get(error.exit_code, _CURE)
     return Finding(check, "fault", error.message, cure)
 
@@ -111,8 +107,6 @@ _CURE_BY_CODE = {
 
 
 class _Warnings(logging.Handler):
-    """Keeps each warning once, instead of printing it."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []

@@ -20,16 +20,14 @@ SECRET_BYTES_MIN = 4
 """Shorter values stay: replacing them everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
-"""The most bytes that are read of each file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
     re.IGNORECASE,
 )
-"""Matches names of variables and settings that hold a secret. (`TOKENIZERS_PARALLELISM` and
-`GIT_AUTHOR_NAME` do not.)"""
+"""Names that hold a secret. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` do not.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
-"""Matches names of variables that hold the place of a secret, not the secret itself."""
+"""Names with the place of a secret, not the secret itself."""
 
 _LOOKS_SECRET = (
     re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
@@ -44,8 +42,6 @@ _NAMED_SECRET = re.compile(
 
 
 class Redactor:
-    """Hides secrets in texts. `secrets` are the known ones."""
-
     def __init__(self, secrets: Iterator[str]) -> None:
         known = {each for each in secrets if len(each) >= SECRET_BYTES_MIN}
         ordered = sorted(known, key=len, reverse=True)  # a secret may be a part of another
@@ -61,8 +57,7 @@ class Redactor:
         return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
 
     def value(self, value: object) -> object:
-        """A JSON value without secrets in its texts. A text under a name such as `password` is
-        hidden whole."""
+        """A text under a name such as `password` is hidden whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -80,8 +75,8 @@ class Redactor:
 def known_secrets(
     settings: Settings | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """The secrets of the environment (None: this process's), of the files that it names, of the
-    settings and of their URL."""
+    """Yields the secrets of the environment (None: this process's), of files that it names, and of
+    the settings."""
     env = os.environ if environment is None else environment
     for name, value in env.items():
         if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
@@ -109,13 +104,12 @@ def known_secrets(
 
 
 def _forms(value: str) -> Iterator[str]:
-    """The secret as it is, and a key without its prefix."""
     value = value.strip()
     yield value
     yield value.removeprefix(KEY_PREFIX)
 
 
 def _beginning(path: str) -> bytes:
-    """The first bytes of a file. A fifo without a writer does not block. Raises OSError."""
+    """O_NONBLOCK: a fifo without a writer must not block. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(SECRETS_BYTES_MAX) or b""

@@ -1,8 +1,8 @@
 """Measures how fast this machine puts, lists and reads a dataset of made-up small files.
 
 `dlcmd doctor --speed` calls it after all checks, so that nothing else is busy. Everything, also the
-library's own logs, snapshots and sockets, lies in a temporary folder, which is removed at the end,
-also after Ctrl-C.
+library's logs, snapshots and sockets, lies in a temporary folder, which is removed even after
+Ctrl-C.
 """
 
 import os
@@ -27,19 +27,17 @@ from .findings import Figure, Finding
 from .probes import failed
 
 FILES, FILE_BYTES = 10_000, 4096
-"""The overhead of each file counts most at this size."""
+"""At this size, the overhead of each file dominates."""
 
 FILES_PER_FOLDER = 100
 
 SPACE_FACTOR = 3
-"""The files take up to three times their size in the temporary folder: as made up, packed, and in a
-log or a partial chunk."""
+"""The files exist up to three times: as made up, packed, and in a log or a partial chunk."""
 
 _DATASET = "speed"
 
 
 def speed_findings() -> list[Finding]:
-    """The measured rates. A DieselError becomes a finding."""
     findings: list[Finding] = []
     try:
         with _own_folder() as (work, cleanup):
@@ -53,8 +51,8 @@ def speed_findings() -> list[Finding]:
 
 @contextmanager
 def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
-    """A temporary folder, in which the library keeps its own files meanwhile; and a stack of
-    callbacks, which are called at the end, when no signal interrupts them."""
+    """Yields a temporary folder, also for the library's own files; and callbacks for the end, which
+    no signal interrupts."""
     before = {name: os.environ.get(name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
     cleanup = ExitStack()
     try:
@@ -88,7 +86,6 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _check_space(work: Path) -> None:
-    """Raises NoSpaceError if the disk has too little room for the files."""
     free, needed = shutil.disk_usage(work).free, SPACE_FACTOR * FILES * FILE_BYTES
     if free < needed:
         raise NoSpaceError(
@@ -98,7 +95,7 @@ def _check_space(work: Path) -> None:
 
 
 class _Measurement:
-    """Each rate is measured once by one process (a put: by several), so figures vary."""
+    """Each rate is measured once, so figures vary."""
 
     def __init__(self, work: Path, cleanup: ExitStack) -> None:
         self._work = work
@@ -107,7 +104,6 @@ class _Measurement:
         self._url = (work / "store").as_uri()
 
     def findings(self) -> Iterator[Finding]:
-        """A finding for each measured rate. Raises DieselError."""
         self._make_files()
         yield self._put()
         yield self._read_many()
@@ -138,7 +134,7 @@ class _Measurement:
             return _content_finding("api", "read_many of the Python API reads", _seconds(read))
 
     def _read_mount(self) -> Iterator[Finding]:
-        """Compares the rates with those of the plain files, which the kernel has in memory."""
+        """Compares the mount with plain files, which the kernel has in memory."""
         at = self._work / "mnt"
         self._cleanup.callback(_unmount, at)
         try:
@@ -157,7 +153,7 @@ class _Measurement:
             "scan", f"a mount (session {session}) lists", "entries", entries, scan_s, plain_scan_s
         )
         paths, plain_paths = _paths(at), _paths(self._source)
-        _read_files(plain_paths)  # so that the kernel has them in memory
+        _read_files(plain_paths)  # now the kernel has them in memory
         plain_s = _seconds(lambda: _read_files(plain_paths))
         for name, what in (("read", "a mount reads"), ("again", "a mount reads the same again,")):
             yield _content_finding(name, what, _seconds(lambda: _read_files(paths)), plain_s)

@@ -1,8 +1,8 @@
 """Facts about a repository: whether it answers, how fast, its clock, and the user's rights.
 
-Nothing is written unless `StoreQuestion.writes` is set (`--write`): then an object or a file is
-written under a new name, in a place where DIESEL-FS alone writes, and removed at once; or later, by
-a purge or the store itself, if this process dies.
+Nothing is written without `StoreQuestion.writes` (`--write`). With it, one object or file is
+written under a new name, in a place that belongs to DIESEL-FS, and removed at once. If this process
+dies, a purge or the store itself removes it later.
 """
 
 import os
@@ -53,17 +53,12 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""The number of requests whose median time is the latency."""
 
 HTTP_S = 4.0
-"""The time in which a bucket's endpoint must answer."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""Bandwidth is measured with at most `READ_BYTES` of a chunk, read in parts of `PART_BYTES` by
-`READ_THREADS` threads, for at most `READ_S`."""
 
 DATASETS_TRIED = 20
-"""With `--write`, at most this many datasets of a server are tried."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -71,15 +66,11 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 
 @dataclass(frozen=True, slots=True)
 class StoreQuestion:
-    """The repository to examine, and which checks to make."""
-
     settings: Settings
     is_named: bool
-    """Whether the user has named the repository. The default one need not exist yet."""
+    """The default repository need not exist yet."""
     measures: bool = True
-    """Whether to measure the bandwidth."""
     writes: bool = False
-    """Whether to try the right to write."""
 
     @property
     def shown(self) -> str:
@@ -87,7 +78,6 @@ class StoreQuestion:
 
 
 def store_probe(question: StoreQuestion) -> Probe:
-    """A probe that examines the repository. Raises ConfigError for a bad address."""
     url = parse_url(question.settings.repository_url)
     if url.scheme in SERVER_SCHEMES:
         cure = "check that the server runs, and that its address and the network are right"
@@ -104,15 +94,14 @@ def store_probe(question: StoreQuestion) -> Probe:
 
 
 def open_for_reading(settings: Settings) -> Repository:
-    """The repository of the settings, which the caller closes. Raises DieselError."""
+    """The caller closes the repository. Raises DieselError."""
     open_buckets_directly()
     return open_configured(settings)
 
 
 def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
-    """Whether a bucket's endpoint answers; if not, emits a fault. Emits a finding about its clock,
-    too, from the Date header. Other repositories count as reachable: opening them tells soon
-    enough."""
+    """Emits a fault if a bucket's endpoint does not answer, and a finding about its clock from the
+    Date header. Other repositories count as reachable: opening them fails soon enough."""
     if url.scheme not in CLOUD_SCHEMES:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
@@ -141,7 +130,7 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would lead to the vendor's pages."""
+    """Follows no redirect: it would lead to the vendor's web pages."""
 
     def redirect_request(self, *_: object) -> None:
         """Returns None, so that urllib raises HTTPError."""
@@ -243,9 +232,9 @@ def _write_finding(
 
 
 def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
-    """Write something, and remove it. In a folder, that is an empty temporary file, such as a
-    killed put leaves; in a bucket a lease on no version, of an existing dataset if there is one.
-    Raises DieselError, OSError."""
+    """In a folder, this writes an empty temporary file, such as a killed put leaves. In a bucket,
+    it writes a lease on no version, of an existing dataset if there is one. Raises DieselError,
+    OSError."""
     if repository.url.scheme == "file":
         path = repository.url.path.resolve() / object_temporary_name()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -291,7 +280,7 @@ def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit)
 
 
 def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: str) -> Finding:
-    """A finding about the right to write: begins a put into each dataset, and puts nothing."""
+    """Begins a put into each dataset, and puts nothing."""
     refused = []
     for info in datasets[:DATASETS_TRIED]:
         try:
@@ -325,8 +314,7 @@ def _median_seconds(request: Callable[[], object]) -> float:
 
 
 def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit: Emit) -> None:
-    """Emits the rate of reads of a chunk, in parts at once, as a mount reads. Skips a dataset if
-    its chunk is gone, or if a server refuses to list its chunks."""
+    """Skips a dataset if its chunk is gone, or if a server refuses to list its chunks."""
     for info in datasets:
         with suppress(ObjectMissing, UsageError):
             name = _some_chunk(repository, info)
@@ -337,7 +325,6 @@ def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit
 
 
 def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
-    """The name of a chunk's object; empty if the dataset has none."""
     if info.head is not None and info.head.chunks:
         return chunk_object(info.identity, info.head.newest)
     first = next(repository.chunk_ids(info.identity), None)
@@ -345,8 +332,8 @@ def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
 
 
 def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
-    """Reads `size` bytes of a chunk with several threads. They are daemons: a read that never ends
-    must not keep the program. Raises DieselError."""
+    """The threads are daemons: a read that never ends must not keep the program. Raises
+    DieselError."""
     begun_s = time.perf_counter()
     parts = [(start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
     done: list[int] = []

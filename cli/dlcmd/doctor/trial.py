@@ -1,9 +1,9 @@
 """The program that tries a mount: `python -m dlcmd.doctor.trial FOLDER`.
 
-It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. As JSON, it
-prints the session, why there is no better one, and the time of mounting and reading; or the error.
-It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. The starter removes
-FOLDER, and any mount that is left.
+It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. It prints
+JSON: the session, why there is no better one, and the seconds; or the error. It is a program of its
+own, since `XDG_...` variables put its folders into FOLDER, too. The starter removes FOLDER, and any
+mount that is left.
 """
 
 import json
@@ -19,17 +19,14 @@ from diesel_fs.repository.local import LocalRepository
 MOUNTPOINT = "mnt"
 
 START_S = 15.0
-"""The deadline for the mount to begin. All steps take half a second on an idle machine."""
+"""All steps take half a second on an idle machine."""
 
 LIMIT_S = 20.0
-"""Time for the whole program, on a busy machine."""
 
 _DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
 
 
 def try_mount(folder: Path) -> dict[str, object]:
-    """Makes, mounts and reads a dataset in `folder`, and returns the facts to print. Raises
-    DieselError, OSError."""
     url, at = (folder / "store").as_uri(), folder / MOUNTPOINT
     LocalRepository.open(url, create=True).close()
     with diesel_fs.connect(_DATASET, url, create=True) as dataset:

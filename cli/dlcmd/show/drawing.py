@@ -1,4 +1,4 @@
-"""Draws a progress bar on a terminal, with rich. Imported only if there is a terminal."""
+"""Draws a progress bar with rich. Imported only if there is a terminal."""
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -8,7 +8,7 @@ from .output import bytes_text
 
 
 class Bar:
-    """Draws on stderr, with rate and time left. It has no thread, since `put` forks."""
+    """This has no thread, since `put` forks."""
 
     def __init__(self, title: str, unit: str) -> None:
         self._unit = unit
@@ -26,7 +26,6 @@ class Bar:
         self._rich.start()
 
     def draw(self, done: int, total: int, content_bytes: int | None = None) -> None:
-        """Redraws the bar, as `ShowProgress`."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
         rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"

@@ -28,9 +28,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ForecastResult:
-    """The simulations, and the options that they come from. `sizes` has the bytes of each
-    forecast's smallest SSD without stalls (None: no SSD suffices), or is empty; `assumed` has the
-    options that the user did not give, with their values."""
+    """`sizes` is empty, or has the bytes of each forecast's smallest SSD without stalls (None: no
+    SSD suffices). `assumed` has the options that the user did not give, with their values."""
 
     forecasts: Sequence[Forecast]
     sizes: Sequence[int | None]
@@ -44,11 +43,9 @@ class ForecastResult:
 
     @property
     def commands(self) -> Sequence[str]:
-        """The best forecast's commands; the first is `dlcmd mount`."""
         return commands(self.best, self.options)
 
     def show(self) -> None:
-        """Prints the result."""
         if global_flags().json:
             print_json(self._described())
             return
@@ -144,7 +141,7 @@ class ForecastResult:
 
 
 def size_text(size_bytes: int) -> str:
-    """The size as options take it, rounded down to whole units."""
+    """Rounds down to whole units that options take."""
     for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
         if size_bytes >= 16 << shift or (size_bytes and size_bytes % (1 << shift) == 0):
             return f"{size_bytes >> shift}{unit}"

@@ -1,7 +1,4 @@
-"""The page of `dlcmd forecast --html`: the reads and waits of each policy and order, as bars.
-
-Pure. The page needs no other file.
-"""
+"""The page of `dlcmd forecast --html`: reads and waits of each policy and order, as bars. Pure."""
 
 from collections.abc import Sequence
 from html import escape
@@ -28,12 +25,11 @@ _TIER_COLOURS = ("#27ae60", "#2f7ed8", "#8e6bbf", "#c0392b")
 _COMPUTE, _STALL = "#b8c7d3", "#c0392b"
 
 _Bars = Sequence[tuple[str, Sequence[float], str]]
-"""Name, lengths of the pieces, text behind."""
 
 
 def forecast_page(result: ForecastResult) -> str:
     forecasts, best, dataset = result.forecasts, result.best, result.options.dataset
-    # The last epoch, which stands for all but the first
+    # The last epoch stands for all but the first
     later = [(f"{each.job.shuffle}, {each.policy}", each.later) for each in forecasts]
     times = [
         (name, (each.compute_s, each.seconds - each.compute_s), f"{each.seconds:,.1f} s")

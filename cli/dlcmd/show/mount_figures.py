@@ -1,9 +1,9 @@
 """The figures of `dlcmd top` and of the dashboard: the changes between two samples of a mount's
 statistics.
 
-A mount counts since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the
-counters), so two samples give one interval exactly. The part of an interval in which nothing waited
-counts as time of the readers themselves if any was seen in it, otherwise as idle.
+A mount's counters (see diesel_fs/mounts/SEMANTICS.md) grow from its beginning, so two samples give
+one interval exactly. The part of an interval in which nothing waited is the readers' own work if
+any reader was seen in it, otherwise idle time.
 """
 
 import time
@@ -20,25 +20,25 @@ from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""Where the parts of chunks were that a mount read through its task's cache: in memory that the
-node's master shares, at that master, on another node, or in the object store."""
+"""A mount reads chunk parts through its task's cache from memory that the node's master shares,
+from that master, from another node, or from the object store."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""If a mount that does not answer ends within this time, the error is that it has ended."""
+"""If a mount that does not answer ends within this time, the error says that it has ended."""
 
 NUMBER_END = 1 << 63
-"""Numbers of this size or larger, and infinity, count as 0."""
+"""Larger numbers, and infinity, count as 0."""
 
 
 class MountSamples:
-    """Samples of a mount's statistics: over its control socket, without a request to the mount; or,
-    if the socket lets only the mount's user in, from `.diesel/stats`, which may be a second old."""
+    """Samples come over the mount's control socket; or, if the socket lets only the mount's user
+    in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
-        """Connects to the mount on `folder`. Raises UsageError if there is no mount, NotFoundError
-        if the mount is dead, DeadlineError if it hangs. A child process finds that out: this
-        process would hang, too, and could not be ended."""
+        """Raises UsageError if there is no mount on `folder`, NotFoundError if it is dead,
+        DeadlineError if it hangs. A child process finds that out: this process would hang, too, and
+        could not be ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(
@@ -50,11 +50,10 @@ class MountSamples:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a sample comes over the socket, and so starts no child process."""
         return self._control is not None
 
     def take(self) -> Stats:
-        """The mount's statistics. Raises NotFoundError if the mount has ended, DieselError."""
+        """Raises NotFoundError if the mount has ended, DieselError."""
         try:
             if self._control is not None:
                 try:
@@ -67,7 +66,7 @@ class MountSamples:
             raise
 
     def take_after(self, before: Stats) -> Stats:
-        """A sample with a later clock than that of `before`, for which this may wait."""
+        """Waits for a later clock than that of `before`."""
         while True:
             found = self.take()
             if clock_s(found) > clock_s(before):
@@ -75,8 +74,7 @@ class MountSamples:
             time.sleep(RETRY_S)
 
     def _check_there(self, wait_s: float = 0.0) -> None:
-        """Checks that the mount is there. Raises NotFoundError if it has ended, or ends within
-        `wait_s`."""
+        """Raises NotFoundError if the mount has ended, or ends within `wait_s`."""
         path, until_s = self._found.path, time.monotonic() + wait_s
         while True:
             now = mounted_at(path)
@@ -88,7 +86,7 @@ class MountSamples:
 
 
 def clock_s(stats: Stats) -> float:
-    """The mount's clock at a sample. Raises DieselError for a mount of an older diesel-fs."""
+    """Raises DieselError for a mount of an older diesel-fs."""
     waits = stats.get("waits")
     if not isinstance(waits, Mapping):
         raise DieselError(
@@ -99,9 +97,8 @@ def clock_s(stats: Stats) -> float:
 
 
 def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
-    """The figures between two samples, which `dlcmd top --json` prints, with times in seconds.
-    `own_pid` is this program's process group, whose reads are left out. The clock of `after` must
-    be later than that of `before`."""
+    """`dlcmd top --json` prints these figures. They leave out the reads of the process group
+    `own_pid`. The clock of `after` must be later than that of `before`."""
     passed_s = number_at(after, "waits.clock_s") - number_at(before, "waits.clock_s")
 
     def rate(path: str) -> float:
@@ -141,7 +138,6 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
 
 
 def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str, object]]:
-    """The figures of each reader; readers without a request are left out."""
     earlier = {_key(each): each for each in list_at(before, "waits.readers")}
     for each in list_at(after, "waits.readers"):
         old = earlier.get(_key(each), {})
@@ -158,13 +154,12 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
-    """The key of a reader in both samples: its rank, or its process if it has no rank."""
+    """The key is the reader's rank, or its process if it has no rank."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 
 
 def _streams(before: Stats, after: Stats) -> Iterator[dict[str, object]]:
-    """The figures of each stream, the order that a reader has announced."""
     earlier = {each["name"]: each for each in list_at(before, "residency.streams")}
     for each in list_at(after, "residency.streams"):
         old = earlier.get(each["name"], {})
@@ -184,13 +179,11 @@ def _causes_s(before: Stats, after: Stats, path: str) -> dict[str, float]:
 
 
 def _difference(before: Stats, after: Stats, path: str) -> float:
-    """How much a counter has grown; 0 if it began again, as when the prefetch worker was
-    restarted."""
+    """A counter that began again, as after a restart of the prefetch worker, gives 0."""
     return max(number_at(after, path) - number_at(before, path), 0.0)
 
 
 def at(stats: Stats, path: str) -> object:
-    """The value at a path, names with dots between them; None if there is no value."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -198,7 +191,6 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """The number at a path; 0 if there is none."""
     found = at(stats, path)
     if isinstance(found, int | float) and abs(found) < NUMBER_END:
         return float(found)

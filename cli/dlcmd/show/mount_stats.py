@@ -1,7 +1,6 @@
-"""Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units.
+"""Formats the statistics of a mount for `dlcmd stats`: figures in groups, with units. Pure.
 
-A reader that has announced its order (a plan) gets a line under "plans". Figures that this version
-of `dlcmd` does not know are shown too. Pure.
+Figures that this version does not know are shown too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,6 @@ _GROUPS = {
     "peers": "other nodes",
     "follow": "following the dataset",
 }
-"""Titles, by names in the statistics. `client` stands below `task`."""
 
 _STREAM_COLUMNS = ("stream", "epoch", "position", "of", "", "files/s", "")
 
@@ -109,7 +107,7 @@ def _streams(streams: list[object]) -> Iterator[str]:
 def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
     number = {key: value for key, value in stats.items() if isinstance(value, int | float)}
     name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
-    if epoch < 0:  # the plan has been read to its end
+    if epoch < 0:  # it has been read to its end
         return name, "-", "", "", "", "", "all read"
     position, length = number.get("position", 0), number.get("length", 0)
     part = f"{100 * position / length:.0f} %" if length else ""

@@ -23,7 +23,6 @@ _BARS = " ▏▎▍▌▋▊▉█"
 
 
 def short_line(found: Mapping[str, object]) -> str:
-    """One line for an interval, whose figures are `found`."""
     passed_s = number_at(found, "interval_s")
     causes = _shares(found)
     largest = [f"{_LABELS[name]} {share:.0%}" for name, share in causes.items() if share >= 0.005]
@@ -36,8 +35,8 @@ def short_line(found: Mapping[str, object]) -> str:
 
 
 def screen(stats: Stats, found: Mapping[str, object], columns: int, rows: int) -> list[str]:
-    """The lines of the live view, cut to `rows` and `columns`. `stats` is the newest sample,
-    `found` has the figures of the interval before it."""
+    """The lines are cut to `rows` and `columns`. `found` has the figures of the interval before the
+    sample `stats`."""
     lines = [*_head(stats), "", *_wait_lines(found), "", *_rate_lines(found)]
     readers, plans = found["readers"], found["plans"]
     if isinstance(readers, list) and readers:
@@ -58,7 +57,6 @@ def _head(stats: Stats) -> Iterator[str]:
 
 
 def _shares(found: Mapping[str, object]) -> dict[str, float]:
-    """The share of each cause in the interval; the shares add up to 1."""
     passed_s = number_at(found, "interval_s")
     causes = {name: number_at(found, f"causes_s.{name}") for name in reversed(CAUSE_NAMES)}
     causes |= {name: number_at(found, f"{name}_s") for name in ("reader", "idle")}

@@ -34,13 +34,12 @@ def print_line(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Prints a note on stderr; with -q nothing."""
     if not global_flags().quiet:
         _write_stderr(f"dlcmd: {text}\n")
 
 
 def _write_stderr(text: str) -> None:
-    """Loses the text if stderr is closed or full, and the verb goes on."""
+    """A closed or full stderr loses the text, and the verb goes on."""
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         sys.stderr.flush()
@@ -51,7 +50,7 @@ def print_json(value: object) -> None:
 
 
 def print_result(described: Mapping[str, object], text: str) -> None:
-    """Prints an object with --json, otherwise a line of text (none with -q)."""
+    """Prints an object with --json, otherwise a line (none with -q)."""
     if global_flags().json:
         print_json(described)
     else:
@@ -59,15 +58,14 @@ def print_result(described: Mapping[str, object], text: str) -> None:
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal; a closed stdout is none."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
 ) -> None:
-    """Prints a table on a terminal, with the columns `numbers` aligned to the right; otherwise one
-    row a line, separated by tabs and without the columns' names."""
+    """Prints a table on a terminal, with the columns `numbers` aligned to the right; otherwise a
+    line for each row, separated by tabs, without the columns' names."""
     if is_terminal():
         import rich.box  # noqa: PLC0415  # rich takes 0.1 s to import
         from rich.console import Console  # noqa: PLC0415
@@ -84,8 +82,7 @@ def print_table(
 
 
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes the pieces to stdout, with few system calls. Raises OSError, and DieselError if stdout
-    is closed."""
+    """Raises OSError, and DieselError if stdout is closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -114,13 +111,11 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """A line with a name. On a terminal, control characters are escaped; a pipe or file gets the
-    exact bytes."""
+    """On a terminal, control characters are escaped; a pipe or file gets the exact bytes."""
     return (shown(name).encode() if is_terminal() else name) + b"\n"
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
-    """A name under `key`, and its bytes in base64 if it is not UTF-8."""
     try:
         return {key: name.decode()}
     except UnicodeDecodeError:
@@ -128,8 +123,8 @@ def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
 
 
 def print_error(error: DieselError, flags: Flags, *, code: int | None = None) -> None:
-    """Prints an error: one line on stderr, and with --json an object in a second line. `code` is
-    the exit code, if it is not the error's own. Never raises."""
+    """Prints one line on stderr, and with --json an object in a second line. `code` replaces the
+    error's own exit code. Never raises."""
     lines = [f"dlcmd: {error}"]
     if flags.json:
         described = {
@@ -143,8 +138,8 @@ def print_error(error: DieselError, flags: Flags, *, code: int | None = None) ->
 
 
 def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
-    """Print failed entries and reasons on stderr, and raise PartialError if there are any. `source`
-    is printed for the empty path; `verb` is the participle in the message, such as `written`."""
+    """Prints failed entries and reasons on stderr, and raises PartialError if there are any.
+    `source` stands for the empty path; `verb` is a participle, such as `written`."""
     if not failed:
         return
     for path, reason in failed:
@@ -171,7 +166,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A time in this machine's time zone; `@SECONDS` for a year that the C library cannot write."""
+    """Returns `@SECONDS` for a year that the C library cannot write."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

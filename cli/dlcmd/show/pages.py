@@ -6,7 +6,7 @@ from diesel_fs.system.atomic_file import atomic_file, write_error
 
 
 def write_page(file: Path, text: str) -> None:
-    """The file is written whole or not at all. Raises UsageError, DieselError."""
+    """Writes the file whole or not at all. Raises UsageError, DieselError."""
     try:
         with atomic_file(file, mode=0o666, sync=False) as opened:
             opened.write(text.encode())

@@ -14,8 +14,8 @@ REPORT_S = 1.0
 
 
 class ShowProgress(Protocol):
-    """Shows that `done` of `total` are done (a total of 0 is not known yet), and their bytes of
-    contents, if the verb counts them. May be called at any rate; never fails."""
+    """A `total` of 0 is not known yet. `content_bytes` is None if the verb counts no bytes. May be
+    called at any rate; never fails."""
 
     def __call__(self, done: int, total: int, content_bytes: int | None = None) -> None: ...
 
@@ -27,8 +27,7 @@ def is_bar_shown() -> bool:
 
 @contextmanager
 def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
-    """Shows the progress of the block: as a bar, as JSON, or not at all, by the options. `unit` is
-    the plural noun of the counted things."""
+    """`unit` is the plural noun of the counted things."""
     flags = global_flags()
     if flags.json and not flags.quiet:
         start_s = time.monotonic()
@@ -51,8 +50,8 @@ def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
 
 
 def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProgress:
-    """Calls `show` from the monotonic time `next_s` on, once in `interval_s` at most. If nobody can
-    see the progress (the reader of stdout has ended), the verb goes on."""
+    """Calls `show` from the monotonic time `next_s` on. If the reader of stdout has ended, the verb
+    goes on."""
 
     def show_sometimes(done: int, total: int, content_bytes: int | None = None) -> None:
         nonlocal next_s
@@ -68,7 +67,6 @@ def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProg
 def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
-    """The object of a progress line. A total of 0 is not known yet."""
     rate = done / passed_s
     to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {

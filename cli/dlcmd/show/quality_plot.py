@@ -1,6 +1,6 @@
-"""Draws how well orders mix, over the size of their groups, as an SVG that needs no library.
+"""Draws how well orders mix, over the size of their groups, as an SVG. Pure.
 
-Pure. Colours work on light and dark backgrounds.
+Colours work on light and dark backgrounds.
 """
 
 import math
@@ -18,9 +18,8 @@ _TEXT_HEIGHT = 15
 
 
 def quality_svg(report: QualityReport, title: str) -> str:
-    """A plot over the group size: how many fully shuffled files a batch is worth, in percent of its
-    files. Below each size stands the memory that its order needs; dashed lines show no shuffle and
-    full shuffle."""
+    """Plots how many fully shuffled files a batch is worth, in percent, and the memory of the
+    order. Dashed lines show no shuffle and full shuffle."""
     sizes = list(report.by_group_size)
     shown = [*sizes, max(report.chunks, *sizes)]
     lowest, highest = math.log(shown[0]), math.log(max(shown[-1], shown[0] + 1))
@@ -70,8 +69,8 @@ def quality_svg(report: QualityReport, title: str) -> str:
 
 
 def worth_percent(quality: OrderQuality) -> float:
-    """How many fully shuffled files a batch is worth, in percent of its files
-    (`orders/quality.py`). 100 if all batches have the same classes."""
+    """A batch is worth this many fully shuffled files, in percent of its files
+    (`orders/quality.py`); 100 if all batches have the same classes."""
     return 100 / max(quality.design_effect or 1.0, 1e-9)
 
 

@@ -19,7 +19,6 @@ td:first-child, th:first-child { text-align: left }
 
 
 def report_page(command: str, code: int, summary: Summary) -> str:
-    """The page as HTML. `code` is the exit code of the command."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in summary.lines(again=True))
     loops = "".join(_loop(each) for each in summary.loops.values())
     return (
@@ -52,7 +51,6 @@ def _row(name: str, times: Interval) -> str:
 
 
 def _plot(intervals: Sequence[Interval]) -> str:
-    """Bars over time: the loop waited (dark) or computed (light)."""
     if not intervals:
         return ""
     start_s = min(each.end_s - each.total_s for each in intervals)
@@ -69,8 +67,6 @@ def _plot(intervals: Sequence[Interval]) -> str:
 def _binned(
     intervals: Sequence[Interval], start_s: float, span_s: float
 ) -> list[tuple[float, float]]:
-    """The seconds of waiting and computing in each bar. An interval's time is spread evenly over
-    it."""
     bins = [(0.0, 0.0)] * _BARS
     width_s = span_s / _BARS
     for each in intervals:

@@ -1,4 +1,4 @@
-"""The verb `cat`: writes contents to stdout."""
+"""The verb `cat`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The verb `completion`: prints the code by which a shell asks `dlcmd` to complete a line."""
+"""The verb `completion`. `../args/completing.py` answers the printed code."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""The verb `dashboard`: serves a live page of mounts, tasks, servers and datasets."""
+"""The verb `dashboard`."""
 
 import os
 import threading
@@ -83,7 +83,7 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
 
 
 def _read_token(file: Path | None) -> str:
-    """Reads the file or the environment; "" without a token. Raises ConfigError."""
+    """Returns "" without a token. Raises ConfigError."""
     if file is not None:
         text = private_bytes(file, "the dashboard's token", TOKEN_BYTES_MAX).decode("latin-1")
     else:

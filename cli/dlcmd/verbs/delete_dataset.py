@@ -1,4 +1,4 @@
-"""The verb `delete-dataset`: deletes a dataset for good."""
+"""The verb `delete-dataset`."""
 
 from diesel_fs.errors import UsageError
 

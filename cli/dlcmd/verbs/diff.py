@@ -1,4 +1,4 @@
-"""The verb `diff`: compares two versions, two datasets, or a dataset and a folder."""
+"""The verb `diff`."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
 
 
 def first_side(text: str) -> Address:
-    """Parses the first argument, a dataset or a path in one. Raises UsageError."""
+    """Raises UsageError for a folder."""
     if text[:1] in ("/", ".", "~"):
         raise UsageError(
             f"{text} is a folder's path, and the first argument is a dataset",
@@ -28,8 +28,7 @@ def first_side(text: str) -> Address:
 
 
 def second_side(text: str) -> Address | Path:
-    """Parses the second argument: a folder if it has a slash or is `.` or `..`, else a dataset.
-    Raises UsageError."""
+    """Takes a text with a slash, `.` and `..` as a folder, any other as a dataset."""
     return Path(text) if "/" in text or text in (".", "..") else versioned_address(text)
 
 

@@ -1,4 +1,4 @@
-"""The verb `doctor`: checks the needs of a training job here, with advice for each fault."""
+"""The verb `doctor`."""
 
 import os
 from collections.abc import Sequence

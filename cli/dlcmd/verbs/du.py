@@ -1,4 +1,4 @@
-"""The verb `du`: counts files, their bytes, and the space that they take."""
+"""The verb `du`."""
 
 from contextlib import suppress
 
@@ -55,8 +55,7 @@ def du(targets: tuple[Address, ...]) -> None:
 
 
 def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
-    """The bytes that a purge can free. None for a part or an old version of a dataset, and if the
-    metadata store does not answer."""
+    """Returns None for a part or an old version, and if the metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
@@ -65,8 +64,7 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
-    """The number of files at or below an entry, their bytes, and the bytes that they take in the
-    chunks."""
+    """Returns the files at or below an entry, their bytes, and their bytes in the chunks."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
     # The column `stored` has 0 for a file of several extents

@@ -1,4 +1,4 @@
-"""The verb `forecast`: predicts the reads, hits, costs and waits of a training job."""
+"""The verb `forecast`."""
 
 import re
 from collections.abc import Sequence
@@ -34,14 +34,11 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of the job, as the options describe it. `cache_bytes` is the SSD of its cache."""
-
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        """The machine to simulate; its memory is divided as a mount divides it."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
         known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
@@ -58,7 +55,7 @@ _BITS = re.compile(r"(\d{1,9})([KMGT]?)bit(?:/s)?", re.IGNORECASE | re.ASCII)
 
 
 def rate(text: str) -> int:
-    """Bytes a second: 125M, 1G, or bits: 10Gbit. Raises UsageError."""
+    """Parses bytes a second (125M, 1G), or bits (10Gbit)."""
     if (bits := _BITS.fullmatch(text)) is not None:
         power = " KMGT".index(bits[2].upper() or " ")
         return int(int(bits[1]) * 1000**power) // 8
@@ -71,7 +68,7 @@ def rate(text: str) -> int:
 
 
 class _Milliseconds(click.types.FloatParamType):
-    """An option in milliseconds, whose value is in seconds."""
+    """The user gives milliseconds; the value is in seconds."""
 
     def convert(
         self,
@@ -244,7 +241,6 @@ def _is_given(name: str) -> bool:
 
 
 def _assumed() -> list[str]:
-    """The options in `_ASSUMED` that the user has not given, with their values."""
     texts = []
     for each in click.get_current_context().command.params:
         if each.name in _ASSUMED and not _is_given(each.name):
@@ -262,8 +258,7 @@ _ASSUMED = {
 
 
 def _read_order(view: Snapshot, file: Path) -> Indices:
-    """The files that `file` names, as positions among the snapshot's files. Raises NoSuchPath,
-    UsageError."""
+    """Returns positions among the snapshot's files."""
     try:
         paths = file.read_bytes().splitlines()
     except OSError as error:

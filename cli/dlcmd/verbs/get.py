@@ -1,4 +1,4 @@
-"""The verb `get`: writes a dataset back to files or a tar."""
+"""The verb `get`."""
 
 import os
 import sys
@@ -67,8 +67,8 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
 
 def _destination(repository: Repository, dest: str, name: bytes) -> Path:
-    """The path of DEST. If DEST ends in a slash, makes the folder, so that a file goes into it.
-    Raises UsageError if DEST lies in the repository."""
+    """If DEST ends in a slash, makes the folder, so that a file goes into it. Refuses a DEST in the
+    repository."""
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()
     if repository.url.scheme == "file" and (real == store or store in real.parents):
@@ -80,8 +80,7 @@ def _destination(repository: Repository, dest: str, name: bytes) -> Path:
 
 @contextmanager
 def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
-    """Yields stdout for `-`, otherwise a file that appears when it is whole. Raises UsageError,
-    ConflictError."""
+    """Yields stdout for `-`, otherwise a file that appears when it is whole."""
     if name == "-":
         if sys.stdout is None:
             raise DieselError("standard output is closed")

@@ -1,4 +1,4 @@
-"""The verb `grant`: gives a user a role on a dataset."""
+"""The verb `grant`."""
 
 from diesel_fs.storage.accounts.account import (
     Role,

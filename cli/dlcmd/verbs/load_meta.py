@@ -1,4 +1,4 @@
-"""The verb `load-meta`: checks a snapshot file and shows its contents."""
+"""The verb `load-meta`."""
 
 from pathlib import Path
 
@@ -39,8 +39,6 @@ def load_meta(file: Path) -> None:
 
 
 def _state(view: Snapshot) -> str:
-    """Whether the snapshot has the current version of its dataset, in words. If the repository
-    cannot be reached, the text gives the reason."""
     try:
         with open_repository_from_flags() as repository:
             info = repository.dataset(view.dataset)

@@ -1,4 +1,4 @@
-"""The verb `ls`: lists datasets, versions or entries."""
+"""The verb `ls`."""
 
 import json
 import stat as modes

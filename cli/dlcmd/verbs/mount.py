@@ -1,4 +1,4 @@
-"""The verb `mount`. The module imports no numpy, so that a mount is fast."""
+"""The verb `mount`. This module imports no numpy, so that a mount is fast."""
 
 import grp
 import os
@@ -43,23 +43,20 @@ from ..show.progress import is_bar_shown, shown_progress
 NUMBER_MAX = 2**63 - 1
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
-"""Seconds between two queries of how much a mount has loaded, and the number of queries without an
-answer after which no more are made. The pyfuse3 session never answers, since it loads nothing
-ahead."""
+"""After `LOADING_UNANSWERED_MAX` queries without an answer, no more are made: the pyfuse3 session
+never answers."""
 
 
 _ID = re.compile("[0-9]{1,10}")
 
 
 def octal(text: str) -> int:
-    """A umask, from octal digits. Raises UsageError."""
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
 
 
 def user_id(text: str) -> int:
-    """A user's ID, from a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -67,7 +64,6 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """A group's ID, from a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):
@@ -78,7 +74,6 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Adds the options of `TaskOptions`: those for the cache that a task's nodes share."""
     kinds: dict[str, object] = {"folder": folder_path, "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
@@ -214,7 +209,7 @@ def mount(
 
 
 def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptions:
-    """The options of the task. A key file wins over DIESEL_TASK_KEY. Raises UsageError."""
+    """A key file wins over DIESEL_TASK_KEY."""
     if task.get("cache_bytes") == 0:
         raise UsageError(
             "--cache-size 0 leaves no room for a cache", advice="leave out --cache-dir"

@@ -1,4 +1,4 @@
-"""The verb `purge`: frees the space of replaced and deleted files."""
+"""The verb `purge`."""
 
 import re
 
@@ -18,7 +18,7 @@ _WHOLE_PPM = 1_000_000
 
 
 def share(text: str) -> int:
-    """Turns a percentage into millionths. Raises UsageError."""
+    """Returns millionths."""
     match = _PERCENT.fullmatch(text)
     found = int(match[1]) * 10_000 + int((match[2] or "").ljust(4, "0")) if match else -1
     if not 0 <= found <= _WHOLE_PPM:

@@ -1,4 +1,4 @@
-"""The verb `put`: packs a folder, a file, archives or the objects of a bucket into a dataset."""
+"""The verb `put`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -172,7 +172,6 @@ class _Progress:
 def _parse_arguments(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[str, Address]:
-    """The name of the source, and the address that it is put to. Raises UsageError."""
     wanted = "DATASET[/path]" if tar is not None else "SRC and DATASET[/path]"
     if len(arguments) != (2 if tar is None else 1):
         given = count_text(len(arguments), "argument")
@@ -188,7 +187,6 @@ def _parse_arguments(
 def _parse_unpack(
     arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
 ) -> tuple[Sequence[str], Address]:
-    """The names of the archives, and the address that they are put to. Raises UsageError."""
     if len(arguments) < 2:
         raise UsageError("put --unpack takes SRC... and DATASET[/path]", advice="see --help")
     if tar is not None or files_from or nul:
@@ -198,7 +196,7 @@ def _parse_unpack(
 
 @contextmanager
 def _repository(*, dry_run: bool) -> Iterator[Repository]:
-    """Make a missing repository; a dry run opens an empty temporary one instead."""
+    """A dry run opens an empty temporary repository instead of making one."""
     with ExitStack() as stack:
         try:
             repository = stack.enter_context(open_repository_from_flags(create=not dry_run))
@@ -316,8 +314,7 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """A line for each entry that --delete would delete; if not `everything`, only the first ones.
-    Folders come before their entries."""
+    """Folders come before their entries. Only the first entries are shown if not `everything`."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

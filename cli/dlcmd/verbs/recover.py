@@ -1,4 +1,4 @@
-"""The verb `recover`: rebuilds the metadata of a dataset from its chunks."""
+"""The verb `recover`."""
 
 from ..args.addresses import open_repository_from_flags
 from ..args.options import argument, dataset, moment_text, option, time, verb

@@ -1,4 +1,4 @@
-"""The verb `rm`: deletes entries."""
+"""The verb `rm`."""
 
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
@@ -43,8 +43,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
-    """The paths of all entries to delete, the deepest first. Raises NoSuchPath, and UsageError for
-    a folder unless `recursive`."""
+    """The deepest entries come first. Refuses a folder unless `recursive`."""
     chosen: dict[int, None] = {}
     for target in targets:
         index = view.index_of(target.path)

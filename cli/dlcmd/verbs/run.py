@@ -23,15 +23,14 @@ from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""The exit codes of a shell for a command that cannot be started."""
 
 _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""The pauses before each look for a process of the command that cannot join (`_unjoined_path`):
-some 30 s in all. A signal ends a pause without a look."""
+"""Pauses before each look for a process of the command that cannot join (`_unjoined_path`), some
+30 s in all. A signal ends a pause without a look."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent the signal to the command as well
 
@@ -98,7 +97,6 @@ def run(
 
 
 def _check_writable(report: Path) -> None:
-    """Makes the report's file before the command runs. Raises UsageError if that fails."""
     try:
         report.open("a").close()
     except OSError as error:
@@ -123,7 +121,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
         try:
-            # No other thread yet: a function may run between fork and exec.
+            # No other thread yet: a function may run between fork and exec
             child = subprocess.Popen(
                 command,
                 env=environment,
@@ -152,8 +150,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
 
 
 def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
-    """Waits for a signal to forward, or SIGCHLD. Returns None if none comes within `patience_s`;
-    None waits for ever."""
+    """Waits for a signal to forward, or SIGCHLD. Returns None if none comes within `patience_s`
+    (None: for ever)."""
     wanted = {*_FORWARDED, signal.SIGCHLD}
     if patience_s is None:
         return signal.sigwaitinfo(wanted)
@@ -161,8 +159,8 @@ def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
 
 
 def _unjoined_path(environment: Mapping[str, str]) -> str:
-    """The PYTHONPATH of a Python process of the command that lacks our folder, so that the process
-    cannot join; "" if there is no such process."""
+    """A Python process of the command cannot join if its PYTHONPATH lacks our folder. Returns that
+    PYTHONPATH, or ""."""
     hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
     settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""The verb `save-meta`: writes a dataset's metadata to a snapshot file."""
+"""The verb `save-meta`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The verb `shuffle`: prints the chunk-wise random order of a dataset's files."""
+"""The verb `shuffle`."""
 
 import json
 from collections.abc import Iterator
@@ -43,8 +43,7 @@ class WantedOrder:
     drop_last: bool = False
 
     def order(self, view: Snapshot, below: int) -> Indices:
-        """The indices of the files below the folder with the index `below`, in this order. Raises
-        UsageError for numbers out of range."""
+        """`below` is the index of a folder. Raises UsageError for numbers out of range."""
         if self.full:
             return full_shuffle(
                 view, self.seed, self.epoch, rank=self.rank, world=self.world,
@@ -56,8 +55,6 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """How well orders with several group sizes mix the classes of these files. Raises
-        UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -146,7 +143,7 @@ def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
-    """Raises UsageError if a path has a newline, before anything is printed."""
+    """Refuses paths with a newline, before anything is printed."""
     if not (view.columns.names == ord("\n")).any():
         return
     for path in view.iter_paths(order):

@@ -1,4 +1,4 @@
-"""The verb `stat`: shows the metadata of a dataset or an entry."""
+"""The verb `stat`."""
 
 import stat as modes
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The verb `stats`: shows the counters and the state of a mount."""
+"""The verb `stats`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The verb `top`: shows live what happens in a mount."""
+"""The verb `top`."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The verb `umount`: unmounts a dataset."""
+"""The verb `umount`."""
 
 from pathlib import Path
 

@@ -110,7 +110,6 @@ def user_add(
 
 
 def _write_key(path: Path, seed: bytes) -> None:
-    """The new file is its owner's alone. Raises ConflictError if it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)

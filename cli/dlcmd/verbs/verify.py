@@ -1,4 +1,4 @@
-"""The verb `verify`: checks the metadata against the chunks, and every checksum."""
+"""The verb `verify`."""
 
 from diesel_fs.errors import CorruptError, ObjectStoreError
 from diesel_fs.repository.interface import Findings
@@ -33,8 +33,8 @@ def verify(name: str, headers_only: bool) -> None:
 
 
 def print_findings(findings: Findings, name: str, done: str) -> None:
-    """Prints the result of `verify` or `recover`; `done` is the participle in its text. Raises
-    CorruptError for damage, ObjectStoreError for chunks that could not be read."""
+    """This also prints the result of `recover`; `done` is a participle. Raises CorruptError for
+    damage, ObjectStoreError for chunks that could not be read."""
     if global_flags().json:
         described = findings.to_message()
         del described["folded"]

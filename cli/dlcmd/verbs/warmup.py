@@ -1,4 +1,4 @@
-"""The verb `warmup`: loads the files at a path of a mount before they are read."""
+"""The verb `warmup`."""
 
 from diesel_fs.errors import PartialError
 from diesel_fs.mounts.warmup import Amount, Warmup, WarmupReport
@@ -56,7 +56,6 @@ def warmup(place: str) -> None:
 
 
 def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
-    """Prints the result. Raises PartialError if not all is loaded."""
     described = {
         "event": "done",
         "mountpoint": job.mountpoint,

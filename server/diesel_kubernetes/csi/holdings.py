@@ -1,11 +1,8 @@
 """Measures the share of each dataset that this node holds, in live mounts and in cache folders.
 
-`VOLUMES.md` ("What a node reports") defines each figure. There are two sources. The statistics of a
-mount (`.diesel/stats`) count the chunks of the task's cache and the contents in the page cache.
-Below `--cache-root` are folders of chunks, also of mounts that have ended; which of these chunks a
-version has is known from its snapshot in the state folder. If the figures of two places may count
-the same bytes, the larger one is used, so a share is a lower bound. For one thread. A mount that
-hangs is given up after `ANSWER_S`.
+`VOLUMES.md` ("What a node reports") defines each figure. A snapshot in the state folder shows which
+chunks below `--cache-root` a version has. If two places may count the same bytes, the larger figure
+is used, so a share is a lower bound. For one thread.
 """
 
 import logging
@@ -32,27 +29,23 @@ from .targets import MountTable
 log = logging.getLogger("diesel.csi")
 
 ANSWER_S = 5.0
-"""Time for a mount to deliver its statistics."""
 
 UNNAMED = "-"
-"""Stands for the namespace if kubelet has named none, as in paths of cache folders."""
+"""This stands for a namespace that kubelet has not named, as in paths of cache folders."""
 
 SETTLED_NS = 2_000_000_000
-"""If a folder was unchanged for this long before it was listed, it is listed again only after its
-mtime has changed."""
+"""A folder that was unchanged for this long before its listing is listed again only after its mtime
+has changed."""
 
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkTable:
-    """The chunks of a version: their IDs, joined, and their sizes in bytes."""
-
     ids: bytes
     sizes: npt.NDArray[np.int64]
 
     def percent_of(self, chunks: Iterable[bytes]) -> int:
-        """The share of the version's bytes that these chunks hold."""
         there = set(chunks)
         ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
         is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
@@ -61,19 +54,16 @@ class _ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """The last look into a cache folder."""
-
     state: object
-    """While the folder's state is equal to this, nothing has changed; None: look again."""
+    """While this stays equal, nothing has changed; None: look again."""
     shares: Mapping[int, int]
     """Percentages by version."""
     is_unknown: bool
-    """Whether it has chunks of which the share of a version is not known."""
+    """Whether it has chunks whose share of a version is not known."""
 
 
 class NodeHoldings:
-    """Measures the datasets that this node holds, by its mounts and by the folders below
-    `cache_root` (empty: there are none)."""
+    """`cache_root` is empty if there are no cache folders."""
 
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state
@@ -83,7 +73,7 @@ class NodeHoldings:
         self._is_root_missing = False
 
     def measure(self) -> tuple[list[HeldDataset], bool]:
-        """Returns the datasets, and whether they are all that the node holds."""
+        """Returns also whether the datasets are all that the node holds."""
         found: dict[tuple[Held, int], HeldDataset] = {}
         is_complete = True
         for held in (*self._in_mounts(), *self._in_folders()):
@@ -99,7 +89,7 @@ class NodeHoldings:
         return datasets, is_complete
 
     def _in_mounts(self) -> Iterator[HeldDataset | None]:
-        """The dataset of each mount; None for a mount that does not report its share."""
+        """Yields None for a mount that does not report its share."""
         table = MountTable.read(self._state)
         for name in table.roots:
             namespace = self._state.namespace(name)
@@ -116,7 +106,7 @@ class NodeHoldings:
                 yield held_by_mount(namespace or UNNAMED, figures, is_used=is_used)
 
     def _in_folders(self) -> Iterator[HeldDataset | None]:
-        """The datasets in cache folders, by version; None if the root of cache folders cannot be
+        """Yields a dataset for each version; None if the root of the cache folders cannot be
         read."""
         if not self._cache_root:
             return
@@ -142,7 +132,6 @@ class NodeHoldings:
         self._tables = {key: each for key, each in self._tables.items() if key[0].hex in here}
 
     def _dataset_folders(self) -> Iterator[tuple[str, str, UUID]]:
-        """The cache folders: the namespace, the path, and the dataset's identity."""
         for namespace in _subfolders(self._cache_root):
             if is_namespace(namespace):
                 place = os.path.join(self._cache_root, namespace)
@@ -151,8 +140,7 @@ class NodeHoldings:
                         yield namespace, folder, identity
 
     def _look_into(self, folder: str, identity: UUID, copies: Mapping[int, Path]) -> _Folder:
-        """The shares in a cache folder. `copies` has the paths of the dataset's snapshots, by
-        version. Raises OSError."""
+        """`copies` has the paths of the dataset's snapshots, by version. Raises OSError."""
         changed_ns = os.stat(folder).st_mtime_ns
         state = changed_ns, sorted(copies.items())
         before = self._folders.get(folder)
@@ -171,8 +159,6 @@ class NodeHoldings:
         return _Folder(state if is_settled else None, shares, is_unknown)
 
     def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
-        """The chunks of a version, from the copy of its snapshot at `path`; None if the copy is
-        damaged."""
         key = identity, version
         if key not in self._tables:
             try:
@@ -189,9 +175,8 @@ class NodeHoldings:
 def held_by_mount(
     namespace: str, figures: Mapping[str, object], *, is_used: bool
 ) -> HeldDataset | None:
-    """The dataset of a mount, by its statistics (`figures`). The share is the part of it in the
-    page cache, or in the node's part of the task's cache, whichever is larger. None if the
-    statistics name no dataset."""
+    """The share is the part of the dataset in the page cache, or in the node's part of the task's
+    cache, whichever is larger. Returns None if the statistics name no dataset."""
     match figures:
         case {"identity": str(identity), "version": int(version)}:
             pass
@@ -215,6 +200,5 @@ def _percent(part: int, whole: int) -> int:
 
 
 def _subfolders(path: str) -> list[str]:
-    """The names of the folders in a folder. Raises OSError."""
     with os.scandir(path) as entries:
         return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -34,13 +34,10 @@ if TYPE_CHECKING:
 PREFIX = "DIESEL_CSI"
 
 CONTAINER = "plugin"
-"""The name of this program's container in the pod that `--pod` names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
-    """The options of the command, as `--help` explains them."""
-
     endpoint: str
     node: str
     state: Path
@@ -60,7 +57,6 @@ class PluginOptions:
 
 
 def size(text: str) -> int:
-    """The bytes of a size like 4096, 64K, 4M or 1G. Raises UsageError."""
     return parse_size(text)
 
 
@@ -203,7 +199,7 @@ def program(**given: object) -> None:
 
 
 def serve(options: PluginOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Mounts go on afterwards."""
+    """Serves until SIGTERM or SIGINT. Mounts go on afterwards."""
     limits = VolumeLimits(
         url=options.url,
         file_roots=options.file_root,
@@ -236,7 +232,6 @@ def serve(options: PluginOptions) -> None:
 def _in_pods(
     options: PluginOptions, folder: StateFolder, limits: VolumeLimits
 ) -> "tuple[Mounter, NodeReporter]":
-    """The mounter and the reporter of a plugin that runs in a cluster."""
     if not options.image and not options.pod:
         raise UsageError(
             "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"

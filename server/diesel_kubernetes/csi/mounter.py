@@ -1,8 +1,8 @@
 """Starts and ends mounts: the interface, and its implementation by processes.
 
-`ProcessMounter` is for nodes on which the plugin is a service of the system: `dlcmd mount` starts a
-daemon in a session of its own. `PodMounter` (`pods.py`) is for clusters. A *mount* here has a name,
-`KEY-N`, and a folder in the state folder (`state.py`), in which its mount point `root` lies.
+`ProcessMounter` is for nodes on which the plugin is a service of the system, `PodMounter`
+(`pods.py`) for clusters. A *mount* has a name, `KEY-N`, and a folder in the state folder
+(`state.py`), in which its mount point `root` lies.
 """
 
 from contextlib import suppress
@@ -18,32 +18,31 @@ from .targets import lives
 from .volumes import Volume
 
 START_DEADLINE_S = 90.0
-"""Time for `dlcmd mount`, which itself gives up after 60 s."""
+"""`dlcmd mount` itself gives up after 60 s."""
 
 END_DEADLINE_S = 660.0
-"""Time for `dlcmd umount`, which waits at most 600 s for the daemon's work."""
+"""`dlcmd umount` waits at most 600 s for the daemon's work."""
 
 QUERY_DEADLINE_S = 20.0
 
 
 class Mounter(Protocol):
-    """Starts and ends mounts of the state folder. Any thread may call, but no two calls for one
-    name may run at once."""
+    """Any thread may call, but no two calls for one name may run at once."""
 
     def start(self, volume: Volume, name: str, lock: int) -> None:
-        """Mount a volume in the existing folder of `name`, and return when reads work.
+        """Mounts a volume in the existing folder of `name`, and returns when reads work.
 
-        `lock` is the descriptor of the lock of the mount's key. A program that starts the mount
-        inherits it, so the key stays locked if this process is killed. The mount outlives this
-        process. Raises DieselError if nothing is mounted.
+        A program that starts the mount inherits `lock`, the descriptor of the lock of the mount's
+        key, so the key stays locked if this process is killed. The mount outlives this process.
+        Raises DieselError if nothing is mounted.
         """
 
     def end(self, name: str) -> None:
-        """End a mount, dead or alive, if there is one, and remove all that belongs to it except its
-        folder. Raises BusyError if a process uses the mount, and DieselError."""
+        """Ends a mount, dead or alive, if there is one, and removes all that belongs to it except
+        its folder. Raises BusyError if a process uses the mount, and DieselError."""
 
     def tidy(self) -> None:
-        """Remove what a killed plugin has left outside the state folder. Raises DieselError."""
+        """Removes what a killed plugin has left outside the state folder. Raises DieselError."""
 
 
 class ProcessMounter:
@@ -70,16 +69,16 @@ class ProcessMounter:
         detach_dead(root)
 
     def tidy(self) -> None:
-        """Do nothing: processes leave nothing outside the state folder."""
+        """Does nothing: processes leave nothing outside the state folder."""
 
 
 def mount_arguments(volume: Volume) -> list[str]:
-    """The options of `dlcmd mount`. Containers run as other users, so these are allowed, too."""
+    """Containers run as other users, so these are allowed, too."""
     return ["--allow-other", *volume.options]
 
 
 def detach_dead(root: str) -> None:
-    """Detach all that is mounted at `root`, whose daemon has ended. Raises DieselError."""
+    """Detaches everything mounted at `root`, whose daemon has ended. Raises DieselError."""
     try:
         while topmost_at(root, mounts()) is not None:
             syscalls.umount2(root, syscalls.MNT_DETACH)
@@ -88,7 +87,7 @@ def detach_dead(root: str) -> None:
 
 
 def current_version(volume: Volume, state: StateFolder) -> int:
-    """The dataset's current version, which `dlcmd stat` finds. Raises DieselError."""
+    """Raises DieselError."""
     environment = {**volume.environment, **volume.secrets, "HOME": str(state.path)}
     environment["XDG_CACHE_HOME"] = str(state.cache)
     found = run_dlcmd(["stat", "--", volume.dataset], environment, deadline_s=QUERY_DEADLINE_S)

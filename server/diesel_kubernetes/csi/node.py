@@ -1,12 +1,12 @@
 """The volumes of one node: which mounts they have, when mounts are shared, and when they end.
 
 `NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Equal volumes have the same *key* and
-share a mount, whose name is `KEY-N`. A *target* is a path at which a pod sees a volume.
+share a mount, whose name is `KEY-N`.
 
-Concurrency: any thread may call. Mounts are started by a pool of few threads; all callers with one
-key wait for one start. A thread of its own (the *reaper*) ends unused mounts. A mount is started,
-chosen for sharing and ended under the lock of its key, and is not ended while a `publish` with its
-key is under way (`_claims`). A target is changed under the target's own lock.
+Concurrency: any thread may call. Few threads start mounts; all callers with one key wait for one
+start. Another thread (the *reaper*) ends unused mounts. A mount is started, chosen for sharing and
+ended under the lock of its key, and is not ended while a `publish` with its key is under way
+(`_claims`). A target is changed under the target's own lock.
 """
 
 import logging
@@ -41,7 +41,7 @@ from .volumes import Volume, VolumeLimits, check_mount_flags, name_the_same, par
 log = logging.getLogger("diesel.csi")
 
 CHECK_INTERVAL_S = 30.0
-"""The pause between the reaper's looks for mounts that have died or could not be ended."""
+"""The reaper looks this often for mounts that have died or could not be ended."""
 
 VERSION_KNOWN_S = 10.0
 """After a check, a mount's version counts as current for this time: the pods of a Job come within
@@ -50,19 +50,14 @@ moments of each other."""
 
 @dataclass(frozen=True, slots=True)
 class VolumeHealth:
-    """The state of a published volume."""
-
     trouble: str
-    """Why the volume cannot be read; empty if it can."""
+    """Why the volume cannot be read, or ""."""
     usage: FileSystemUsage | None
-    """None if the volume cannot be read."""
 
 
 class NodeVolumes:
-    """Publishes volumes at targets, and starts and ends the mounts for them.
-
-    A mount that no target needs ends after `idle_s`. At most `starts_max` mounts start at once.
-    """
+    """A mount that no target needs ends after `idle_s`. At most `starts_max` mounts start at
+    once."""
 
     def __init__(
         self,
@@ -92,7 +87,7 @@ class NodeVolumes:
         self._reaper.start()
 
     def close(self) -> None:
-        """End the threads after the starts under way. Mounts go on."""
+        """Ends the threads after the starts under way. Mounts go on."""
         self._closing = True
         self._wake.set()
         self._reaper.join()
@@ -109,12 +104,12 @@ class NodeVolumes:
         timeout_s: float,
         is_wanted: Callable[[], bool],
     ) -> Volume:
-        """Show a volume at a target, and return when it can be read there. Repeatable.
+        """Shows a volume at a target, and returns when it can be read there. Repeatable.
 
-        `is_wanted` returns whether the caller still waits; nothing is bound if not. Raises
-        UsageError, ConflictError if another volume or file system is at the target, BusyError if
-        anything else is there or the folder above is missing, DeadlineError, and the errors of
-        `dlcmd mount`; no message has a secret.
+        Nothing is bound if `is_wanted` reports that the caller no longer waits. Raises UsageError,
+        ConflictError if another volume or file system is at the target, BusyError if anything else
+        is there or the folder above is missing, DeadlineError, and the errors of `dlcmd mount`; no
+        message has a secret.
         """
         check_mount_flags(mount_flags)
         volume = parse_volume(attributes, secrets, self._limits)
@@ -140,7 +135,7 @@ class NodeVolumes:
         return volume
 
     def unpublish(self, target: str) -> None:
-        """Take a volume away from a target; do nothing if there is none. Raises DieselError."""
+        """Does nothing if there is no volume at the target. Raises DieselError."""
         target = checked_target(target, self._state)
         with self._target_lock(target):
             detach(target)
@@ -148,7 +143,7 @@ class NodeVolumes:
         self._wake.set()
 
     def condition(self, target: str) -> VolumeHealth:
-        """The state of the volume at a target. Raises NotFoundError if there is no volume."""
+        """Raises NotFoundError if there is no volume at the target."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
         if place in (TargetState.FREE, TargetState.FOREIGN):
@@ -163,7 +158,6 @@ class NodeVolumes:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:
-        """Keep the reaper from ending the mounts of a key."""
         with self._lock:
             self._claims[key] += 1
         try:
@@ -190,8 +184,8 @@ class NodeVolumes:
                     del self._target_calls[target], self._target_locks[target]
 
     def _is_published(self, target: str, key: str) -> bool:
-        """Whether this volume can be read at the target. The bind of a mount that has ended is
-        taken away. Raises ConflictError if something else is there."""
+        """Whether this volume can be read at the target. Removes the bind of an ended mount. Raises
+        ConflictError if something else is there."""
         place, name = MountTable.read(self._state).at(target)
         match place:
             case TargetState.FREE:
@@ -211,7 +205,7 @@ class NodeVolumes:
         return False
 
     def _joined(self, volume: Volume, key: str, until_s: float) -> str:
-        """The name of a mount for the volume; starts one if there is none. Raises DeadlineError at
+        """Finds or starts a mount for the volume, and returns its name. Raises DeadlineError at
         `until_s` (monotonic), and the errors of the start."""
         with self._lock:
             start = self._starting.get(key)
@@ -252,8 +246,8 @@ class NodeVolumes:
             return name
 
     def _current(self, volume: Volume, living: list[str]) -> str:
-        """The name of a living mount that the volume may share: one that shows the current version
-        if the volume wants that. "" if there is none."""
+        """Returns "" if there is no living mount that the volume may share: it must show the
+        current version if the volume wants that."""
         if not living:
             return ""
         newest = living[-1]
@@ -276,7 +270,7 @@ class NodeVolumes:
         return found[-1]
 
     def _end(self, name: str) -> None:
-        """End a mount and remove its folder; a failure is logged. The caller holds the lock of the
+        """Ends a mount and removes its folder; logs a failure. The caller holds the lock of the
         mount's key."""
         try:
             self._mounter.end(name)
@@ -301,8 +295,7 @@ class NodeVolumes:
                 log.exception("cannot look for idle mounts (a bug)")
 
     def _end_idle(self) -> float:
-        """End mounts that were unused for `idle_s` or have died. Returns the seconds until the next
-        look."""
+        """Returns the seconds until the next look."""
         now_s = time.monotonic()
         table = MountTable.read(self._state)
         idle = {name for name in self._state.names() if not table.binds.get(name)}
@@ -318,7 +311,6 @@ class NodeVolumes:
         return wait_s
 
     def _end_unneeded(self, name: str) -> None:
-        """End a mount, unless a target or a call needs it after all, or the plugin is closing."""
         key = key_of(name)
         if self._closing:
             return

@@ -1,9 +1,9 @@
 """Mounts that are pods: in a cluster, each mount has a pod of its own (a *mount pod*).
 
 So a mount outlives the plugin's pod, and has its own limits and log. The pod mounts below the state
-folder, from which the mount propagates to the node and the plugin. The pod gets a volume's secrets
-by a Secret, which the plugin deletes as soon as the mount works. The pod owns the Secret, so the
-cluster deletes it if the plugin cannot. Any thread.
+folder, from which the mount propagates to the node and the plugin. It gets a volume's secrets by a
+Secret, which the plugin deletes as soon as the mount works. The pod owns the Secret, so the cluster
+deletes it if the plugin cannot. Any thread.
 """
 
 import logging
@@ -34,24 +34,21 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""The pause between two requests for the state of a starting mount pod. For the mount itself the
-plugin need not poll: the kernel wakes it."""
+"""For the mount itself the plugin need not poll: the kernel wakes it."""
 
 END_DEADLINE_S = 60.0
-"""Time for a mount pod to end; it is killed 30 s after SIGTERM."""
+"""A mount pod is killed 30 s after SIGTERM."""
 
 END_CHECK_S = 0.25
-"""The pause between two looks whether a pod has ended."""
 
 OVERHEAD_BYTES = 512 << 20
-"""Memory that a mount needs beside contents: for its three processes, and tables of large datasets.
-"""
+"""A mount's three processes, and tables of large datasets, need this beside contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """The parts that are the same in all mount pods. `cpu` and `memory` are their requests, in the
-    notation of Kubernetes."""
+    """The common parts of all mount pods. They request `cpu` and `memory`, in the notation of
+    Kubernetes."""
 
     node: str
     namespace: str
@@ -68,7 +65,7 @@ def pod_name(name: str) -> str:
 def pod_manifest(
     volume: Volume, name: str, state: StateFolder, options: PodOptions
 ) -> dict[str, object]:
-    """The mount pod of a volume. The manifest has no secret value, only the Secret's name."""
+    """The manifest has no secret value, only the Secret's name."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
     # The mount propagates to the node from its own folder; the pod sees no other mounts
@@ -139,16 +136,14 @@ def _metadata(name: str, options: PodOptions) -> dict[str, object]:
 
 
 class PodMounter:
-    """A `Mounter` whose mounts are pods."""
-
     def __init__(self, state: StateFolder, client: Client, options: PodOptions) -> None:
         self._state = state
         self._client = client
         self._options = options
 
     def start(self, volume: Volume, name: str, lock: int) -> None:
-        """As `Mounter.start`, but nothing inherits the lock: if this plugin is killed, the next one
-        deletes the pod if its mount does not work."""
+        """Unlike in `Mounter.start`, nothing inherits the lock: if this plugin is killed, the next
+        one deletes the pod if its mount does not work."""
         named = pod_name(name)
         with api_errors():
             if volume.secrets:
@@ -166,7 +161,7 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
-        """As `Mounter.end`: delete the pod, which unmounts on SIGTERM, and wait for its end."""
+        """Deletes the pod, which unmounts on SIGTERM, and waits for its end."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():
@@ -179,7 +174,8 @@ class PodMounter:
         detach_dead(self._state.root(name))
 
     def tidy(self) -> None:
-        """Delete the pods of mounts without a folder, and the Secrets that a killed plugin left."""
+        """Deletes the pods of mounts without a folder, and the Secrets that a killed plugin
+        left."""
         names = {pod_name(name) for name in self._state.names()}
         labels: LabelSelector = {LABEL_NODE: label_value(self._options.node)}
         with api_errors():
@@ -214,7 +210,7 @@ class PodMounter:
             return None
 
     def _wait_until_mounted(self, volume: Volume, name: str) -> None:
-        """Wait until the mount has propagated to this process and works. Raises the error of the
+        """Returns when the mount has propagated to this process and works. Raises the error of the
         mount if its pod ends, and DeadlineError."""
         root, named = self._state.root(name), pod_name(name)
         until_s, why = time.monotonic() + START_DEADLINE_S, "it has not been started"
@@ -238,8 +234,7 @@ class PodMounter:
 
 
 def _progress(pod: Pod | None, named: str) -> str:
-    """Why the mount in a pod does not work yet, for an error message. Raises the mount's error if
-    the pod has ended."""
+    """Returns why the mount does not work yet. Raises the mount's error if the pod has ended."""
     if pod is None:
         raise DieselError(f"the mount pod {named} was deleted")
     status = pod.status

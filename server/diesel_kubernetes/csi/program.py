@@ -32,15 +32,13 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""The last lines and characters of a log that an error shows if `dlcmd` has reported none."""
+"""If `dlcmd` has reported no error, ours shows this end of its log."""
 
 KILLED_OUTPUT_S = 5.0
-"""Time to read the rest of the output after `dlcmd` was killed."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """The variables of `dlcmd mount`: the repository, and where the mount keeps its files (`folder`
-    is its own, `cache` is shared). There are no secrets among them."""
+    """`folder` is the mount's own, `cache` is shared. There is no secret among the variables."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),
@@ -56,12 +54,11 @@ def run_dlcmd(
     deadline_s: float,
     pass_fds: Sequence[int] = (),
 ) -> dict[str, object]:
-    """Run `dlcmd --json` to its end, and return the first object that it prints ({} if it prints
-    none).
+    """Runs `dlcmd --json` to its end, and returns the first object that it prints, or {}.
 
-    It inherits the descriptors `pass_fds`, and goes on if this process is killed. Raises the error
-    that `dlcmd` reports, or DieselError if it reports none; DeadlineError if it was killed after
-    `deadline_s`.
+    `dlcmd` inherits the descriptors `pass_fds`, and goes on if this process is killed. Raises the
+    error that `dlcmd` reports, or DieselError if it reports none; DeadlineError if it was killed
+    after `deadline_s`.
     """
     with subprocess.Popen(
         [*DLCMD, "--json", *arguments],
@@ -95,7 +92,6 @@ def run_dlcmd(
 
 
 def _reported(text: str, verb: str, code: int) -> DieselError:
-    """The error in the last line of `dlcmd`'s stderr (`text`), with the lines before as details."""
     *before, last = text.strip().splitlines() or [""]
     try:
         match json.loads(last):
@@ -110,8 +106,6 @@ def _reported(text: str, verb: str, code: int) -> DieselError:
 
 
 def error_of_exit(verb: str, code: int, text: str) -> DieselError:
-    """The error of a `dlcmd` that ended with an exit code and reported no error. `text` is its log
-    or stderr, of which the end is shown."""
     kinds = (
         UsageError, NotFoundError, BusyError, PermissionDenied, ObjectStoreError, MetadataError,
         FormatError, NoSpaceError,

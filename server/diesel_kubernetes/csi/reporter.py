@@ -2,8 +2,8 @@
 
 The report is a ConfigMap of the driver's namespace (`../reports.py`). The plugin's pod owns it, so
 the cluster deletes it when the node or the driver is removed. A thread of its own measures, since
-mounts may hang. It writes a report only if it differs noticeably from the last one, or if that one
-is older than REFRESH_S.
+mounts may hang. It writes a report if it differs noticeably from the last one, or if that one is
+older than REFRESH_S.
 """
 
 import logging
@@ -32,18 +32,14 @@ from ..reports import (
 log = logging.getLogger("diesel.csi")
 
 INTERVAL_S = 30.0
-"""The pause between two measurements."""
 
 CLOSE_S = 5.0
-"""Time for the thread to end."""
 
 Measure = Callable[[], tuple[list[HeldDataset], bool]]
-"""Returns the datasets that the node holds, and whether they are all (`NodeHoldings.measure`)."""
 
 
 class NodeReporter:
-    """Measures and reports in a thread. `pod` is the plugin's pod, the owner of the report (empty:
-    no owner); `clock` returns seconds since 1970."""
+    """`pod` is the plugin's pod, the owner of the report ("": no owner)."""
 
     def __init__(
         self,
@@ -73,14 +69,13 @@ class NodeReporter:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, or leave it behind if it hangs. The written report stays."""
+        """Leaves the thread behind if it hangs. The written report stays."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
     def report(self) -> bool:
-        """Measure, and write a report if it is due. Returns whether one was written. Raises
-        DieselError."""
+        """Returns whether a report was due and written. Raises DieselError."""
         datasets, is_complete = self._measure()
         now_s = self._clock()
         report = make_report(self._node, now_s, datasets, is_complete=is_complete)

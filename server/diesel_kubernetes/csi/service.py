@@ -1,6 +1,6 @@
 """The gRPC services Identity and Node of CSI, over the logic of `node.py`.
 
-A pool of threads serves the calls. A call that publishes a volume may wait for a mount. So at most
+A pool of threads serves the calls. A call that publishes a volume may wait for a mount, so at most
 `PUBLISHES_MAX` such calls are served at once, and Probe always finds a thread.
 """
 
@@ -41,20 +41,17 @@ log = logging.getLogger("diesel.csi")
 
 PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
-"""Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""Time to publish a volume if the call has no deadline. Kubelet's own deadline is 120 s."""
+"""This is for a call without a deadline. Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
-"""Time for calls that are under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
 """CSI's limits for a text and for a map (its section "Size Limits")."""
 
 DETAILS_CHARS_MAX = 3000
-"""Limit for the message of a status, which is sent in headers: 8 KiB of these are sure to arrive.
-"""
+"""A status message is sent in headers, of which 8 KiB are sure to arrive."""
 
 _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
     (UsageError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -82,8 +79,7 @@ def code_of(error: DieselError) -> grpc.StatusCode:
 
 
 class CsiServices:
-    """The methods of both services. Each call ends with an answer, or with a status for its error
-    and one log line."""
+    """Each call ends with an answer, or with a status for its error and one log line."""
 
     def __init__(self, volumes: NodeVolumes, state: StateFolder, node: str) -> None:
         self._volumes = volumes
@@ -99,7 +95,7 @@ class CsiServices:
     def get_plugin_capabilities(
         self, _: csi.GetPluginCapabilitiesRequest, __: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """None: there is no controller service."""
+        """There is no controller service."""
         return csi.GetPluginCapabilitiesResponse()
 
     def probe(self, _: csi.ProbeRequest, context: grpc.ServicerContext) -> csi.ProbeResponse:
@@ -237,8 +233,8 @@ class GrpcServer:
     """Serves `CsiServices` at a unix socket, which other users cannot reach."""
 
     def __init__(self, services: CsiServices, endpoint: str) -> None:
-        """Start to serve. `endpoint` is `unix:///path`. Raises UsageError for another address, and
-        if the server cannot listen there; BusyError if another program does."""
+        """`endpoint` is `unix:///path`. Raises UsageError for another address, and if the server
+        cannot listen there; BusyError if another program does."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "unix" or not path.startswith("/"):
             raise UsageError(
@@ -262,12 +258,12 @@ class GrpcServer:
         self._server.start()
 
     def stop(self) -> None:
-        """End the server, after at most `END_GRACE_S` for the calls that are under way."""
+        """Waits at most `END_GRACE_S` for the calls that are under way."""
         self._server.stop(END_GRACE_S).wait()
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Remove a socket that a killed server left. Raises BusyError if a program listens at it."""
+    """Removes a socket that a killed server left. Raises BusyError if a program listens at it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -280,7 +276,6 @@ def _remove_dead_socket(path: str) -> None:
 
 
 def _check_id(volume_id: str) -> None:
-    """Raise UsageError for a volume's ID that is missing or too long."""
     if not volume_id:
         raise UsageError("the request names no volume")
     if len(volume_id.encode()) > FIELD_BYTES_MAX:
@@ -291,7 +286,7 @@ def _check_id(volume_id: str) -> None:
 
 
 def _check_capability(capability: csi.VolumeCapability) -> None:
-    """Raise UsageError for a volume that is no folder, and for an unknown access mode; all known
+    """Raises UsageError for a volume that is no folder, and for an unknown access mode; all known
     modes are accepted (VOLUMES.md)."""
     if capability.WhichOneof("access_type") != "mount":
         raise UsageError("a volume of this driver is a folder", advice="use volumeMode: Filesystem")
@@ -304,8 +299,8 @@ def _check_capability(capability: csi.VolumeCapability) -> None:
 
 
 def _check_map(what: str, given: Mapping[str, str]) -> None:
-    """Raise UsageError for a map that is too large, or has a NUL byte, which no environment or
-    argument can hold. `what` names the map in the message."""
+    """Raises UsageError for a map that is too large, or has a NUL byte, which no environment or
+    argument can hold."""
     own = {name: value for name, value in given.items() if not name.startswith(POD_INFO)}
     total_bytes = sum(len(part.encode()) for item in own.items() for part in item)
     if total_bytes > MAP_BYTES_MAX:
@@ -319,12 +314,10 @@ def _check_map(what: str, given: Mapping[str, str]) -> None:
 
 
 def _text(text: str) -> str:
-    """One word of bounded length, for a log line."""
     return "".join(c if c.isprintable() and c != " " else "?" for c in text[:300])
 
 
 def _abort(context: grpc.ServicerContext, error: DieselError, what: str) -> NoReturn:
-    """Log an error, and end the call with its status. `what` describes the call."""
     code = code_of(error)
     log.warning("%s failed code=%s why=%r", what, code.name, str(error))
     context.abort(code, str(error)[:DETAILS_CHARS_MAX])

@@ -26,15 +26,14 @@ _NAME = re.compile(rf"([0-9a-f]{{{KEY_CHARS}}})-([1-9]\d{{0,8}})", re.ASCII)
 
 
 def key_of(name: str) -> str:
-    """The key in a mount's name."""
     return name.partition("-")[0]
 
 
 class StateFolder:
-    """The state folder, which belongs to this plugin until `close`."""
+    """It belongs to this plugin until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Lock the folder, and make missing parts of it. Raises BusyError if another plugin has
+        """Locks the folder, and makes missing parts of it. Raises BusyError if another plugin has
         locked it, and PermissionDenied."""
         # The kernel lists mounts by their real paths
         self.path = private_folder(Path(os.path.realpath(path)))
@@ -56,7 +55,7 @@ class StateFolder:
         os.close(self._lock)
 
     def check(self) -> None:
-        """Raise PermissionDenied if the folder is not writable."""
+        """Raises PermissionDenied if the folder is not writable."""
         probe = self.path / ".probe"
         try:
             with atomic_file(probe, sync=False) as file:
@@ -66,20 +65,16 @@ class StateFolder:
             raise PermissionDenied(f"cannot write to {self.path}: {error.strerror}") from error
 
     def folder(self, name: str) -> Path:
-        """The folder of a mount."""
         return self.mounts / name
 
     def root(self, name: str) -> str:
-        """The mount point of a mount."""
         return str(self.mounts / name / "root")
 
     def run_folder(self, name: str) -> Path:
-        """The folder of a mount's sockets."""
         return self.mounts / name / "run"
 
     def names(self, key: str = "") -> list[str]:
-        """The names of the mounts with a folder (with `key`: of this key), sorted by key and
-        number."""
+        """Sorts by key and number."""
         found = [name for name in os.listdir(self.mounts) if _NAME.fullmatch(name)]
         wanted = [name for name in found if not key or key_of(name) == key]
         return sorted(wanted, key=lambda name: (key_of(name), int(name.partition("-")[2])))
@@ -89,8 +84,7 @@ class StateFolder:
         return f"{key}-{int(last[0].partition('-')[2]) + 1 if last else 1}"
 
     def make_folder(self, name: str, namespace: str) -> None:
-        """Make the folder of a mount, and remember the namespace of its pods ("": not known).
-        Raises PermissionDenied."""
+        """`namespace` is that of the mount's pods ("": not known). Raises PermissionDenied."""
         folder = self.folder(name)
         for each in (folder, folder / "root", self.run_folder(name)):
             private_folder(each)
@@ -98,15 +92,13 @@ class StateFolder:
             (folder / "namespace").write_text(namespace)
 
     def namespace(self, name: str) -> str | None:
-        """The namespace of the pods that use a mount; "" if kubelet named none, None if it was not
-        stored."""
+        """Returns "" if kubelet named no namespace, None if it was not stored."""
         with suppress(OSError, UnicodeDecodeError):
             return (self.folder(name) / "namespace").read_text()
         return None
 
     def remove_folder(self, name: str) -> None:
-        """Remove the folder of an ended mount, first its empty mount point. Raises OSError if
-        something is still mounted there."""
+        """Raises OSError if something is still mounted there."""
         folder = self.folder(name)
         with suppress(FileNotFoundError):
             os.rmdir(folder / "root")
@@ -114,8 +106,8 @@ class StateFolder:
 
     @contextmanager
     def key_lock(self, key: str, *, wait: bool = True) -> Iterator[int]:
-        """Hold the lock of a key; yields its descriptor. A program that inherits the descriptor
-        holds the lock, too. Without `wait`, raises BlockingIOError if the lock is taken."""
+        """Yields the lock's descriptor. A program that inherits it holds the lock, too. Without
+        `wait`, raises BlockingIOError if the lock is taken."""
         path = self._locks / key
         while True:
             descriptor = _open_lock(path)
@@ -136,7 +128,7 @@ class StateFolder:
             os.close(descriptor)
 
     def _load_node_key(self) -> bytes:
-        """The node's random key for `Volume.key`, made at the first start."""
+        """The random key for `Volume.key`, made at the first start."""
         path = self.path / "node.key"
         with suppress(FileNotFoundError):
             found = path.read_bytes()

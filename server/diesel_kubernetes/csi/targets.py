@@ -1,10 +1,10 @@
 """Binds mounts at the paths where pods see them, and reads from the kernel which mount is where.
 
 A *bind* is a second place at which the kernel shows a mount; a *target* is the path of a bind. The
-only record of them is `/proc/self/mountinfo`: a bind has the device number of its mount. The
-daemon of a mount may hang, so no thread that must go on touches a file of a mount: a child process
-tries whether a mount answers (`mounts/mountpoints/mountpoint.py`), and `show_control` opens a path
-in it in a thread that may be left behind. Any thread.
+only record of them is `/proc/self/mountinfo`: a bind has the device number of its mount. A mount's
+daemon may hang, so no thread that must go on touches a file of a mount: a child process tries
+whether a mount answers (`mounts/mountpoints/mountpoint.py`), and `show_control` opens a path in it
+in a thread that may be left behind. Any thread.
 """
 
 import errno
@@ -38,7 +38,6 @@ TARGET_MODE = 0o750
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
 
 CONTROL_DEADLINE_S = 5.0
-"""Time for a mount to answer `show_control`."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -52,14 +51,9 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MountTable:
-    """The kernel's mounts at one moment, matched with the state folder."""
-
     roots: Mapping[str, DatasetMount]
-    """The mounts of the state folder, by name."""
     binds: Mapping[str, tuple[str, ...]]
-    """The paths of the binds of each mount, by its name."""
     entries: tuple[MountEntry, ...]
-    """All mounts of the kernel's list."""
 
     @classmethod
     def read(cls, state: StateFolder) -> "MountTable":
@@ -78,7 +72,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """The state of a target; and the mount's name if the state is OURS, else ""."""
+        """Returns the state of a target, and the mount's name if it is OURS."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -90,7 +84,7 @@ class MountTable:
 
 
 def checked_target(path: str, state: StateFolder) -> str:
-    """A target path, with links in the folders above it resolved. Raises UsageError if it is not
+    """Resolves links in the folders above the target. Raises UsageError if the path is not
     absolute, has `..`, is too long for the kernel, or would hide the plugin's own folder."""
     encoded = os.fsencode(path)
     names = encoded.split(b"/")
@@ -119,8 +113,7 @@ def lives(root: str) -> bool:
 
 
 def check_place(target: str) -> None:
-    """Raise BusyError if nothing can be bound at a target: it is no empty folder, or the folder
-    above it is missing."""
+    """Raises BusyError if the target is no empty folder, or the folder above it is missing."""
     if not os.path.isdir(os.path.dirname(target)):
         raise BusyError(
             f"the folder above {target} is missing",
@@ -141,8 +134,8 @@ def check_place(target: str) -> None:
 
 
 def bind(root: str, target: str) -> None:
-    """Make the target's folder, and show the mount at `root` there, too, with `.diesel`. Raises
-    BusyError if something else is there, and DieselError."""
+    """Shows the mount at `root` at the target, too, with `.diesel`. Raises BusyError if something
+    else is there, and DieselError."""
     check_place(target)
     try:
         with suppress(FileExistsError):
@@ -160,10 +153,10 @@ def bind(root: str, target: str) -> None:
 
 
 def show_control(run: Path, target: str) -> None:
-    """Show a mount's control socket, which lies below its folder `run`, at a target.
+    """Shows a mount's control socket, which lies below its folder `run`, at a target.
 
     A container does not have the node's path to which the link `.diesel/control` leads, so the
-    socket itself is bound over the link. If that fails, it is only logged: programs in the pod
+    socket itself is bound over the link. A failure is only logged: programs in the pod then
     announce no plans, and all else works.
     """
     link = os.path.join(target, HIDDEN_FOLDER, "control")
@@ -195,8 +188,7 @@ def show_control(run: Path, target: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Unmount all mounts of datasets at a target, also those that have ended. Raises BusyError for
-    another file system."""
+    """Raises BusyError for another file system than a dataset's."""
     while True:
         entries = list(mounts())
         top = topmost_at(target, entries)
@@ -215,8 +207,7 @@ def detach(target: str) -> None:
 
 
 def remove_target(target: str) -> None:
-    """Remove a target's empty folder, if there is one. Raises BusyError for anything else, which
-    the plugin has not made."""
+    """Raises BusyError for anything but an empty folder, since the plugin has not made it."""
     try:
         if os.path.lexists(target):
             os.rmdir(target)
@@ -231,14 +222,14 @@ def remove_target(target: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSystemUsage:
-    """The size of a volume; `entries` is 0 if the file system does not report their number."""
+    """`entries` is 0 if the file system does not report their number."""
 
     total_bytes: int
     entries: int
 
 
 def usage_of(target: str) -> FileSystemUsage:
-    """The size of the volume at a target. If the mount is not alive, this hangs. Raises OSError."""
+    """Hangs if the mount is not alive. Raises OSError."""
     found = os.statvfs(Path(target))
     is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report the number
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

@@ -1,9 +1,9 @@
 """Reads the attributes of a volume, and computes the key by which equal volumes share a mount.
 Pure.
 
-Attributes and secrets come from tenants. Each attribute is checked, and becomes one argument
-`--name=value` of `dlcmd mount`, or a variable of its environment, as each secret does. So no value
-can become an option, and none reaches a shell. `VOLUMES.md` lists all attributes and secrets.
+Attributes and secrets come from tenants. Each checked attribute becomes one argument `--name=value`
+of `dlcmd mount`, or a variable of its environment, as each secret does. So no value can become an
+option, and none reaches a shell. `VOLUMES.md` lists all attributes and secrets.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
 from ..reports import is_namespace
 
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
-"""The mount options that a volume may name; all of them hold for every volume anyway."""
+"""All of these hold for every volume anyway."""
 
 PART_CHARS = 16
 KEY_CHARS = 2 * PART_CHARS
-"""Hexadecimal digits of a volume's key: `PART_CHARS` of a hash of the attributes, then as many of a
+"""A volume's key has `PART_CHARS` hexadecimal digits of a hash of the attributes, then as many of a
 hash of the secrets."""
 SECRET_BYTES_MAX = 16 << 10
 SHOWN_SECRET_CHARS = 6
-"""Secrets shorter than this are not hidden in messages: hiding a user called `pets` would also hide
-that dataset."""
+"""Shorter secrets are not hidden in messages: hiding a user called `pets` would also hide that
+dataset."""
 
 _META_SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -61,37 +61,32 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """The limits and defaults that the administrator sets for volumes."""
-
     url: str = ""
     """The repository of volumes that name none."""
     file_roots: tuple[str, ...] = ()
-    """Folders below which a volume may name a repository by `file://`."""
+    """Below these folders, a volume may name a repository by `file://`."""
     cache_root: str = ""
-    """The folder below which volumes may have cache folders; empty: they may have none."""
+    """Below this folder, volumes may have cache folders; "": they may have none."""
     memory_bytes_max: int = 4 << 30
-    """The most memory for contents that a volume may request, and the default."""
+    """A volume may request at most this memory for contents; it is also the default."""
     cache_bytes_max: int = 0
-    """Limit for a volume's cache folder; 0: no limit."""
+    """0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A volume's attributes and secrets, checked, as `dlcmd mount` gets them."""
+    """A volume's checked attributes and secrets."""
 
     dataset: str
     version: int
     """0: the current version at the time of publishing."""
     follow: bool
-    """Whether the volume shows newer versions as soon as they are published."""
     options: tuple[str, ...]
-    """Options of `dlcmd mount`."""
     environment: Mapping[str, str]
     """Variables with the repository and the user, but no secrets."""
     namespace: str
-    """The namespace of the pod; empty if kubelet names none."""
+    """Empty if kubelet names none."""
     memory_bytes: int
-    """Memory for contents."""
     cache_dir: str = ""
     """The path of the cache folder; empty if there is none."""
     file_folder: str = ""
@@ -101,17 +96,14 @@ class Volume:
 
     @property
     def named(self) -> str:
-        """The dataset as an argument of `dlcmd`: `NAME` or `NAME@VERSION`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
     @property
     def may_go_stale(self) -> bool:
-        """Whether a mount of this volume may show a version that is no longer current."""
         return not self.version and not self.follow
 
     def key(self, node_key: bytes) -> str:
-        """The key of this volume: equal volumes have the same key and share a mount. Nobody without
-        `node_key` can compute it."""
+        """Equal volumes have the same key. Nobody without `node_key` can compute it."""
         named = [
             self.namespace, self.named, self.follow, self.options,
             sorted(self.environment.items()),
@@ -137,8 +129,7 @@ def name_the_same(key: str, other: str) -> bool:
 def parse_volume(
     attributes: Mapping[str, str], secrets: Mapping[str, str], limits: VolumeLimits
 ) -> Volume:
-    """Check the attributes and secrets of a volume. Raises UsageError, whose message names the
-    attribute and repeats no secret."""
+    """Raises UsageError, whose message names the attribute and repeats no secret."""
     given = {name: text for name, text in attributes.items() if not name.startswith(POD_INFO)}
     for name in sorted(given.keys() - set(ATTRIBUTES)):
         raise UsageError(
@@ -190,8 +181,6 @@ def parse_volume(
 def _options(
     given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
-    """The options of `dlcmd mount` except those of the cache folder, and the memory for contents in
-    bytes."""
     options = []
 
     def add(name: str, option: str, check: Callable[[str], str]) -> None:
@@ -250,12 +239,10 @@ def _matching(given: Mapping[str, str], name: str, pattern: "re.Pattern[str]") -
 
 
 def _bad(given: Mapping[str, str], name: str, meant: str) -> UsageError:
-    """The error for an attribute's value; `meant` describes good ones."""
     return UsageError(f"bad volume attribute {name}: {given[name][:80]!r}", advice=f"it is {meant}")
 
 
 def _size(given: Mapping[str, str], name: str, most: int) -> int:
-    """The bytes of a size attribute; 0 if it is not given. `most` of 0: there is no limit."""
     if name not in given:
         return 0
     try:
@@ -268,7 +255,7 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
 
 
 def _rank(text: str, pod: str) -> str:
-    """The rank in the task: `text`, or the number in the pod's name for `pod` and `pod+N`."""
+    """The texts `pod` and `pod+N` take the number in the pod's name."""
     match = _POD_RANK.fullmatch(text)
     if match is None:
         return _matching({"rank": text}, "rank", _NUMBER)
@@ -283,7 +270,6 @@ def _rank(text: str, pod: str) -> str:
 
 
 def _cache_dir(given: Mapping[str, str], namespace: str, limits: VolumeLimits) -> str:
-    """The path of the volume's cache folder, or ""."""
     if "cacheDir" not in given:
         if given.get("evict") == "lrfu":
             raise UsageError(
@@ -319,8 +305,7 @@ def _endpoint(text: str) -> str:
 
 
 def _checked_url(url: str, limits: VolumeLimits) -> str:
-    """Check the repository's address. Returns the folder of a `file://` repository, else "". Raises
-    UsageError."""
+    """Returns the folder of a `file://` repository, else "". Raises UsageError."""
     if not url:
         raise UsageError(
             "the volume names no repository, and this node has no default",
@@ -368,7 +353,7 @@ def _parsed_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_mount_flags(flags: "list[str]") -> None:
-    """Raise UsageError for a mount option that a volume may not name."""
+    """Raises UsageError for a mount option that a volume may not name."""
     for flag in flags:
         if flag not in MOUNT_FLAGS:
             raise UsageError(

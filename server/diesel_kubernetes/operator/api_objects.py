@@ -1,5 +1,6 @@
 """Pods, Jobs and nodes: the fields of the Kubernetes API that the operator reads, under the API's
-names. `decoding.py` decodes every class. Pure."""
+names. Pure.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ ENDED_PHASES = ("Succeeded", "Failed")
 
 @dataclass(frozen=True, slots=True)
 class OwnerReference:
-    """Names the owner of an object: the cluster deletes the object with its owner."""
+    """The cluster deletes an object with its owner."""
 
     uid: str = ""
 
@@ -30,7 +31,6 @@ class Metadata:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the object is being deleted."""
         return bool(self.deletion_timestamp)
 
     def is_owned_by(self, uid: str) -> bool:
@@ -53,8 +53,6 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """Any object of the API, for callers that need only its kind and metadata."""
-
     kind: str = ""
     metadata: Metadata = field(default_factory=Metadata)
 
@@ -80,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class ContainerResources:
-    """A container's limits and requests: quantities (`500m`, `16Gi`) by the resource's name."""
+    """Quantities, such as `500m` and `16Gi`, by the resource's name."""
 
     limits: Json = field(default_factory=dict)
     requests: Json = field(default_factory=dict)
@@ -88,8 +86,6 @@ class ContainerResources:
 
 @dataclass(frozen=True, slots=True)
 class NamedField:
-    """A variable of a container, of which only the name is read."""
-
     name: str = ""
 
 
@@ -208,6 +204,6 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A Secret; its values are in base64."""
+    """The values are in base64."""
 
     data: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
-A pod template may have fields that no library knows yet; the controller decodes them
-(`decoding.py`). Only this module and kopf's watches speak to the API server. Errors are those of
-lightkube (`ApiError`, which has the status) and of httpx2.
+The controller decodes them (`decoding.py`): a pod template may have fields that no library knows
+yet. Only this module and kopf's watches speak to the API server. Errors are those of lightkube
+(`ApiError`, which has the status) and of httpx2.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -24,7 +24,6 @@ from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
-"""The number of objects in one answer to a list request."""
 
 
 class Pods(GenericNamespacedResource):
@@ -85,11 +84,10 @@ _KINDS: dict[str, type[GenericNamespacedResource]] = {
     "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
 }  # fmt: skip
 Owner = type[Datasets] | type[TrainingJobs]
-"""The kinds of the operator's own resources, which own the objects that it makes."""
 
 
 class Cluster:
-    """The objects of one cluster. Any number of tasks may use it at once."""
+    """Any number of tasks may use it at once."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -97,7 +95,7 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
-        """An object; None if there is none of this name."""
+        """Returns None if there is no object of this name."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -111,7 +109,7 @@ class Cluster:
         namespace: str,
         labels: Mapping[str, str | None] | None = None,
     ) -> list[Json]:
-        """The objects of a namespace (`*`: of all) with these labels (a value of None: any)."""
+        """`*` means all namespaces. A label's value of None means any."""
         selector: LabelSelector | None = {**labels} if labels else None
         found = self._client.list(
             kind,
@@ -125,7 +123,7 @@ class Cluster:
         return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
 
     async def create(self, made: Json) -> bool:
-        """Create an object. Returns False if there is one of this name already."""
+        """Returns False if there is one of this name already."""
         one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
             await self._client.create(one)  # its metadata have the namespace
@@ -138,7 +136,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Delete an object, if it exists, and all objects that it owns."""
+        """Deletes all objects that the object owns, too."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
@@ -148,15 +146,14 @@ class Cluster:
                 raise
 
     async def write_status(self, kind: Owner, seen: Json, status: Json) -> None:
-        """Replace the status of the object `seen`. Raises ApiError with 409 if somebody has changed
-        the object since it was read."""
+        """Raises ApiError with 409 if somebody has changed the object since it was read
+        (`seen`)."""
         made = _STATUS[kind].from_dict({**seen, "status": status})
         metadata = decode(Metadata, seen.get("metadata"))
         await self._client.replace(made, metadata.name, namespace=metadata.namespace)
 
     async def set_finalizers(self, kind: Owner, seen: Json, finalizers: list[str]) -> Json | None:
-        """Replace the finalizers of the object `seen`. Returns the changed object; None if it is
-        gone. Raises as `write_status`."""
+        """Returns the changed object; None if it is gone. Raises as `write_status`."""
         metadata = decode(Metadata, seen.get("metadata"))
         patch: Json = {
             "metadata": {
@@ -181,6 +178,5 @@ class Cluster:
 
 @asynccontextmanager
 async def opened_cluster() -> AsyncIterator[Cluster]:
-    """The cluster in which this program runs, or that of `KUBECONFIG`."""
     async with AsyncClient(field_manager="diesel-operator") as client:
         yield Cluster(client)

@@ -1,8 +1,8 @@
 """The reconciler: it reads a Dataset or TrainingJob, and does the next step for it.
 
-`datasets.py` and `training.py` decide the step, `cluster.py` reads and writes. A step is
-safe to do twice, and the controller keeps no state of objects, so it may be killed between any two
-writes. All tasks run in one asyncio loop:
+`datasets.py` and `training.py` decide the step, `cluster.py` reads and writes. A step is safe to do
+twice, and the controller keeps no state of objects, so it may be killed between any two writes. All
+tasks run in one asyncio loop:
 
 - Workers of the queue (`queue.py`) call `handle(key)`: a *turn* of the object. The queue never
   gives one key to two workers, so no two steps of one object interleave. Steps of different objects
@@ -15,9 +15,9 @@ writes. All tasks run in one asyncio loop:
 If somebody else, a user or a second operator, changes an object between a read and a write, the API
 server refuses the write (409), and `handle` plans another turn.
 
-Only hints are kept between turns, and may be out of date: names of pods (`KnownPods`), the reports,
-and the nodes of each Dataset (`_known_datasets`). Hints save list requests to the API server; a
-wrong hint costs such a request, or a turn, and never decides anything.
+Only hints are kept between turns: names of pods (`KnownPods`), the reports, and the nodes of each
+Dataset (`_known_datasets`). They save list requests to the API server. A wrong hint costs such a
+request, or a turn, and never decides anything.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ PROGRESS_BYTES_MAX = 4096
 CONFLICT_S = 0.1
 
 YOUNG_S = 5.0
-"""The age from which the pods of a Job get requests for the progress."""
+"""The pods of younger Jobs get no requests for the progress."""
 
 
 class Hindered(Exception):
@@ -90,8 +90,8 @@ class Hindered(Exception):
 
 
 class KnownPods:
-    """Names of pods that the watch has seen: hints about which pods to read. The watch may be
-    behind, and there are no names at first."""
+    """Names of pods that the watch has seen. The watch may be behind, and there are no names at
+    first."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -107,11 +107,9 @@ class KnownPods:
                 _keep(self._by_dataset, key, name, is_gone=is_gone)
 
     def pods(self, namespace: str, job: str) -> set[str]:
-        """The names of a Job's pods."""
         return self._by_job.get((namespace, job), set())
 
     def readers(self, namespace: str, dataset: str) -> set[str]:
-        """The names of the pods that read a Dataset."""
         return self._by_dataset.get((namespace, dataset), set())
 
 
@@ -128,7 +126,7 @@ def _keep(
 
 
 class Reconciler:
-    """Does the steps for Datasets and TrainingJobs. `handle` may run for many keys at once."""
+    """`handle` may run for many keys at once."""
 
     def __init__(
         self,
@@ -140,15 +138,15 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`driver_namespace` has the reports of nodes; "": there are none. `interval_s` is the
-        pause between two looks at work that makes progress, `clock` returns seconds since 1970."""
+        """`driver_namespace` has the reports of nodes; "" means that there are none. `interval_s`
+        is the pause between two looks at work that makes progress, `clock` returns seconds since
+        1970."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
         self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
-        """A callback that gets the key of an object that needs a turn."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
         self._holdings = ReportedHoldings()
@@ -158,8 +156,7 @@ class Reconciler:
         self._http: httpx2.AsyncClient | None = None  # made when needed: that takes 0.1 s
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """Remember the name of a pod that the watch has seen, so that it can be read without a list
-        request."""
+        """Remembers a pod that the watch has seen, so that no list request is needed for it."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
@@ -167,8 +164,8 @@ class Reconciler:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Do an object's next step. Returns the seconds until its next turn; None: no turn is
-        planned. Raises Hindered, ApiError: the queue tries again later."""
+        """Returns the seconds until the object's next turn; None: no turn is planned. Raises
+        Hindered, ApiError: the queue tries again later."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
@@ -180,8 +177,8 @@ class Reconciler:
     # What nodes hold
 
     async def refresh_holdings(self) -> None:
-        """Read the reports of all nodes, and wake the Datasets with changed shares. If that fails,
-        the earlier reports are used until they are too old."""
+        """Wakes the Datasets with changed shares. If the reports cannot be read, the earlier ones
+        are used until they are too old."""
         if not self._driver_namespace:
             return
         try:
@@ -200,7 +197,6 @@ class Reconciler:
                 self.wake(key)
 
     def _parsed(self, found: list[Json]) -> list[NodeReport]:
-        """The reports in ConfigMaps. A malformed report is left out, and logged once."""
         reports, wrong = [], set()
         for raw in found:
             try:
@@ -259,12 +255,9 @@ class Reconciler:
         return decision.again_s
 
     async def _situation(self, seen: DatasetObject) -> datasets.DatasetSituation:
-        """Read all that `datasets.decide` needs for the Dataset `seen`.
-
-        A list request makes the API server look through all objects of a namespace, so the time
-        would grow with the square of the number of Datasets. Objects are therefore read by their
-        names if these are known.
-        """
+        """Reads all that `datasets.decide` needs, by known names where possible: a list request
+        makes the API server look through all objects of a namespace, so the time would grow with
+        the square of the number of Datasets."""
         own = await self._jobs(seen)
         pods: list[Pod] = []
         for job in filter(self._may_report, own):
@@ -309,7 +302,7 @@ class Reconciler:
         return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
     def _may_report(self, job: Job) -> bool:
-        """Whether a Job's pods are worth reading: it has ended, or has run long enough to tell its
+        """Whether a Job's pods are worth reading: it has ended, or has run long enough to have some
         progress."""
         if job.status.conditions:
             return True
@@ -404,7 +397,7 @@ class Reconciler:
             raise Hindered("NameTaken", f"the {wanted.kind} {name} is not of this TrainingJob")
 
     async def _make_key(self, seen: TrainingObject, volume: PlannedVolume) -> None:
-        """Make the Secret with a volume's keys and a new key for the task, unless it exists."""
+        """Makes the Secret with a volume's keys and a new key for the task, unless it exists."""
         source = await self._cluster.get(Secrets, seen.namespace, volume.key_from)
         data = decode(Secret, source).data
         made = key_secret(seen, volume.secret_name, data, secrets.token_hex(32))
@@ -420,7 +413,7 @@ class Reconciler:
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
-    """A context in which a refusal of the cluster (403) becomes Hindered."""
+    """A refusal of the cluster (403) becomes Hindered."""
     try:
         yield
     except ApiError as error:
@@ -437,7 +430,7 @@ def _is_own_job(job: Job, seen: Object) -> bool:
 
 
 def _checked(found: Progress) -> Progress | None:
-    """The progress without impossible figures; None if nothing is left."""
+    """Leaves out impossible figures. Returns None if nothing is left."""
     percent = found.percent
     made = Progress(
         entries=max(0, found.entries) if found.entries else None,
@@ -448,8 +441,8 @@ def _checked(found: Progress) -> Progress | None:
 
 
 def keys_of(raw: Json, plural: str) -> list[Key]:
-    """The keys of the Datasets and TrainingJobs that get a turn when the object `raw` has changed.
-    `plural` is its kind, as in the API's paths (`pods`)."""
+    """The Datasets and TrainingJobs that get a turn when the object `raw` has changed. `plural` is
+    its kind, as in the API's paths (`pods`)."""
     metadata = decode(Metadata, raw.get("metadata"))
     namespace, labels = metadata.namespace, metadata.labels
     if plural in (DATASETS, TRAINING_JOBS):

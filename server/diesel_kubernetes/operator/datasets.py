@@ -1,7 +1,7 @@
 """Decides the next step for a Dataset. Pure.
 
 `OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and the pods that read it,
-never at earlier decisions: so an earlier operator may have been killed at any step.
+never at earlier decisions: an earlier operator may have been killed at any step.
 """
 
 import json
@@ -60,10 +60,8 @@ LOOK_S = 1.0
 """The pause before another look at something that is about to end: its event may be lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
-"""Phases in which nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
-"""The most nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -75,13 +73,11 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
 _TEXT_CHARS_MAX = 300
 
 _LASTING = frozenset({"Denied"})
-"""Reasons after which no other attempt is made, though the error's class allows one."""
+"""After these reasons no other attempt is made, though the error's class allows one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The facts about a dataset that `dlcmd stat` prints."""
-
     entries: int = 0
     files: int = 0
     bytes: int = 0
@@ -95,17 +91,16 @@ class JobReport:
 
     dataset: Description | None = None
     error: str = ""
-    """The class of `dlcmd`'s error; empty if there was none."""
     message: str = ""
     advice: str = ""
     done: bool = False
-    """Whether the work is done and no dataset is described, as after a deletion."""
+    """Whether the work is done and there is no dataset to describe, as after a deletion."""
     text: str = ""
     """The end of a termination message that is no report."""
 
 
 def parse_report(message: str) -> JobReport:
-    """The report in a termination message. A pod may write any text into it."""
+    """A pod may write any text into its termination message."""
     try:
         found = json.loads(message)
     except ValueError:
@@ -115,8 +110,6 @@ def parse_report(message: str) -> JobReport:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """The state of one of the Dataset's Jobs, with that of its pod."""
-
     name: str
     purpose: str
     generation: int
@@ -128,9 +121,7 @@ class JobView:
     finished_s: float
     report: JobReport
     address: str
-    """The IP address of the running pod; empty if none runs."""
     waits: str = ""
-    """Why the pod cannot start; empty if it can."""
 
     @property
     def runs(self) -> bool:
@@ -170,8 +161,7 @@ def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
 
 
 def _why_it_waits(pod: Pod) -> str:
-    """Why a pod cannot start: it cannot be scheduled, or an image or a Secret is missing. Empty if
-    there is no such reason."""
+    """Returns why a pod cannot be scheduled, or which image or Secret is missing; or ""."""
     for each in pod.status.conditions:
         if each.type == "PodScheduled" and each.status == "False":
             return each.message
@@ -185,14 +175,14 @@ def _number(label: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How an ended Job went. `reason` is that of the condition in the status."""
+    """`reason` is that of the condition in the status."""
 
     reason: str
     message: str = ""
     may_pass: bool = False
     """Whether another attempt may succeed although nothing is changed."""
     described: Description | None = None
-    """The prepared dataset; None after a failure or a deletion."""
+    """None after a failure or a deletion."""
 
 
 def outcome_of(job: JobView) -> JobOutcome:
@@ -220,8 +210,8 @@ def backoff_s(attempt: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DatasetDecision:
-    """A step for a Dataset. The controller adds the finalizer, makes objects, makes events, writes
-    the status, deletes Jobs and removes the finalizer, in this order."""
+    """The controller adds the finalizer, makes objects, makes events, writes the status, deletes
+    Jobs and removes the finalizer, in this order."""
 
     status: DatasetStatus
     add_finalizer: bool = False
@@ -235,21 +225,18 @@ class DatasetDecision:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSituation:
-    """All that `decide` looks at."""
-
     seen: DatasetObject
     jobs: tuple[JobView, ...]
     pods: tuple[Pod, ...]
     """The pods that read the dataset, also ended ones."""
     progress: Progress | None
-    """None: no preparation runs, or it did not answer."""
+    """None means that no preparation runs, or that it did not answer."""
     now_s: float
     interval_s: float
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
 
 
 def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """The next step for the Dataset `situation.seen`."""
     seen = situation.seen
     if seen.is_deleted:
         return _with_event(situation, _deleting(situation, defaults))
@@ -349,8 +336,7 @@ def _after_attempt(
 
 
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """The step for a Dataset that is being deleted. Without our finalizer, nothing is left to do:
-    the cluster deletes the object."""
+    """Without our finalizer, nothing is left to do: the cluster deletes the object."""
     seen = situation.seen
     if RECLAIM_FINALIZER not in seen.metadata.finalizers:
         return DatasetDecision(seen.status)
@@ -434,8 +420,8 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
 
 
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
-    """Add the nodes that have blocks of the dataset (parts in a cache: `OPERATOR.md`), with
-    measured shares or, without a measurement, estimated ones."""
+    """Adds the nodes that have blocks of the dataset (parts in a cache: `OPERATOR.md`), with
+    measured or otherwise estimated shares."""
     made = _expected_nodes(status, situation)
     if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):
@@ -460,7 +446,6 @@ def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetSt
 
 
 def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
-    """Estimate which nodes have which shares, by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -491,7 +476,6 @@ def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[
 
 
 def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
-    """The attributes of the pod's volume of a Dataset."""
     found = (each for each in pod.spec.volumes if each.name == volume_name(dataset))
     return next((each.csi.volume_attributes for each in found), {})
 
@@ -503,7 +487,7 @@ def holding_of(status: DatasetStatus) -> Holding:
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """The shares of a dataset that stay on nodes' disks when no pod reads it."""
+    """The shares that stay on nodes' disks when no pod reads the dataset."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

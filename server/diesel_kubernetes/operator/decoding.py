@@ -15,14 +15,14 @@ from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 Json = dict[str, object]
 
 _ACRONYMS = {"ip": "IP"}
-"""Parts of names that the API writes in capitals, as in `podIP`."""
+"""The API writes these parts of names in capitals, as in `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
 
 
 def decode(kind: type[T], raw: object) -> T:
-    """A dataclass `kind` with the fields of a JSON object; all defaults if `raw` is no object."""
+    """Uses all defaults if `raw` is no JSON object."""
     given = raw if isinstance(raw, Mapping) else {}
     made = kind()
     for name, key, read in _readers(kind):  # type: ignore[arg-type]  # a class is hashable
@@ -34,7 +34,6 @@ def decode(kind: type[T], raw: object) -> T:
 
 @cache
 def _readers(kind: type) -> list[tuple[str, str, _Reader]]:
-    """Each field's name, its name in JSON, and its reader (see `_reader`)."""
     hints = get_type_hints(kind)
     return [(each.name, _key(each.name), _reader(hints[each.name])) for each in fields(kind)]
 
@@ -114,7 +113,7 @@ def _encoded(value: object) -> object:
 
 
 def seconds_of(time: str) -> float:
-    """Seconds since 1970 for a time of the API (2026-01-31T12:00:00Z); 0.0 for ""."""
+    """Parses 2026-01-31T12:00:00Z; "" gives 0.0."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 

@@ -1,7 +1,7 @@
 """Connects the controller with the watches of kopf, and runs both.
 
 kopf watches, lists again after a lost connection, and answers the liveness probe. Its handlers only
-put keys into the queue; kopf keeps nothing in objects (no annotation, no finalizer), so the
+put keys into the queue. kopf keeps nothing in objects (no annotation, no finalizer), so the
 operator's state is in the cluster alone.
 """
 
@@ -29,7 +29,7 @@ KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""The reports are read once in this number of intervals: a node writes at most every 30 s."""
+"""Reports are read once in this number of intervals: a node writes at most every 30 s."""
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -96,7 +96,7 @@ async def serve(
     liveness: str,
     driver_namespace: str,
 ) -> None:
-    """Serve namespaces (all if none is named) until a signal ends kopf."""
+    """Serves namespaces (all if none is named) until a signal ends kopf."""
     async with opened_cluster() as cluster:
         controller = Reconciler(
             cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace

@@ -7,7 +7,7 @@ from ..reports import Held, HeldDataset, NodeReport
 
 
 class ReportedHoldings:
-    """The index of one set of reports; never changed."""
+    """An instance is never changed."""
 
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
         """Reports that are too old at `now_s` (seconds since 1970) are left out."""
@@ -19,12 +19,11 @@ class ReportedHoldings:
                 self._held.setdefault(each.key, {}).setdefault(node, []).append(each)
 
     def nodes(self, key: Held) -> set[str]:
-        """The nodes whose reports name this dataset."""
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """The part of a version that a node holds; None if the node's share is not known. If a
-        complete report does not name the dataset, the share is 0."""
+        """Returns None if the node's share is not known; a share of 0 if a complete report does not
+        name the dataset."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
@@ -39,7 +38,7 @@ class ReportedHoldings:
 
 
 def held_key(namespace: str, identity: str) -> Held | None:
-    """The key of a dataset in reports; None if `identity` (from a status) is none."""
+    """A dataset's key in reports; None if `identity` (from a status) is none."""
     try:
         return namespace, UUID(identity)
     except ValueError:

@@ -14,10 +14,9 @@ from .specs import Defaults
 PREFIX = "DIESEL_OPERATOR"
 
 IMAGE = "diesel-fs"
-"""The name of the image that the command in `deploy/Dockerfile` builds."""
+"""The command in `deploy/Dockerfile` builds this image."""
 
 CONTAINER = "operator"
-"""The name of this program's container in the pod that `--pod` names."""
 
 
 @click.command(

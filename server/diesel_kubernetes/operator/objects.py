@@ -27,7 +27,7 @@ LABEL_GENERATION = f"{LABEL}/generation"
 LABEL_ATTEMPT = f"{LABEL}/attempt"
 LABEL_RANK = f"{LABEL}/rank"
 USES = f"dataset.{LABEL}/"
-"""A prefix: the label `USES` + NAME is on each pod that reads the Dataset NAME."""
+"""The label `USES` + NAME is on each pod that reads the Dataset NAME."""
 
 PREPARE, RECLAIM = "prepare", "reclaim"
 
@@ -38,7 +38,7 @@ RESULT_FILE = "/dev/termination-log"
 PROGRAM = ("python", "-m", "diesel_kubernetes.operator.prepare")
 
 PREFERRED_NODES_MAX = 50
-"""The most nodes in the affinity of a pod, all of which the scheduler reads for each pod."""
+"""The most nodes in a pod's affinity, which the scheduler reads for each pod."""
 
 _HOSTNAME = "kubernetes.io/hostname"
 _WEIGHT_MAX = 100
@@ -70,8 +70,8 @@ def preparation_job(
 
 
 def reclaim_job(seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Json:
-    """The Job that deletes the data of a Dataset. It has no owner: the Dataset is being deleted,
-    and the garbage collector would delete the Job first."""
+    """The Job has no owner: the Dataset is being deleted, and the garbage collector would delete
+    the Job first."""
     words = ["--", "delete-dataset", spec.dataset, "--yes"]
     return _job(seen, RECLAIM, attempt, _job_pod(spec, RECLAIM, defaults, words), {}, {})
 
@@ -179,8 +179,8 @@ def pod_name(seen: Object, rank: int) -> str:
 
 
 def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Json:
-    """A Secret for the pods of a TrainingJob: the known keys of a Dataset's Secret (`data`, in
-    base64), and the task's key."""
+    """The Secret has the known keys of a Dataset's Secret (`data`, in base64), and the task's
+    key."""
     known = {each: value for each, value in data.items() if each in SECRETS}
     return {
         "apiVersion": "v1",
@@ -192,7 +192,7 @@ def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Js
 
 
 def ranks_service(seen: Object) -> Json:
-    """The Service by which the pods of a TrainingJob find rank 0. It has no address of its own."""
+    """By this Service, which has no address, the pods of a TrainingJob find rank 0."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -217,7 +217,7 @@ def _owned(seen: Object, name: str, labels: Mapping[str, str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """The parts that are the same in all pods of a TrainingJob."""
+    """The common parts of all pods of a TrainingJob."""
 
     seen: TrainingObject
     spec: TrainingSpec
@@ -225,13 +225,12 @@ class PodPlan:
     order: Sequence[str]
     """The hostnames of suitable nodes, the best first."""
     selector: Mapping[str, str]
-    """The datasets' node selectors."""
     attempt: int
 
 
 def training_pod(plan: PodPlan, rank: int) -> Json:
-    """The pod of one rank. Fields of the template that this release does not know stay as they are.
-    Raises UsageError if the template contradicts the needs of the datasets."""
+    """Fields of the template that this release does not know stay as they are. Raises UsageError if
+    the template contradicts the needs of the datasets."""
     seen, spec = plan.seen, plan.spec
     template = deepcopy(spec.template)
     given = _object(template.get("metadata"))
@@ -272,8 +271,7 @@ def training_pod(plan: PodPlan, rank: int) -> Json:
 
 
 def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
-    """The labels that all selectors together require. Raises UsageError if two contradict each
-    other."""
+    """Raises UsageError if two selectors contradict each other."""
     found: dict[str, str] = {}
     for each in selectors:
         for name, value in each.items():
@@ -356,16 +354,14 @@ def _container(container: Json, plan: PodPlan, mounts: Sequence[object], rank: i
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The content of an event."""
-
     is_bad: bool
     reason: str
     message: str
 
 
 def event(seen: Object, news: News, now_s: float) -> Json:
-    """An event about the object `seen`. Its name depends on the object's generation and on the
-    news, so a second operator does not report the same news again."""
+    """The name depends on the object's generation and on the news, so a second operator does not
+    report the same news again."""
     kind = "Warning" if news.is_bad else "Normal"
     hashed = digest(seen.uid, seen.generation, kind, news.reason, news.message)
     return {

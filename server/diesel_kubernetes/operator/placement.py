@@ -12,7 +12,7 @@ from fractions import Fraction
 BLOCK_BYTES = 4 << 20
 
 Amounts = Mapping[str, Fraction]
-"""Amounts by the resource's name (`cpu`, `nvidia.com/gpu`), each in the resource's own unit."""
+"""Each amount is in the resource's own unit (`cpu`, `nvidia.com/gpu`)."""
 
 STORAGE = "ephemeral-storage"
 
@@ -21,19 +21,17 @@ STORAGE = "ephemeral-storage"
 class NodeState:
     name: str
     hostname: str
-    """The label `kubernetes.io/hostname`."""
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
     cached_bytes: int = 0
-    """Bytes of datasets on the node's disk."""
     preemptible_bytes: int = 0
-    """The part of `cached_bytes` that may be evicted: no pod reads these datasets, and the job does
-    not need them."""
+    """This part of `cached_bytes` may be evicted: no pod reads these datasets, and the job does not
+    need them."""
 
     @property
     def free_bytes(self) -> int:
-        """Free storage, as `OPERATOR.md` defines it."""
+        """`OPERATOR.md` defines free storage."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 
@@ -51,11 +49,9 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A dataset's size, and the shares of it that nodes have."""
-
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """Numbers from 0 to 1, by the node's name."""
+    """Shares are numbers from 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
@@ -78,9 +74,8 @@ def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fract
     """The score of node i for job j (DLCache, section III-B):
     score(i, j) = I(i, j) + (k + alpha * (D - K)) / D.
 
-    `has_room` is I: whether the node has the resources that the job requests. The job's datasets
-    have `d` (D) blocks, of which `k` lie on the node and `cached` (K) on any node. `alpha` is the
-    node's part of all free storage.
+    `has_room` is I. The job's datasets have `d` (D) blocks, of which `k` lie on the node and
+    `cached` (K) on any node. `alpha` is the node's part of all free storage.
     """
     return has_room + (k + alpha * (d - cached)) / d
 
@@ -88,7 +83,7 @@ def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fract
 def in_order(
     nodes: Sequence[NodeState], holdings: Sequence[Holding], requests: Amounts
 ) -> list[Scored]:
-    """Nodes by decreasing score, then by name. The blocks of several datasets count together."""
+    """Sorts by decreasing score, then by name. The blocks of several datasets count together."""
     free_bytes = sum(each.free_bytes for each in nodes)
     d = sum(each.blocks for each in holdings) or 1
     cached = sum((each.cached_share * each.blocks for each in holdings), Fraction())
@@ -104,7 +99,7 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Sums over nodes, from which `fits` decides. `needed_bytes` are in no cache yet."""
+    """The figures are sums over nodes. `needed_bytes` are in no cache yet."""
 
     needed_bytes: int
     free_bytes: int
@@ -117,8 +112,7 @@ class Admission:
 
 
 def admission(nodes: Sequence[NodeState], holdings: Sequence[Holding]) -> Admission:
-    """Whether a job's datasets (`holdings`) fit on these nodes. `preemptible_bytes` of the nodes
-    must not count the job's own datasets, which are to stay."""
+    """`preemptible_bytes` of the nodes must not count the job's own datasets (`holdings`)."""
     needed = sum(
         int(each.content_bytes * (1 - each.cached_share)) for each in holdings if each.content_bytes
     )

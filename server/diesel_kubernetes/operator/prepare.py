@@ -26,7 +26,7 @@ import click
 from .decoding import Json
 
 RESULT_BYTES_MAX = 4096
-"""The limit of Kubernetes for a termination message."""
+"""Kubernetes has this limit for a termination message."""
 
 _MESSAGE_CHARS_MAX = 800
 _LINES_KEPT = 20
@@ -34,8 +34,8 @@ _REPORTED = ("dataset", "entries", "files", "bytes", "chunks", "version", "ident
 
 
 class Failed(Exception):
-    """A run of `dlcmd` has failed. `code` is its exit code, or minus the number of the signal that
-    ended it; `report` is empty if it was interrupted."""
+    """`code` is the exit code of `dlcmd`, or minus the number of the signal that ended it. `report`
+    is empty if it was interrupted."""
 
     def __init__(self, code: int, report: Json) -> None:
         super().__init__(f"exit code {code}")
@@ -44,15 +44,13 @@ class Failed(Exception):
 
 
 class Runner:
-    """Runs `dlcmd`, one process after the other. `progress` is the last progress of `put`."""
-
     def __init__(self) -> None:
         self.progress: Json = {}
         self._process: subprocess.Popen[str] | None = None
         self._is_ended = False
 
     def run(self, arguments: Sequence[str]) -> Json:
-        """Run `dlcmd --json`. Returns the last object that it prints. Raises Failed."""
+        """Returns the last object that `dlcmd --json` prints. Raises Failed."""
         if self._is_ended:
             raise Failed(128 + signal.SIGTERM, {})
         with subprocess.Popen(
@@ -85,7 +83,7 @@ class Runner:
         return last
 
     def end(self) -> None:
-        """Terminate the running process, and start no other. A signal handler may call this."""
+        """Terminates the running process, and starts no other. A signal handler may call this."""
         self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -108,7 +106,6 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
-    """The `progress` of a Dataset's status, from a progress event of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -118,7 +115,7 @@ def progress_of(found: Json) -> Json:
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:
-    """The report of a failed run, by the last lines of its stderr; empty if it was interrupted."""
+    """Returns {} if the run was interrupted. `lines` are the last ones of stderr."""
     for line in reversed(lines):
         found = _parsed(line)
         if "error" in found and "message" in found:
@@ -138,7 +135,7 @@ def error_report(lines: Sequence[str], code: int) -> Json:
 
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
-    """Run `dlcmd` with `arguments` (if any), then a purge (if `keep` is a number), then `stat` of
+    """Runs `dlcmd` with `arguments` (if any), then a purge (if `keep` is a number), then `stat` of
     `describe` (if not empty). `keep` requires `describe`. Returns the report. Raises Failed."""
     if arguments:
         runner.run(arguments)
@@ -151,7 +148,6 @@ def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int |
 
 
 def _serve(runner: Runner, listen: str) -> None:
-    """Answer requests for the progress, in a thread of its own."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

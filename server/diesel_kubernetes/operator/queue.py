@@ -5,9 +5,9 @@ several times before its turn has one turn. After a failed turn, a key has anoth
 pause, which doubles up to a limit. Nothing is stored: a new process begins with the list of all
 objects.
 
-All tasks run in one asyncio loop. The watches and the controller call `add`, `add_later` and
-`forget`, which never wait. `run` owns `workers` tasks, each of which takes a ready key and awaits
-`handle(key)`, and one task that adds the keys that are due.
+All tasks run in one asyncio loop. `add`, `add_later` and `forget` never wait. `run` owns `workers`
+tasks, each of which takes a ready key and awaits `handle(key)`, and one task that adds the keys
+that are due.
 
 A key is in one of three states: waiting (in `_waiting`, and once in `_ready`), in the hands of one
 worker (in `_busy`), or idle, maybe with the time of its next turn in `_due`. If a key is added
@@ -35,7 +35,7 @@ PAUSE_S, PAUSE_MAX_S = 0.5, 60.0
 
 
 class Key(NamedTuple):
-    """An object; `plural` is its kind, as in the API's paths (`datasets`)."""
+    """`plural` is the object's kind, as in the API's paths (`datasets`)."""
 
     plural: str
     namespace: str
@@ -43,8 +43,8 @@ class Key(NamedTuple):
 
 
 class WorkQueue:
-    """Calls `handle(key)` for added keys. `handle` returns the seconds until the key's next turn;
-    None: no turn before the next event. `handled` is the number of turns so far."""
+    """`handle` returns the seconds until the key's next turn; None: no turn before the next
+    event."""
 
     def __init__(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
         self._handle = handle
@@ -61,7 +61,6 @@ class WorkQueue:
         self.handled = 0
 
     def add(self, key: Key) -> None:
-        """Give a key a turn as soon as a worker is free."""
         self._due.pop(key, None)
         if key in self._busy:
             self._again.add(key)
@@ -70,7 +69,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Give a key a turn after `after_s` seconds, unless it is added, or due, earlier."""
+        """Gives a key a turn after `after_s`, unless it is added, or due, earlier."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -79,7 +78,7 @@ class WorkQueue:
         self._timer_changed.set()
 
     def forget(self, key: Key) -> None:
-        """Drop the planned turn and the failures of a key whose object is gone."""
+        """Drops the planned turn and the failures of a key whose object is gone."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
 

@@ -22,8 +22,6 @@ RECLAIM_FINALIZER = "operator.diesel-fs.dev/reclaim"
 
 
 class DatasetPhase(StrEnum):
-    """The phases of a Dataset, which `OPERATOR.md` explains."""
-
     PREPARING = "Preparing"
     READY = "Ready"
     FAILED = "Failed"
@@ -41,20 +39,19 @@ class TrainingPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The common part of both statuses. A status is never changed, only replaced."""
+    """An instance is never changed, only replaced."""
 
     phase: str = ""
     observed_generation: int = 0
     conditions: tuple[Condition, ...] = ()
 
     def condition(self, kind: str) -> Condition:
-        """The condition of this type; an empty one if there is none."""
         return next((each for each in self.conditions if each.type == kind), Condition())
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node that has a part of a dataset in its cache (`OPERATOR.md`). Shares are percentages."""
+    """A node that has a part of a dataset in its cache. Shares are percentages."""
 
     name: str = ""
     state: str = ""
@@ -63,13 +60,13 @@ class NodeShare:
     keeps: bool = False
     """Whether something stays on disk when no pod reads the dataset."""
     disk_share: int | None = None
-    """The share on disk; None if it was not measured."""
+    """None if it was not measured."""
     measured: bool = False
-    """Whether the node has reported the shares; else they are estimates."""
+    """Whether the node has reported the shares; otherwise they are estimates."""
 
     @property
     def share_on_disk(self) -> int:
-        """The share on disk; if it was not measured, the whole share."""
+        """The whole share counts if the share on disk was not measured."""
         return self.share if self.disk_share is None else self.disk_share
 
 
@@ -102,11 +99,10 @@ class ChosenNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVolume:
-    """A volume of a TrainingJob's pods, as decided when the job was admitted: later pods get the
-    same version."""
+    """A volume of a TrainingJob's pods, as decided at admission: later pods get the same
+    version."""
 
     name: str = ""
-    """The Dataset's name."""
     mount_path: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     secret_name: str = ""
@@ -128,8 +124,6 @@ class TrainingStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A Dataset or a TrainingJob."""
-
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
@@ -153,7 +147,7 @@ class Object:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether somebody has deleted the object, although finalizers may still keep it."""
+        """Finalizers may still keep the object."""
         return self.metadata.is_leaving
 
     @property
@@ -225,7 +219,7 @@ class GivenExisting:
 
 @dataclass(frozen=True, slots=True)
 class GivenSource:
-    """The source of a Dataset: one of the three is set."""
+    """One of the three is set."""
 
     bucket: GivenBucket | None = None
     archives: GivenArchives | None = None
@@ -287,8 +281,6 @@ class GivenTraining:
 
 @dataclass(frozen=True, slots=True)
 class ConditionContent:
-    """The parts of a condition that a decision chooses; `kind` is its type."""
-
     kind: str
     reason: str
     message: str = ""
@@ -299,8 +291,8 @@ S = TypeVar("S", bound=Status)
 
 
 def with_condition(status: S, found: ConditionContent, seen: Object, now_s: float) -> S:
-    """The status with this condition in place of an older one of its kind. The condition's time
-    changes only with its truth value."""
+    """Replaces an older condition of its kind. The condition's time changes only with its truth
+    value."""
     value = "True" if found.holds else "False"
     old = status.condition(found.kind)
     since = old.last_transition_time if old.status == value else ""

@@ -1,7 +1,5 @@
-"""Checks the specifications of Datasets and TrainingJobs. Pure.
-
-The API server has checked the schemas. The rules that a schema cannot express are checked here,
-with errors that name the field.
+"""Checks the specifications of Datasets and TrainingJobs by the rules that a schema cannot express.
+Pure. Errors name the field.
 """
 
 from collections.abc import Mapping
@@ -29,7 +27,7 @@ from .resources import (
 OWN_ATTRIBUTES = frozenset(
     "dataset version url user region endpoint task rank world follow".split()
 )
-"""The volume attributes that the operator sets, so that a TrainingJob may not."""
+"""The operator sets these volume attributes, so a TrainingJob may not."""
 
 REPLICAS_MAX = 1000
 NAME_CHARS_MAX = 50
@@ -56,39 +54,34 @@ class RepositoryPlace:
     variables: Mapping[str, str]
     """The environment of `dlcmd`, without secrets."""
     attributes: Mapping[str, str]
-    """The attributes of a volume."""
     secret: str
-    """The name of the Secret with the credentials; empty: none."""
+    """The name of the Secret with the credentials, or ""."""
     file_folder: str = ""
-    """The folder of a `file://` repository; empty for others."""
 
     @property
     def can_share_caches(self) -> bool:
-        """Whether the nodes of a task can share a cache: they find each other through a server or
-        a Redis."""
+        """The nodes of a task find each other through a server or a Redis."""
         parsed = parse_url(self.url)
         scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
         return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
 
     @property
     def needs_task_key(self) -> bool:
-        """Whether the operator must make a key for the nodes of a task: a server without TLS hands
-        out none (PEERS.md)."""
+        """A server without TLS hands out no key for the nodes of a task (PEERS.md), so the operator
+        must make one."""
         return parse_url(self.url).scheme == "diesel"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """A Dataset's specification, checked."""
-
     dataset: str
     repository: RepositoryPlace
     put: tuple[str, ...]
     """The arguments of `dlcmd` that make the dataset; empty if it exists already."""
     version: int
-    """The version to use; 0: the current one."""
+    """0: the current version."""
     keep: int
-    """The number of versions that a purge keeps; -1: no purge."""
+    """A purge keeps this number of versions; -1: no purge."""
     reclaims: bool
     """Whether deleting the object deletes the data."""
     warms_up: bool
@@ -97,12 +90,11 @@ class DatasetSpec:
 
     @property
     def named(self) -> str:
-        """The dataset as an argument of `dlcmd`: `NAME` or `NAME@VERSION`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
 
 def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
-    """Check a Dataset's specification. Raises UsageError, which names the field."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     name = given.dataset or seen.name
     if not DATASET_NAME.fullmatch(name):
@@ -157,7 +149,7 @@ def _put_arguments(source: GivenSource, jobs: int, name: str) -> tuple[str, ...]
 
 
 def _check_address(field: str, url: str) -> None:
-    """Raise UsageError if `dlcmd put --unpack` cannot, or must not, fetch the URL."""
+    """Raises UsageError if `dlcmd put --unpack` cannot, or must not, fetch the URL."""
     if not url.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(url):
         raise UsageError(f"spec.source.archives.{field}: bad address {_shown(url)}")
 
@@ -167,7 +159,7 @@ def _host(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL for messages, without the parts that may be secret."""
+    """Leaves out the parts that may be secret."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
 
@@ -205,23 +197,20 @@ def _repository(given: GivenDataset, defaults: Defaults) -> RepositoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """A TrainingJob's specification, checked."""
-
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
     """The user's pod template; this release may not know all of its fields."""
     pod: PodSpec
-    """The known fields of `template`."""
     one_per_node: bool
     checks_storage: bool
     """Whether the job is rejected if its datasets do not fit."""
     restarts: int
-    """How often the pods are made again after one has failed."""
+    """The pods are made again at most this often after one has failed."""
 
 
 def parse_training(seen: TrainingObject) -> TrainingSpec:
-    """Check a TrainingJob's specification. Raises UsageError, which names the field."""
+    """Raises UsageError, which names the field."""
     given = seen.given
     if len(seen.name) > NAME_CHARS_MAX:
         raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")

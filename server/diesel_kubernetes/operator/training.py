@@ -1,8 +1,8 @@
 """Decides the next step for a TrainingJob. Pure.
 
 The workflow is algorithm 1 of DLCache: when its datasets are ready, the job is admitted if they
-fit, and is placed by the score of nodes. The operator writes the decisions of this admission to the
-status before it makes anything, so a later operator makes the same pods.
+fit, and is placed by the score of nodes. The operator writes these decisions to the status before
+it makes anything, so a later operator makes the same pods.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -48,20 +48,19 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""The pause before another look at Datasets that are missing or not ready, whose events may be
-lost."""
+"""The pause before another look at Datasets that are missing or not ready: events may be lost."""
 
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
-"""The type of a condition. It is false if the cluster has refused an object of the job, and true
-when the operator has made all objects after that."""
+"""The condition of this type is false if the cluster has refused an object of the job, true when
+the operator has made all objects after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingDecision:
-    """A step for a TrainingJob. The controller makes Secrets with keys, the Service, pods and
-    events, writes the status, and deletes, in this order."""
+    """The controller makes Secrets with keys, the Service, pods and events, writes the status, and
+    deletes, in this order."""
 
     status: TrainingStatus
     wants_survey: bool = False
@@ -78,16 +77,13 @@ class TrainingDecision:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
-    """All that `decide` looks at."""
-
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
     """The job's Datasets by name, without missing ones."""
     pods: tuple[Pod, ...]
-    """The job's own pods."""
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
-    """The nodes that can get pods; None if they have not been read (see `wants_survey`)."""
+    """The nodes that can get pods; None if they were not read (see `wants_survey`)."""
 
 
 def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision:
@@ -110,7 +106,6 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""The job's Datasets and their specifications, in the order of the job's own specification."""
 
 
 def _waiting(
@@ -148,8 +143,8 @@ def _not_ready(situation: TrainingSituation, reason: str, message: str) -> Train
 def _admitted(
     situation: TrainingSituation, spec: TrainingSpec, chosen: _Chosen
 ) -> TrainingDecision:
-    """Admit or reject the job (DLCache, algorithm 1, line 3), and choose the order of nodes (its
-    section III-B)."""
+    """Admits or rejects the job (DLCache, algorithm 1, line 3), and orders the nodes (section
+    III-B)."""
     selector = merged_selectors(
         spec.pod.node_selector, *(each.placement.node_selector for _, each in chosen)
     )
@@ -250,7 +245,6 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
 
 
 def _clean_up(situation: TrainingSituation) -> TrainingDecision:
-    """Delete all that an ended job has made, except its ended pods."""
     seen, status = situation.seen, situation.seen.status
     active = [
         each.name for each in situation.pods if not each.has_ended and not each.metadata.is_leaving
@@ -279,7 +273,7 @@ def _with(
     found: ConditionContent,
     phase: TrainingPhase | None = None,
 ) -> TrainingStatus:
-    """The status with this condition and phase (None: as before), for the seen generation."""
+    """`phase` None means as before."""
     seen = situation.seen
     made = replace(
         status,
@@ -308,12 +302,12 @@ def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> Tra
 
 
 def hindered(situation: TrainingSituation, reason: str, message: str) -> TrainingStatus:
-    """The status of a job of which the cluster refuses an object; the operator tries again."""
+    """The status while the cluster refuses an object of the job; the operator tries again."""
     return _with(situation, situation.seen.status, ConditionContent(MADE, reason, message))
 
 
 def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
-    """The status after all objects could be made: it takes the result of `hindered` back."""
+    """Takes the result of `hindered` back: all objects could be made."""
     if status.condition(MADE).status != "False":
         return status
     return _with(
@@ -322,7 +316,7 @@ def unhindered(situation: TrainingSituation, status: TrainingStatus) -> Training
 
 
 def amounts(resources: Json) -> dict[str, Fraction]:
-    """Numbers for the API's quantities (`500m`, `16Gi`); 0 for malformed ones."""
+    """Parses the API's quantities (`500m`, `16Gi`); malformed ones become 0."""
     found = {}
     for name, value in resources.items():
         try:
@@ -334,8 +328,8 @@ def amounts(resources: Json) -> dict[str, Fraction]:
 
 
 def pod_requests(pod: PodSpec) -> dict[str, Fraction]:
-    """The amounts that a pod requests: for each resource the sum over its containers, or the
-    request of an init container if that is larger. A limit counts if there is no request."""
+    """A limit counts if there is no request. An init container counts if its request is larger than
+    the sum over the containers."""
     found: dict[str, Fraction] = {}
     for each in pod.containers:
         for name, amount in _requests(each).items():
@@ -357,9 +351,8 @@ def survey(
     datasets: Sequence[DatasetObject],
     own: Collection[str],
 ) -> tuple[NodeState, ...]:
-    """The nodes that can get pods, with the requests of their pods and the datasets on their disks.
-    `preemptible_bytes` are cached bytes that may be evicted for this job: not those of the job's
-    own Datasets, whose UIDs are `own`."""
+    """Returns only nodes that can get pods. Their `preemptible_bytes` leave out the job's own
+    Datasets, whose UIDs are `own`."""
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:
         if pod.has_ended:

@@ -1,3 +1,3 @@
-"""Accounts: `authentication.py` checks logins against the table of accounts, and `handlers.py` has
-the requests by which administrators change that table.
+"""`authentication.py` checks logins against the table of accounts; `handlers.py` has the requests
+by which administrators change that table.
 """

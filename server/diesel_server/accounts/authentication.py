@@ -1,22 +1,21 @@
 """Checks logins, and the accounts of open connections, against the table of accounts.
 
-A login is checked against a table that was read after the login had arrived. Later, each connection
-looks up its account in a copy of the table that is at most `REFRESH_S` old, so a removed user, or a
-changed key or role, has an effect after this time at the latest.
+A login is checked against a table that was read after it had arrived. Open connections look up
+their account in a copy that is at most `REFRESH_S` old, so a removed user, or a changed key or
+role, has an effect by then.
 
-While the table cannot be read, users in the copy may log in and go on: for `ROLES_S` with their
-roles, then until `COPY_S` for reading only (`Account.ceiling`). If the table has been lost (Redis
-came back without data), no user can log in. Open connections may read until `COPY_S`, since an
-empty table is no reason to end training jobs.
+While the table cannot be read, users in the copy keep their roles for `ROLES_S`, and may then read
+until `COPY_S` (`Account.ceiling`). If the table has been lost (Redis came back without data), no
+user can log in; open connections may read until `COPY_S`, since an empty table is no reason to end
+training jobs.
 
 An unknown user, a wrong key and an empty table give the same answer after the same work, so a
-client learns nothing from it; a note on the error has the real reason, for the log. The number of
-failed logins is limited for each network, and for each user in a network. Beyond the limit, a user
-with the right key can still log in: otherwise anybody in a network could lock out all others there.
+client learns nothing from it; a note on the error has the real reason, for the log. Failed logins
+are limited for each network, and for each user in a network. Beyond the limit, the right key still
+works: otherwise anybody in a network could lock out all others there.
 
 Concurrency: many threads call the methods, which may block for a few deadlines of the table. One
-thread at a time reads the table, for all threads that wait; `current` does not wait for a reading
-thread.
+thread at a time reads the table, for all threads that wait; `current` does not wait for it.
 """
 
 import logging
@@ -36,20 +35,17 @@ from ..limits import Rate, RateLimiter, network_of
 log = logging.getLogger("diesel.server")
 
 REFRESH_S = 2.0
-"""The age at which the copy of the table is read again."""
 
 ROLES_S = 30.0
-"""Users keep their roles for this time while the table cannot be read: as long as a commit waits
-for a Redis that restarts, so a put under way can finish."""
+"""Users keep their roles as long as a commit waits for a Redis that restarts, so that a put under
+way can finish."""
 
 COPY_S = 3600.0
-"""The age until which users in the copy may read while the table cannot be read."""
 
 RETRY_S = 10.0
-"""The pause between two attempts of `current` after a failure: each attempt takes time."""
+"""After a failed read, `current` tries again only after this time: each attempt takes time."""
 
 ADVICE_S = 60.0
-"""The pause between two log lines with the advice `NO_ACCOUNTS`."""
 
 NO_ACCOUNTS = (
     "there are no accounts, so no user can log in: run"
@@ -59,29 +55,25 @@ NO_ACCOUNTS = (
 
 USER_RATE = Rate(10, 6.0)  # 10 at once, then one in 6 s
 NETWORK_RATE = Rate(100, 0.6)
-"""Failed logins of one user, and of one network. Keys cannot be guessed: the limits only bound the
-work and the lines in the log."""
+"""Keys cannot be guessed: these limits only bound the work and the lines in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AccountsCopy:
-    """A copy of the table of accounts. It is never changed, only replaced."""
+    """An instance is never changed, only replaced."""
 
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
     token: bytes = NO_TOKEN  # changes with the table
-    problem: DieselError | None = None  # why the last read failed; None if it did not
+    problem: DieselError | None = None  # why the last read failed
     lost: bool = False  # the table is empty, and had accounts before
 
 
 class TableAuthenticator:
-    """The `connection.Authenticator` over the table of accounts."""
-
     def __init__(
         self, open_table: Callable[[], AccountTable], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_table` raises DieselError if the store of the table cannot be reached, and is then
-        called again later."""
+        """`open_table` is called again after it has raised DieselError."""
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
@@ -97,7 +89,6 @@ class TableAuthenticator:
 
     @property
     def table(self) -> AccountTable:
-        """The table of accounts. Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")
@@ -106,10 +97,9 @@ class TableAuthenticator:
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account of a user who has signed `nonce` and `binding` (the digest of the
-        connection's TLS certificate, or nothing). `address` is the client's. Raises
-        PermissionDenied; MetadataError if the accounts cannot be looked up; BusyError after too
-        many failures."""
+        """The user must have signed `nonce` and `binding` (the digest of the connection's TLS
+        certificate, or nothing). Raises PermissionDenied; MetadataError if the accounts cannot be
+        looked up; BusyError after too many failures from `address`."""
         self._refresh(since_s=self._clock())
         network = network_of(address)
         key = (network, user[: USER_BYTES_MAX + 1])
@@ -142,8 +132,8 @@ class TableAuthenticator:
         raise refusal
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied if the user was removed or has another
-        key; MetadataError if the table could not be read for `COPY_S`."""
+        """Raises PermissionDenied if the user was removed or has another key; MetadataError if the
+        table could not be read for `COPY_S`."""
         patience_s = REFRESH_S if self._copy.problem is None else RETRY_S
         self._refresh(since_s=self._clock() - patience_s, wait=False)
         accounts, ceiling = self._usable(self._copy, or_lost=True)
@@ -157,8 +147,8 @@ class TableAuthenticator:
         return found if found.ceiling is ceiling else replace(found, ceiling=ceiling)
 
     def _usable(self, known: _AccountsCopy, *, or_lost: bool = False) -> tuple[Accounts, Role]:
-        """The accounts that count now, and the highest role that users may use for now: NONE if the
-        copy is too old, or (without `or_lost`) if the table has been lost."""
+        """Returns also the highest role that users may use for now: NONE if the copy is too old, or
+        if the table has been lost and not `or_lost`."""
         age_s = self._clock() - known.since_s
         if age_s > COPY_S or (known.lost and not or_lost):
             return {}, Role.NONE
@@ -169,7 +159,7 @@ class TableAuthenticator:
     # The copy
 
     def refresh(self) -> None:
-        """Read the table now, if it has changed. A failure is logged, not raised."""
+        """Reads the table now, if it has changed. Logs a failure."""
         self._refresh(since_s=self._clock())
 
     def close(self) -> None:
@@ -178,8 +168,8 @@ class TableAuthenticator:
                 self._table.close()
 
     def _refresh(self, since_s: float, *, wait: bool = True) -> None:
-        """Read the table, unless another thread began to do so after `since_s`. Without `wait`,
-        return at once if another thread is reading it."""
+        """Reads the table, unless another thread began to do so after `since_s`. Without `wait`,
+        returns at once if another thread is reading."""
         if not self._reading_lock.acquire(blocking=wait):
             return
         try:

@@ -18,17 +18,15 @@ from .authentication import TableAuthenticator
 _THREADS = 48
 
 Work = Callable[[DirectAdministration, Fields, memoryview], bytes | None]
-"""The work of one request, from its fields and its payload. Returns the payload of the reply; None
-after a change."""
+"""Returns the payload of the reply; None after a change."""
 
 
 def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
-    """The handlers of this module's requests, by the requests' names."""
     threads = HandlerThreads(_THREADS)
 
     def in_thread(work: Work) -> Handler:
         def run(request: Request) -> Reply:
-            """A change takes effect on this server at once, and on others within
+            """A change takes effect here at once, on other servers within
             `authentication.REFRESH_S`."""
             message = request.message
             own = {name: value for name, value in message.items() if name not in ("id", "do")}

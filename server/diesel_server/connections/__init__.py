@@ -1,5 +1,5 @@
 """Connections of clients, from the accepted socket to the last byte.
 
 `listener.py` accepts, `channel.py` moves bytes, and `connection.py` greets, logs in, receives
-requests and sends answers. `refusal_log.py` logs clients that were refused, at a limited rate.
+requests and sends answers.
 """

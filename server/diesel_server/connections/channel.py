@@ -1,8 +1,7 @@
 """A stream of bytes to and from one client, over a plain socket or over TLS.
 
-`connection.py` reads and writes frames (`diesel_fs.net.frames`) over a channel, and sets the
-deadlines; `diesel_fs.net.channel` makes the system calls. A channel buffers received bytes, so that
-small requests cost few system calls. At most one task receives and one sends at a time.
+A channel buffers received bytes, so that small requests cost few system calls;
+`diesel_fs.net.channel` makes these. At most one task receives and one sends at a time.
 """
 
 import socket
@@ -17,7 +16,7 @@ from diesel_fs.system.vectored_io import byte_views, drop_written
 
 _BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
 _TLS_PIECE_BYTES = 256 << 10  # the most that one turn of the loop encrypts and sends
-_LINGER_S = 1.0  # time for bytes that the client has sent before it learns of the end
+_LINGER_S = 1.0  # time for bytes that the client sent before it learns of the end
 _LINGER_BYTES = 16 << 20
 
 SOCKET_OPTIONS = (  # with these, the kernel notices within two minutes that a client is gone
@@ -34,7 +33,7 @@ class ClientGone(Exception):
 
 
 class ClientChannel:
-    """A connection to one client. All methods raise ClientGone."""
+    """All methods raise ClientGone."""
 
     def __init__(self, connected: transport.Channel) -> None:
         self._transport = connected
@@ -44,13 +43,12 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """Return when there are bytes to receive. If the wait is cancelled, no bytes are lost."""
+        """A cancelled wait loses no bytes."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
     async def receive_into(self, room: memoryview) -> None:
-        """Fill `room` with received bytes."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -64,7 +62,6 @@ class ClientChannel:
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Whether `size` bytes can be received without a wait."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
@@ -73,7 +70,6 @@ class ClientChannel:
         return taken
 
     async def skip(self, size: int) -> None:
-        """Receive `size` bytes and drop them."""
         while size:
             await self.wait()
             count = min(size, self._end - self._start)
@@ -81,7 +77,6 @@ class ClientChannel:
             size -= count
 
     async def _some(self, room: memoryview) -> int:
-        """Receive at least one byte into `room`; returns the number."""
         try:
             count = await self._receive(room)
         except transport.ConnectionClosed as error:
@@ -97,11 +92,11 @@ class ClientChannel:
         return await self._transport.receive(room)
 
     async def send(self, parts: Sequence[Bytes]) -> None:
-        """Send all parts. After a cancelled call, the connection must be closed."""
+        """After a cancelled call, the connection must be closed."""
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        """Send as much as is possible without a wait. Returns the rest, for `send_left`."""
+        """Sends without a wait. Returns the rest, for `send_left`."""
         views = byte_views(parts)
         self.sent_bytes += sum(map(len, views))
         if self._transport.buffers_internally:
@@ -110,8 +105,7 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """Send the rest that `send_now` returned. After a cancelled call, the connection must be
-        closed."""
+        """After a cancelled call, the connection must be closed."""
         try:
             while views:
                 await self._transport.wait_writable()
@@ -120,7 +114,6 @@ class ClientChannel:
             raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
-        """Send without a wait, and remove the sent bytes from `views`."""
         if self._transport.buffers_internally:
             some = [view[:_TLS_PIECE_BYTES] for view in views[:1]]
         else:
@@ -133,12 +126,11 @@ class ClientChannel:
             raise ClientGone from error
 
     async def half_close(self) -> None:
-        """End the sending direction, and receive for a moment: if a socket with unread bytes were
-        closed, the kernel would reset the connection, and the client might lose the last answer."""
+        """Ends the sending direction, and receives for a moment: closing a socket with unread bytes
+        would reset the connection, and the client might lose the last answer."""
         with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
             self._transport.end_sending()
             await self.skip(_LINGER_BYTES)
 
     def close(self) -> None:
-        """Close the socket. Repeatable."""
         self._transport.close()

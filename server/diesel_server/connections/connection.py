@@ -1,8 +1,7 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
 This module decides the order of events on a connection, their deadlines, the answer to each error,
-and the lines in the log. `channel.py` moves bytes, `diesel_fs.net.frames` encodes them, and
-`requests/dispatcher.py` runs handlers.
+and the lines in the log. `channel.py` moves bytes, and `requests/dispatcher.py` runs handlers.
 
 Concurrency: one task reads requests. Each request under way has a task of its own, which answers
 it; a lock lets one of these tasks write at a time. Memory for a request is taken from the worker's
@@ -54,26 +53,22 @@ _LOGIN_THREADS = 16
 
 
 class Authenticator(Protocol):
-    """Checks logins and accounts. Threads call the methods, which may block for a limited time."""
+    """Threads call the methods, which may block for a limited time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account to whose key the signature belongs. Raises PermissionDenied; MetadataError or
-        BusyError if that cannot be decided now. The client does not see the notes of an error; they
-        are for the log."""
+        """Raises PermissionDenied; MetadataError or BusyError if the account cannot be decided now.
+        An error's notes are for the log, not the client."""
         ...
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied if the user was removed or has another
-        key."""
+        """Raises PermissionDenied if the user was removed or has another key."""
         ...
 
 
 @dataclass(slots=True)
 class ConnectionContext:
-    """The state and the services that all connections of a worker share."""
-
     store_id: UUID
     login: Authenticator
     dispatcher: Dispatcher
@@ -84,12 +79,10 @@ class ConnectionContext:
         default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
     )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    """Whether a user may send a payload with a request: by the account, the request's `do`, and the
-    payload's bytes."""
+    """Whether a user may send a payload: by the account, the request's `do`, and the bytes."""
     redactions: Mapping[str, str] = field(default_factory=dict)
-    """Texts in errors that clients must not see (every way to write the address of a store), the
-    longest first, with their replacements. Everything that a connection sends goes through
-    `redacted`."""
+    """Texts that clients must not see (every way to write the address of a store), with their
+    replacements, longest first. Everything that a connection sends goes through `redacted`."""
     under_way: int = 0  # requests
     by_user: Counter[str] = field(default_factory=Counter)  # requests under way
     is_draining: bool = False  # the server shuts down
@@ -99,7 +92,6 @@ class ConnectionContext:
         self.refusals = RefusalLog(self.cells)
 
     def redacted(self, value: object) -> object:
-        """A message, or a value in a message, after all `redactions`."""
         match value:
             case str():
                 for place, words in self.redactions.items():
@@ -114,11 +106,8 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """The answer to a request that is not carried out. `reason` is for the metrics.
-
-    With `retry_after_s`, nothing of the request has been done, and the client may send it again
-    after this time, here or to another server.
-    """
+    """With `retry_after_s`, nothing has been done: the client may send the request again after this
+    time, here or to another server. `reason` is for the metrics."""
 
     reason: str
     error: DieselError
@@ -126,24 +115,19 @@ class _Rejection:
 
     @property
     def outcome(self) -> str:
-        """The outcome of the request, for the metrics."""
         if isinstance(self.error, PermissionDenied):
             return "refused"
         return "error" if self.retry_after_s is None else "busy"
 
 
 Opener = Callable[[], Awaitable[tuple[ClientChannel, bytes]]]
-"""Makes the channel of a connection, which may take a TLS handshake. Returns the channel, and the
-*binding*: bytes of this channel that the client's login must sign (`WIRE.md`, section 3). Raises
-ClientGone."""
+"""Opens a channel, perhaps with a TLS handshake. Returns it and the *binding*: bytes of this
+channel that the client's login must sign (`WIRE.md`, section 3). Raises ClientGone."""
 
 
 class ClientConnection:
-    """One connection, from `run` to its end.
-
-    Methods raise ClientGone if the client is gone or too slow, and CorruptError or ForeignError for
-    bytes that break the protocol; `run` catches all of them.
-    """
+    """Methods raise ClientGone if the client is gone or too slow, and CorruptError or ForeignError
+    for bytes that break the protocol; `run` catches all of them."""
 
     def __init__(
         self, context: ConnectionContext, opener: Opener, address: str, port: int = 0
@@ -164,8 +148,7 @@ class ClientConnection:
         self._counted = (0, 0)  # bytes received and sent that the metrics have
 
     async def run(self) -> None:
-        """Serve the client until the connection ends. Raises nothing: an error of the client ends
-        only this connection."""
+        """Raises nothing: a client's error ends only this connection."""
         try:
             with ExitStack() as held:
                 if await self._log_in(held):
@@ -184,7 +167,7 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """In place of `run`: log a refusal, send the client the sentence, and close."""
+        """Logs a refusal, sends the client the sentence, and closes. Call it in place of `run`."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -199,15 +182,15 @@ class ClientConnection:
                 self._channel.close()
 
     def stop(self) -> None:
-        """The server shuts down: finish requests under way, and begin no other."""
+        """Lets requests under way finish, and begins no other."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
 
     # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
-        """Let the client log in. Returns whether it is a user now; `held` keeps the user's place
-        among the connections."""
+        """Returns whether the client is a user now. `held` keeps the user's place among the
+        connections."""
         account: Account | None = None
         network = limits.network_of(self._address)
         with (
@@ -232,7 +215,6 @@ class ClientConnection:
         return True
 
     async def _authenticated(self) -> Account | None:
-        """The account of the client; None if it has not proved in time to be a user."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
             nonce, binding = await self._greet()
         if greeting.cancelled_caught:
@@ -248,7 +230,7 @@ class ClientConnection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """The nonce for the client (empty if it was refused), and the binding."""
+        """Returns the nonce for the client (empty if it was refused), and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
@@ -278,7 +260,7 @@ class ClientConnection:
         )
 
     async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
-        """The account for a login message; None if the client has been refused."""
+        """Returns None if the client has been refused."""
         user = ""
         try:
             if message.get("do") != "login":
@@ -331,8 +313,7 @@ class ClientConnection:
             ended = None  # breaks a reference cycle that would keep payloads of megabytes alive
 
     async def _wait_for_request(self) -> bool:
-        """Return True when a request arrives; False if the client was idle for too long, or the
-        server shuts down."""
+        """Returns False if the client was idle for too long, or if the server shuts down."""
         while not (self._context.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
@@ -346,7 +327,6 @@ class ClientConnection:
         return False
 
     async def _receive_request(self, nursery: trio.Nursery) -> bool:
-        """Receive a request and start its task. Returns False if it was rejected."""
         channel, owner = self._open_channel, self._account.name
         lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
@@ -398,8 +378,8 @@ class ClientConnection:
     async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
     ) -> _Rejection | None:
-        """Decide whether a request is carried out. Returns None, after `size` bytes were taken from
-        the budget (none if that is at most SMALL_BYTES), or the rejection."""
+        """Returns the rejection; or None, after `size` bytes were taken from the budget (none if
+        that is at most SMALL_BYTES)."""
         context = self._context
         try:
             wire.check_required_fields(message)
@@ -432,7 +412,7 @@ class ClientConnection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
-        """Answer a rejected request, and log it if it is a refusal."""
+        """Answers a rejected request; logs refusals."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -445,8 +425,8 @@ class ClientConnection:
         await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Run a request and answer it. `held` bytes of the budget are released.
-        Ends the connection if the client does not receive the answers."""
+        """Releases `held` bytes of the budget. Ends the connection if the client does not receive
+        the answers."""
         cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
         async def send(reply: Reply) -> None:
@@ -502,8 +482,8 @@ class ClientConnection:
         await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
     def _error_message(self, error: DieselError) -> Message:
-        """An error as a message, without the addresses of this server's store, which only its
-        operator may know. If some were left out, the log gets the whole error."""
+        """Leaves out the addresses of this server's store, which only its operator may know. The
+        log then gets the whole error."""
         message = error_message(error)
         redacted = cast(Message, self._context.redacted(message))
         if redacted != message:
@@ -511,8 +491,8 @@ class ClientConnection:
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """Send one frame; `size` is that of its payload. Raises ClientGone if the frame cannot be
-        sent whole in time."""
+        """Sends one frame with a payload of `size` bytes. Raises ClientGone if it takes too
+        long."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
@@ -526,7 +506,6 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """Receive `size` bytes within the deadline of a frame."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
@@ -542,7 +521,6 @@ class ClientConnection:
             raise ClientGone
 
     async def _send_final_error(self, error: DieselError) -> None:
-        """Send an error that answers no request, as the last message of the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
@@ -562,7 +540,6 @@ class ClientConnection:
         )
 
     def _count_bytes(self) -> None:
-        """Add the bytes since the last call to the metrics."""
         if self._channel is None:
             return
         add, before = self._context.cells.add, self._counted

@@ -1,7 +1,7 @@
 """Accepts connections, refuses those beyond the limits, and ends them when the server stops.
 
-The workers of a server are several processes that accept connections on the same sockets. Each
-listening socket and each connection has a task of its own.
+The workers of a server accept on the same sockets. Each listening socket and each connection has a
+task of its own.
 """
 
 import errno
@@ -30,7 +30,7 @@ _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Listener:
-    """Accepts and serves connections on the `sockets`; without a `certificate`, there is no TLS."""
+    """Without a `certificate`, there is no TLS."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Listener:
         self._drained = trio.Event()
 
     def stop(self) -> None:
-        """Accept no more clients, and finish requests under way. `run` ends then, or after
+        """Accepts no more clients. `run` ends when requests under way have ended, or after
         `DRAIN_S`."""
         self._context.is_draining = True
         self._stopping.set()
@@ -56,7 +56,6 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
-        """Serve until `stop`."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)
@@ -101,7 +100,7 @@ class Listener:
                 self._check_drained()
 
     async def _refuse(self, connection: ClientConnection, reason: str, sentence: str) -> None:
-        """Refuse a client with a sentence, or without one if many are being refused."""
+        """Sends no sentence if many clients are being refused."""
         if self._refusing < limits.REFUSING_MAX:
             self._refusing += 1
             try:
@@ -116,8 +115,6 @@ class Listener:
             self._drained.set()
 
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
-        """A function that makes the channel of an accepted socket, after the TLS handshake if there
-        is a certificate."""
         certificate = self.certificate
 
         async def open_channel() -> tuple[ClientChannel, bytes]:
@@ -141,7 +138,7 @@ class Listener:
 
 
 def _why(error: BaseException) -> str:
-    """Why a TLS handshake failed; empty if the client just went away."""
+    """Why a TLS handshake failed; "" if the client just went away."""
     cause = error.__cause__ or error
     if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ""
@@ -150,8 +147,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """The number of connections that this process may have. Raises its limit of open files as far
-    as is needed and allowed, and leaves `FILES_RESERVED` files for other uses."""
+    """Raises the process's limit of open files as far as needed and allowed. `FILES_RESERVED` files
+    are for other uses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)

@@ -1,9 +1,8 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
-A line has the user, the address, the request, the dataset and the reason, never a key. So that a
-client that tries all night does not fill the disk, the lines about one network are limited: others
-are left out, and the next line has the number of those. The metrics count every refusal. For one
-event loop.
+No line has a key. The lines about one network are limited, so that a client that tries all night
+does not fill the disk; the next line has the number of those left out. The metrics count every
+refusal. For one event loop.
 """
 
 import logging
@@ -19,12 +18,11 @@ from ..limits import Rate, RateLimiter, network_of
 log = logging.getLogger("diesel.server")
 
 LINE_RATE = Rate(20, 5.0)
-"""Lines about one network (`limits.network_of`): 20 at once, then one in 5 s."""
+"""A network may cause 20 lines at once, then one in 5 s (`limits.network_of`)."""
 
 NETWORKS_MAX = 1024
-"""The number of networks for which lines are counted; beyond it, the longest silent network is
-forgotten. If more networks have left-out lines, the numbers of left-out lines are forgotten: they
-only inform."""
+"""Beyond this number, the longest silent network is forgotten. If more networks have left-out
+lines, their numbers are forgotten: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
@@ -47,7 +45,7 @@ class RefusalLog:
         dataset: str = "",
     ) -> None:
         """`reason`, one of `metrics.REFUSALS`, is for the metrics, and `why`, a sentence, for the
-        log. `do` is the request's name."""
+        log."""
         self._cells.add("diesel_refusals_total", reason)
         left_out = self._take_line(address)
         if left_out is None:
@@ -58,8 +56,8 @@ class RefusalLog:
         log.warning("refused %s why=%r%s", words, why[:256], more)
 
     def _take_line(self, address: str) -> int | None:
-        """The number of lines about this network that were left out before this line; None if this
-        line is left out, too."""
+        """Returns the number of left-out lines about this network; None if this line is left out,
+        too."""
         network = network_of(address.rpartition(":")[0] or address)
         if self._lines.is_full(network):
             if len(self._left_out) >= NETWORKS_MAX:
@@ -71,7 +69,6 @@ class RefusalLog:
 
 
 def dataset_in(message: Message) -> str:
-    """The name or identity of the dataset in a request, for the log; "" if there is none."""
     name, identity = message.get("dataset"), message.get("identity")
     if type(name) is str:
         return name
@@ -79,7 +76,7 @@ def dataset_in(message: Message) -> str:
 
 
 def _plain(value: str) -> str:
-    """A client's text for the log: it cannot end the line, or look like another field."""
+    """The result cannot end the line, or look like another field."""
     short = value[:_TEXT_MAX]
     if not short:
         return "-"

@@ -2,8 +2,7 @@
 
 The chunks of lost commits are durable in the object store. So at its start, and whenever a Redis's
 run ID changes, the server compares each dataset's metadata with its chunks and commits missing ones
-(`LocalRepository.begin`, as every writer does first). One worker of a server does this; several
-servers may do it at once.
+(`LocalRepository.begin`). One worker of a server does this; several servers may do it at once.
 """
 
 import logging
@@ -19,7 +18,6 @@ from diesel_fs.storage.metadata.redis.link import RedisLink
 log = logging.getLogger("diesel.server")
 
 EVERY_S = 5.0
-"""The pause between two looks at the run IDs."""
 
 EVERY_S_MAX = 300.0
 """The pause grows up to this while comparisons fail: each lists all datasets' chunks."""
@@ -27,12 +25,12 @@ EVERY_S_MAX = 300.0
 _DEADLINE_S = 3.0  # for an answer of Redis
 
 Runs = Callable[[], Sequence[str]]
-"""The run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks. Raises
-DieselError."""
+"""Returns the run IDs of the metadata store's servers; Redis makes a new one at each start. Blocks.
+Raises DieselError."""
 
 
 class RedisRuns:
-    """The `Runs` of the Redis at `url`. For one thread at a time."""
+    """For one thread at a time."""
 
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)
@@ -49,8 +47,7 @@ class RedisRuns:
 
 
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
-    """Compare metadata with chunks now, and whenever the run IDs change, until cancelled. `runs` is
-    None if the metadata store is not a Redis."""
+    """Never returns. `runs` is None if the metadata store is not a Redis."""
     one_thread = trio.CapacityLimiter(1)
     compared: Sequence[str] | None = None  # at the last comparison
     succeeded = True
@@ -78,8 +75,8 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Commit again the chunks that the metadata store has lost, and log the datasets. Blocks.
-    Returns False if a comparison failed and must be repeated."""
+    """Commits lost chunks again, and logs the datasets. Blocks. Returns False if a comparison
+    failed and must be repeated."""
     try:
         if repository.meta_problem is not None:
             return False

@@ -1,9 +1,8 @@
-"""The parent process of a server: it opens the listening sockets, starts workers, replaces workers
-that end, and ends all of them.
+"""The parent process of a server: it opens the listening sockets, and starts and replaces workers.
 
-A worker's *slot* is its number; each slot has a task, which starts a new worker after the last one
-has ended. Workers count their metrics in *cells*: memory that they share with the supervisor, which
-serves the sums. One counter in it, the *beats*, shows that a worker's event loop still runs.
+A worker's *slot* is its number; a task for each slot starts a new worker after the last one has
+ended. Workers count their metrics in *cells*, memory that they share with the supervisor, which
+serves the sums. One of these counters, the *beats*, shows that a worker's event loop still runs.
 
 SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
 once. SIGHUP makes the workers load the certificate again.
@@ -37,7 +36,7 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
-"""Time for a worker to start: it may wait for a Redis that loads its data."""
+"""A starting worker may wait for a Redis that loads its data."""
 
 _END_S = limits.DRAIN_S + 8.0  # for all workers to end; then they are killed
 _PAUSE_S = 0.1  # before a worker is started again; it doubles up to the maximum
@@ -48,16 +47,13 @@ _STATUS_BYTES_MAX = 64 << 10
 
 
 class Supervisor:
-    """Runs a server."""
-
     def __init__(
         self,
         options: ServerOptions,
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:
-        """Open the listening sockets. `ready` is called with one line for the user when the server
-        accepts connections. `program` is the command of a worker, which tests replace. Raises
+        """`ready` is called with one line for the user when the server accepts connections. Raises
         ConfigError; ConflictError if an address is in use."""
         self._options = options
         self._ready = ready
@@ -78,10 +74,9 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal. Returns the exit code. Raises DieselError if the server cannot
-        start."""
+        """Returns the exit code. Raises DieselError if the server cannot start."""
         if self._options.certificate is not None and self._options.key is not None:
-            # Before the workers do, so that an error ends the server's start
+            # Before the workers load it, so that an error ends the server's start
             load_certificate(self._options.certificate, self._options.key)
         first_error: list[DieselError] = []
         try:
@@ -120,8 +115,8 @@ class Supervisor:
     # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
-        """Start a worker in each slot, and return when all accept connections. Raises the error of
-        the first that cannot."""
+        """Returns when all workers accept connections. Raises the error of the first that
+        cannot."""
         errors: list[DieselError] = []
         async with trio.open_nursery() as starting:
 
@@ -140,7 +135,6 @@ class Supervisor:
             raise errors[0]
 
     async def _keep(self, slot: int, process: trio.Process) -> None:
-        """Start a new worker whenever that of the slot ends, until the server stops."""
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()
@@ -163,7 +157,7 @@ class Supervisor:
                     log.error("worker %d cannot start: %s", slot, error)
 
     async def _end_of(self, slot: int, process: trio.Process) -> int:
-        """Wait for the end of a worker, and kill it if it hangs. Returns its exit code."""
+        """Kills a worker that hangs. Returns the exit code."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, slot, process)
             code = await process.wait()
@@ -171,7 +165,7 @@ class Supervisor:
         return code
 
     async def _watch(self, slot: int, process: trio.Process) -> None:
-        """Kill a worker whose beats do not change in many looks. Looks are counted, not time: if
+        """Kills a worker whose beats do not change in many looks. Looks are counted, not time: if
         this process is paused, the worker must not be killed for that."""
         beats, missed = -1.0, 0
         while missed < _BEATS_MISSED_MAX:
@@ -189,7 +183,7 @@ class Supervisor:
         self._cells[slot].clear_gauges()
 
     async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
-        """Start a worker, and return when it accepts connections. Raises DieselError."""
+        """Returns when the worker accepts connections. Raises DieselError."""
         options = self._options
         inherited, secrets = split_environment(os.environ)
         try:
@@ -263,7 +257,7 @@ class Supervisor:
                 self._stopping.set()
 
     def _metrics_text(self) -> str:
-        """The metrics for Prometheus: numbers without users, datasets and addresses."""
+        """The metrics name no users, datasets or addresses."""
         return exposition(self._cells) + exposition([self._own])
 
     def _is_healthy(self) -> bool:
@@ -273,8 +267,7 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
-    """Send a worker its config, and return its report: empty if the worker ended without one.
-    Raises DeadlineError."""
+    """Returns the worker's report, empty if it ended without one. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
@@ -299,7 +292,7 @@ def _no_process(error: OSError) -> DieselError:
 
 
 def _start_error(report: bytes, code: int) -> DieselError:
-    """The error of a worker that could not start: that in its report, or one with its exit code."""
+    """Takes the error from the report, if it has one."""
     try:
         fields = json.loads(report)
         return error_by_class_name(

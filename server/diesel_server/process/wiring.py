@@ -44,14 +44,12 @@ _STORE = "the server's store"
 _ACCOUNTS_S = 3.0  # for an answer of the accounts' store
 
 MEMORY_TIER_BYTES = 256 << 20
-"""Size of the cache in memory if there is no cache folder: room for dozens of chunks that are read
-again and again."""
+"""Without a cache folder, memory has room for dozens of chunks that are read again and again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The parts of a worker. The functions `background` run as tasks beside the connections;
-    `close` closes all parts."""
+    """`background` has functions that run as tasks beside the connections."""
 
     context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -59,12 +57,12 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""A function as `wire_up`; tests pass others. Blocks. Raises DieselError."""
+"""Tests pass others than `wire_up`. Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """Open the stores and make the parts. Blocks. If the metadata store cannot be reached, raises
-    the reason at the server's start; a worker that is started later serves without it."""
+    """Blocks. Without a metadata store, raises the reason at the server's start; a worker that is
+    started later serves without it."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -112,8 +110,7 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """The texts that clients must not see (`ConnectionContext.redactions`), for a repository and a
-    cache folder."""
+    """The texts that clients must not see (`ConnectionContext.redactions`)."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -135,7 +132,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """The folder for compressed snapshots; None if there is none."""
+    """Returns None if compressed snapshots cannot be kept."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -1,11 +1,11 @@
 """A worker: one of the processes of a server that serve clients.
 
 It is a program of its own and not a fork, since libraries of object stores hang in forked
-processes. The supervisor starts it and sends it a config.
+processes.
 
 At SIGTERM, or when the supervisor ends, a worker finishes the requests under way, for at most
-`DRAIN_S`, and ends. SIGHUP makes it load its certificate again. It ignores the other signals of a
-terminal, which the supervisor handles.
+`DRAIN_S`, and ends. SIGHUP makes it load its certificate again. It ignores a terminal's other
+signals, which the supervisor handles.
 """
 
 import gc
@@ -36,12 +36,11 @@ from .worker_config import WorkerConfig, read_config
 log = logging.getLogger("diesel.server")
 
 _LAST_S = 5.0
-"""Time after `DRAIN_S` for threads, which cannot be cancelled; then the process ends."""
+"""Threads, which cannot be cancelled, have this time after `DRAIN_S`; then the process ends."""
 
 
 def run_worker(make: WireUp) -> NoReturn:
-    """The program of a worker: read the config, serve, and exit. `make` is `wire_up`, except in
-    tests."""
+    """`make` is `wire_up`, except in tests."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -95,7 +94,6 @@ async def _serve(config: WorkerConfig, make: WireUp) -> None:
 
 
 async def _beat(cells: MetricCells) -> None:
-    """Show the supervisor that the event loop runs."""
     while True:
         cells.add("diesel_worker_beats_total")
         await trio.sleep(limits.HEARTBEAT_S)
@@ -128,7 +126,7 @@ def _exit_after_drain() -> None:
 
 
 def _watch_parent(stopped: trio.Event) -> None:
-    """Set `stopped` when the supervisor ends, which closes this process's standard input."""
+    """Sets `stopped` when the supervisor ends, which closes this process's standard input."""
     token = trio.lowlevel.current_trio_token()
 
     def watch() -> None:
@@ -149,7 +147,6 @@ def _certificate(config: WorkerConfig) -> Certificate | None:
 
 
 def _shared(config: WorkerConfig) -> memoryview:
-    """This worker's part of the shared memory of the metrics."""
     size = cells_bytes()
     whole = mmap.mmap(config.cells, size * config.workers)
     os.close(config.cells)
@@ -157,7 +154,7 @@ def _shared(config: WorkerConfig) -> memoryview:
 
 
 def _report(config: WorkerConfig, line: str) -> None:
-    """Send the supervisor the report of the start (`worker_config.py`), once."""
+    """Sends the report of the start (`worker_config.py`), once."""
     try:
         os.write(config.status, line.encode() + b"\n")
         os.close(config.status)

@@ -5,9 +5,8 @@
     worker to supervisor, on a file descriptor      one line of JSON: {} (it accepts connections),
                                                     or an error
 
-URLs and some variables of the environment hold passwords. They are sent over the pipe because every
-user of the machine can read a command line, and because processes that a worker starts inherit its
-environment.
+URLs and some environment variables hold passwords. They go over the pipe because every user of the
+machine can read a command line, and because a worker's child processes inherit its environment.
 """
 
 import json
@@ -22,7 +21,7 @@ _SECRET_PREFIXES = ("DIESEL_", "AWS_", "AZURE_", "GOOGLE_", "REDIS")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """A worker's config. `certificate`, `key` and `cache` are paths; an empty one means none."""
+    """`certificate`, `key` and `cache` are paths; "" means none."""
 
     url: str = field(repr=False)
     slot: int  # the worker's number, from 0
@@ -39,8 +38,7 @@ class WorkerConfig:
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables that a worker inherits, and those that it gets in its config, since they may
-    be secret."""
+    """Returns the variables that a worker inherits, and the possibly secret ones for its config."""
     secret = {
         name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)
     }
@@ -52,7 +50,7 @@ def config_line(config: WorkerConfig) -> bytes:
 
 
 def read_config(pipe: BinaryIO) -> WorkerConfig:
-    """Read a worker's config. Raises EOFError if the supervisor has ended."""
+    """Raises EOFError if the supervisor has ended."""
     line = pipe.readline(CONFIG_BYTES_MAX)
     if not line.endswith(b"\n"):
         raise EOFError

@@ -1,12 +1,11 @@
 """Finds the dataset that a request means, and checks whether the user's role allows the request.
 
-For a dataset that a user may not read, the error is that for one that does not exist, so the user
-cannot find out which datasets there are.
+A dataset that a user may not read gives the error for one that does not exist, so the user cannot
+find out which datasets there are.
 
 `Directory` remembers the name behind each identity (the 16 bytes by which clients name datasets)
-for some seconds, then looks again, as the dataset may have been deleted. A deleted dataset with
-objects left is still found by its identity, for clients that read it, but not by its name.
-Thread-safe.
+for some seconds; then the dataset may have been deleted. A deleted dataset with objects left is
+still found by its identity, for clients that read it, but not by its name. Thread-safe.
 """
 
 import logging
@@ -28,8 +27,7 @@ from diesel_fs.storage.accounts.account import Account, Role
 log = logging.getLogger("diesel.server")
 
 REMEMBERED_S = 5.0
-"""How long a dataset that was found counts as existing. After another server has deleted it, it may
-be read here for this time."""
+"""If another server deletes a dataset, it may be read here for this time."""
 
 _REMEMBERED_MAX = 65_536
 
@@ -48,24 +46,21 @@ class DatasetRef:
 
 
 class Directory:
-    """The datasets of a repository, found by identity and remembered for REMEMBERED_S."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._known: dict[UUID, tuple[DatasetRef, float]] = {}
 
     def peek(self, identity: UUID) -> DatasetRef | None:
-        """A dataset that was found a moment ago; None: call `find`. Never blocks."""
+        """Returns a dataset that was found a moment ago; None: call `find`. Never blocks."""
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
     def has_known(self, identity: UUID) -> bool:
-        """Whether this dataset was found before, however long ago: then `find` is likely to
-        succeed."""
+        """If a dataset was ever found, `find` is likely to succeed."""
         return identity in self._known
 
     def find(self, identity: UUID) -> DatasetRef:
-        """The dataset of an identity; if the object store fails, as it was found before. May block.
+        """If the object store fails, this returns the dataset as it was found before. May block.
         Raises NoSuchDataset, and ObjectStoreError for a dataset that was never found."""
         found = self.peek(identity)
         if found is not None:
@@ -96,7 +91,7 @@ class Directory:
             raise
 
     def named(self, name: str) -> DatasetRef | None:
-        """The dataset of this name, if it was found a moment ago. None proves nothing."""
+        """Returns the dataset if it was found a moment ago. None proves nothing."""
         for known, _ in list(self._known.values()):
             if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
@@ -110,15 +105,15 @@ class Directory:
         return known
 
     def forget(self, name: str) -> None:
-        """Forget the datasets of a name, which may have been deleted."""
+        """Forgets the datasets of a name, which may have been deleted."""
         for identity, (known, _) in list(self._known.items()):
             if known.name == name:
                 self._known.pop(identity, None)
 
 
 def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
-    """Raise NoSuchDataset if the user may not read the dataset, PermissionDenied if the user's role
-    is less than `wanted`. Errors name `shown`, the name or identity in the request."""
+    """Raises NoSuchDataset if the user may not read the dataset, PermissionDenied if the role is
+    less than `wanted`. Errors name `shown`, the name or identity in the request."""
     try:
         account.require(name, wanted)
     except NoSuchDataset:
@@ -127,8 +122,8 @@ def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
 
 @contextmanager
 def hide_store_address(name: str) -> Iterator[None]:
-    """A context in which NoSuchDataset names only the dataset: the repository's own error has the
-    address of the store, which clients must not see."""
+    """The repository's own NoSuchDataset has the address of the store, which clients must not
+    see."""
     try:
         yield
     except NoSuchDataset:
@@ -136,5 +131,5 @@ def hide_store_address(name: str) -> Iterator[None]:
 
 
 def no_such_dataset(shown: str) -> NoSuchDataset:
-    """The error for a dataset that does not exist, or that the user may not read."""
+    """The same error for a dataset that does not exist, and for one that the user may not read."""
     return NoSuchDataset(f"no dataset {shown!r}")

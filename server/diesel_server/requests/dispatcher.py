@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as its handler gets it; `account` is the user's."""
-
     message: Message
     payload: memoryview
     account: Account
@@ -38,8 +36,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, to which the connection adds the request's `id`. The parts of the payload are sent
-    in turn without being joined."""
+    """The connection adds the request's `id`. The parts of the payload are sent without being
+    joined."""
 
     message: Message = field(default_factory=dict)
     payload: Sequence[Bytes] = ()
@@ -60,8 +58,8 @@ class HandlerThreads:
         self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread. Raises as `work` does; ThreadsBusy if no thread is free within
-        `THREAD_WAIT_S`. If the client goes away, the work is not stopped."""
+        """The work goes on if the client goes away. Raises as `work` does; ThreadsBusy if no thread
+        is free within `THREAD_WAIT_S`."""
         token = object()
         with trio.move_on_after(THREAD_WAIT_S) as scope:
             await self._limiter.acquire_on_behalf_of(token)
@@ -74,16 +72,14 @@ class HandlerThreads:
 
 
 class Dispatcher:
-    """Runs the handler of each request, by its name (`do`)."""
-
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
     async def run(
         self, do: str, request: Request, send: Callable[[Reply], Awaitable[None]]
     ) -> None:
-        """Run the handler, and `send` each reply as soon as it is there. Raises UsageError for an
-        unknown request, and the errors of the handler and of `send`; then a generator is closed."""
+        """Sends each reply as soon as it is there. Raises UsageError for an unknown request, and
+        the errors of the handler and of `send`; then a generator is closed."""
         handler = self._handlers.get(do)
         if handler is None:
             raise UsageError(

@@ -2,8 +2,8 @@
 
 A *head* is a dataset's current version with its counts (`DatasetHead`). Most requests about entries
 need a head that was read after they came. `HeadCache` reads it once for all requests that wait
-(singleflight): over connections of the event loop (`pipelined_heads.py`) if the replies prove the
-head, otherwise in a thread.
+(singleflight): in the event loop (`pipelined_heads.py`) if the replies prove the head, otherwise in
+a thread.
 
 While the metadata store is away, a circuit breaker lets one request a second try to reach it, and
 others fail at once. Methods run in the event loop of one worker, unless they name threads.
@@ -33,15 +33,12 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from .pipelined_heads import PipelinedHeadReads
 
 ANSWER_S = 8.0
-"""Time for an answer of the metadata store: a few round trips of a second each, as with a slow
-Redis."""
+"""A slow Redis needs a few round trips of a second each."""
 
 OPEN_S = 1.0
-"""How long the circuit breaker stays open."""
 
 _LISTED_S = 0.5
-"""How long a listing of a dataset's snapshots counts: it takes a bucket some 10 ms. A snapshot that
-is newer than the head shows that the metadata store has lost commits."""
+"""A listing of a dataset's snapshots counts for this time: it takes a bucket some 10 ms."""
 
 _LISTED_MAX = 65_536
 _THREADS = 8
@@ -51,15 +48,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """A head, and whether it is `behind`: the object store has a snapshot of a newer version, so
-    the metadata store has lost commits."""
+    """`behind` means that the object store has a snapshot of a newer version, so the metadata store
+    has lost commits."""
 
     head: DatasetHead
     behind: bool
 
 
 class HeadCache:
-    """Reads heads, and guards all work with the metadata store by the circuit breaker."""
+    """Guards all work with the metadata store by the circuit breaker."""
 
     def __init__(
         self,
@@ -79,13 +76,13 @@ class HeadCache:
         self._failure: DieselError | None = None
 
     async def now(self, name: str) -> HeadState:
-        """The head of a dataset, read after the call began. Raises NoSuchDataset if the metadata
-        store does not know the dataset, which does not prove that there is none; MetadataError if
-        the metadata store is away."""
+        """Reads the head after the call began. Raises NoSuchDataset if the metadata store does not
+        know the dataset, which does not prove that there is none; MetadataError if the metadata
+        store is away."""
         return await self._guarded(lambda: self._reads.run(name))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do other work with the metadata store, in a thread. Raises as `now`, and as `work`."""
+        """Does other work with the metadata store, in a thread. Raises as `now` and `work` do."""
 
         async def in_thread() -> T:
             return await trio.to_thread.run_sync(
@@ -137,8 +134,7 @@ class HeadCache:
         return self._compare(self._repository.meta.head(name))
 
     def _compare(self, head: DatasetHead) -> HeadState:
-        """The state for a head, after a comparison with the newest snapshot in the object store.
-        May block; runs in a thread."""
+        """Compares a head with the newest snapshot in the object store. Runs in a thread."""
         newest, listed_s = self._listed.get(head.identity, (0, 0.0))
         now_s = self._clock()
         if newest > head.version or now_s >= listed_s + _LISTED_S:
@@ -154,8 +150,8 @@ class HeadCache:
             self._pipelined.close()
 
     def reopen(self) -> None:
-        """Open the metadata store if it could not be reached at the server's start. May block; any
-        thread may call."""
+        """Opens the metadata store if it was away at the server's start. May block; any thread may
+        call this."""
         problem = self._repository.meta_problem
         if problem is None:
             return
@@ -165,5 +161,5 @@ class HeadCache:
 
 
 def _copy(error: DieselError) -> DieselError:
-    """An equal error, since each raised error needs a traceback of its own."""
+    """Each raised error needs a traceback of its own."""
     return error_by_class_name(type(error).__name__, error.message, error.advice)

@@ -1,8 +1,7 @@
 """Jobs: long work on a dataset (verify, recover, purge) that goes on when its client has gone.
 
-A worker has at most one job of a kind for a dataset at a time; a second request for it waits for
-the same job. Each job has a thread of its own; waiting requests poll its progress in the event
-loop.
+A worker has at most one job of a kind for a dataset; a second request joins it. Each job has a
+thread of its own, whose progress waiting requests poll.
 """
 
 import logging
@@ -21,23 +20,22 @@ from .dispatcher import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""The most jobs in a worker: each reads as fast as the store delivers."""
+"""Each job reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
-"""The most jobs of the kind `verify`, which any reader may start: the rest of JOBS_MAX is left to
-administrators."""
+"""Any reader may start a job of the kind `verify`; the others are left to administrators."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
-"""A client gets a reply at least this often, even if the job makes no progress."""
+"""A client gets a reply at least this often, even without progress."""
 
 Work = Callable[[ReportProgress], Message]
-"""A job's work, in its thread. Returns the result."""
+"""Runs in the job's thread, and returns the result."""
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """A job and its progress. The unit of `done` and `total` depends on the kind of job."""
+    """The unit of `done` and `total` depends on the kind of job."""
 
     fields: Message  # of the request that started it
     done: int = 0
@@ -48,15 +46,13 @@ class _RunningJob:
 
 
 class JobTable:
-    """The jobs of a worker that are under way."""
-
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _RunningJob] = {}
 
     async def run(
         self, kind: str, name: str, fields: Message, work: Work
     ) -> AsyncGenerator[Reply, None]:
-        """Start a job or join the one under way. Yields progress, and at last the result.
+        """Yields progress, and at last the result.
 
         Raises the errors of the work; BusyError if a job of this kind with other `fields` is under
         way on the dataset, or if too many jobs are.

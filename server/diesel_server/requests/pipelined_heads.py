@@ -1,9 +1,8 @@
 """Reads the heads of datasets from a Redis in the event loop, which takes no thread.
 
-This is the fast way. It works only with a single Redis, without TLS, sentinels or cluster, over a
-few connections with short deadlines. If a read fails here, `HeadCache` reads again in a thread, by
-the client that handles all failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the
-commands and decides which head the replies prove.
+This fast way needs a single Redis, without TLS, sentinels or cluster. If a read fails here,
+`HeadCache` reads again in a thread, by the client that handles all failures of Redis.
+`storage/metadata/redis/pipelined_head.py` decides which head the replies prove.
 
 With 64 paths a request, `stat` through a server took 73,000 entries/s with this module and 48,000
 without; with 8,192 paths, 1.24 and 0.88 million (medians of 5, in turn, on a busy machine); with
@@ -30,10 +29,10 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import RepositoryUrl
 
 READ_S = 1.0
-"""Time for a read here; the read in a thread has more."""
+"""The read in a thread has more time."""
 
 OPEN_S = 1.0
-"""After a read that took too long or found no connection, no read is tried here for this time."""
+"""After a read that took too long or found no connection, none is tried here for this time."""
 
 _CONNECTIONS_MAX = 8
 _NAMES_MAX = 4096
@@ -41,8 +40,6 @@ _RECEIVE_BYTES = 64 << 10
 
 
 class PipelinedHeadReads:
-    """Reads heads over connections to one Redis."""
-
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
         self._reads: dict[str, PipelinedHeadRead] = {}
@@ -51,8 +48,8 @@ class PipelinedHeadReads:
         self._breaker = CircuitBreaker(1, OPEN_S)
 
     async def head(self, name: str) -> DatasetHead | None:
-        """The head of a dataset, read after the call began; None if it must be read in a thread.
-        Two calls for one name must not run at once."""
+        """Reads after the call began. Returns None if the head must be read in a thread. Two calls
+        for one name must not run at once."""
         if self._breaker.is_open(trio.current_time()):
             return None
         read = self._reads.get(name)
@@ -94,8 +91,7 @@ class PipelinedHeadReads:
                 connection.close()
 
     async def _connected(self) -> socket.socket:
-        """A new connection, logged in and with its database selected. Raises OSError,
-        MalformedReply."""
+        """Raises OSError, MalformedReply."""
         address = self._address
         if address.socket:
             stream = await trio.open_unix_socket(address.socket)
@@ -137,7 +133,7 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 
 async def _received(connection: socket.socket) -> bytes:
-    """The next bytes from Redis. Raises OSError, also if Redis has closed the connection."""
+    """Raises OSError, also if Redis has closed the connection."""
     await trio.lowlevel.wait_readable(connection)
     received = connection.recv(_RECEIVE_BYTES)
     if not received:
@@ -146,7 +142,7 @@ async def _received(connection: socket.socket) -> bytes:
 
 
 def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
-    """The reader for a repository's Redis; None if its heads must all be read in threads."""
+    """Returns None if all heads must be read in threads."""
     if not url.meta:
         return None
     address = parse_redis_url(url.meta)

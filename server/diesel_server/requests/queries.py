@@ -1,4 +1,4 @@
-"""The requests that change nothing: listing datasets, looking up entries, reading chunks, fetching
+"""The requests that change nothing: they list datasets, look up entries, read chunks and fetch
 snapshots.
 
 Two promises hold for every answer about entries. The answer is true at some moment after the
@@ -6,9 +6,8 @@ request came. And if the server cannot know the answer (the metadata store is aw
 commits), it is an error, never "no such file".
 
 The server keeps its newest snapshot of each dataset mapped. If it has the version of the dataset's
-*head* (the current version, `head_cache.py`), entries are looked up in it, in the event loop.
-Otherwise a new snapshot is made in the background, and the metadata store answers requests for few
-paths meanwhile.
+*head* (the current version, `head_cache.py`), entries are looked up in it. Otherwise a new snapshot
+is made in the background, and the metadata store answers requests for few paths meanwhile.
 """
 
 import logging
@@ -58,21 +57,20 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""A look-up of at most this number and size of paths runs in the event loop, and takes half a
-millisecond of it; others run in a thread."""
+"""A look-up of this number and size of paths takes the event loop half a millisecond; larger ones
+run in a thread."""
 
 FEW_PATHS = 32
 """Without a snapshot of the current version, requests with at most this number of paths go to the
-metadata store, which takes a few round trips for each. Others wait for a new snapshot."""
+metadata store, a few round trips for each. Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
-"""Limits for one answer to `list`."""
 
 _MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
-"""The pause between two snapshots of a dataset: at least a second, and four times as long as the
+"""Between two snapshots of a dataset is a pause of at least a second, and four times as long as the
 first took. So making them takes at most a fifth of a thread's time."""
 
 _READ_THREADS = 64
@@ -85,8 +83,7 @@ T = TypeVar("T")
 
 
 class QueryHandlers:
-    """The handlers of the reading requests. Those with an argument `name` or `known` are called
-    after the user's role was checked."""
+    """Methods with an argument `name` or `known` are called after the user's role was checked."""
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class QueryHandlers:
         self._heads = heads
         self._reads = reads
         self._compressed = compressed
-        # A *view* is a mapped snapshot: by the dataset's identity, the latest used last
+        # Mapped snapshots by the dataset's identity, the latest used last
         self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
         self._made_s: dict[UUID, tuple[float, float]] = {}  # when each was made; how long that took
         self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
@@ -139,8 +136,7 @@ class QueryHandlers:
         return found
 
     async def dataset(self, request: Request, name: str) -> Reply:
-        """One dataset. While the metadata store is away, the reply has no head, and `away` has the
-        reason."""
+        """While the metadata store is away, the reply has no head, and `away` has the reason."""
         try:
             info, away = await self.info(name), ""
         except MetadataError as error:
@@ -148,8 +144,7 @@ class QueryHandlers:
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
-        """The dataset with its current head. Raises NoSuchDataset; MetadataError if the head cannot
-        be known."""
+        """Raises NoSuchDataset; MetadataError if the head cannot be known."""
         with hide_store_address(name):
             try:
                 state = await self._heads.now(name)
@@ -173,8 +168,8 @@ class QueryHandlers:
         return known.info()
 
     async def find_dataset(self, identity: UUID, *, include_deleted: bool = False) -> DatasetRef:
-        """The dataset of an identity; with `include_deleted` also a deleted one that has objects
-        left. Raises NoSuchDataset."""
+        """`include_deleted` finds a deleted dataset that has objects left, too. Raises
+        NoSuchDataset."""
         found = self._directory.peek(identity)
         if found is None:
             has_known = self._directory.has_known(identity)
@@ -185,9 +180,8 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """The dataset's archives. A put copies the entries of an archive only if `is_alone` is set,
-        so that is taken away from records of other users, which may be forged; administrators are
-        trusted."""
+        """A put copies the entries of an archive only if `is_alone` is set. So that is removed from
+        records of other users, which may be forged; administrators are trusted."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
@@ -225,7 +219,7 @@ class QueryHandlers:
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
-        """The stats of paths, from the metadata store. Blocks."""
+        """Asks the metadata store. Blocks."""
         meta = self._repository.meta
         for path in paths:
             check_path(path)
@@ -274,8 +268,7 @@ class QueryHandlers:
         )
 
     async def _head_of(self, known: DatasetRef) -> HeadState:
-        """The current head of a dataset. Raises MetadataBehind if the metadata store has lost
-        commits."""
+        """Raises MetadataBehind if the metadata store has lost commits."""
         try:
             state = await self._heads.now(known.name)
         except NoSuchDataset:
@@ -290,7 +283,7 @@ class QueryHandlers:
     # Snapshots
 
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """The mapped snapshot of the head's version. None if there is none: then one is made in the
+        """Returns the mapped snapshot of the head's version. If there is none, one is made in the
         background, unless the last was made a moment ago."""
         view = self._views.get(known.identity)
         if view is not None and view.version == state.head.version:
@@ -303,8 +296,8 @@ class QueryHandlers:
         return None
 
     async def _newer(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """Make a new snapshot, or wait for the one that is being made. None if it is older than the
-        head."""
+        """Makes a new snapshot, or waits for the one that is being made. Returns None if it is
+        older than the head."""
         view = await self._making.run(known)
         return view if view.version >= state.head.version else None
 
@@ -323,7 +316,7 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """The snapshot of a version in compressed pieces; none if the client has it already."""
+        """Yields compressed pieces; none if the client has the version already."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._snapshot_of(known, version)
@@ -341,7 +334,7 @@ class QueryHandlers:
         yield Reply({"version": view.version, "total": total})
 
     async def _snapshot_of(self, known: DatasetRef, version: int) -> Snapshot:
-        """The snapshot of a version; 0: of the current one."""
+        """Version 0 is the current one."""
         repository, threads = self._repository, self._snapshot_threads
         if version:
             return await trio.to_thread.run_sync(
@@ -366,15 +359,14 @@ class QueryHandlers:
         return Reply({"kept": [[*each] for each in found]})
 
     async def reclaimable(self, request: Request, name: str) -> Reply:
-        """Count reclaimable bytes. Requests that come during a count share the next count."""
+        """Requests that come during a count share the next count."""
         with hide_store_address(name):
             return Reply({"result": {"bytes": await self._counting.run(name)}})
 
     # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
-        """The bytes of parts of chunks. With `fresh`, they are read from the object store, not from
-        a cache."""
+        """With `fresh`, reads from the object store, not from a cache."""
         fields = Fields(request.message, "read")
         parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
@@ -388,7 +380,6 @@ _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
-    """The answer to `list`, from a snapshot: the names behind `after`."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)
@@ -409,7 +400,7 @@ def _page(
     names_of: Callable[[Span], Sequence[bytes]],
     stats_of: Callable[[Span], Stats],
 ) -> Reply:
-    """A folder's entries from `start` on, as many as fit one answer; the folder has `count`."""
+    """Takes as many of a folder's `count` entries, from `start` on, as fit one answer."""
     some = slice(start, min(start + NAMES_PER_ANSWER, count))
     names = names_of(some) if some.start < some.stop else []
     fit = bisect_right(list(accumulate(map(len, names))), NAMES_BYTES_PER_ANSWER)

@@ -1,8 +1,7 @@
 """The table of the requests about datasets, with the role that a user needs for each (`WIRE.md`,
 section 5).
 
-The role is checked before the fields of a request are read. `accounts/handlers.py` has the requests
-about accounts. For one event loop.
+The role is checked before the fields of a request are read. For one event loop.
 """
 
 import dataclasses
@@ -27,23 +26,18 @@ from .tasks import TaskHandlers
 from .updates import UpdateHandlers
 
 NamedWork = Callable[[Request, str], Awaitable[Reply]]
-"""Handles a request that gives a dataset's name."""
 
 IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
-"""Handles a request that gives a dataset's identity."""
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
-    """Whether a user may send a payload of `size` bytes with a request. Called before memory is
-    taken for the payload."""
+    """Called before memory is taken for the payload."""
     if do == "import_users":
         return account.admin and size <= TEXT_BYTES_MAX
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
 class RequestTable:
-    """The handlers of all requests about datasets."""
-
     def __init__(
         self,
         repository: LocalRepository,
@@ -62,7 +56,6 @@ class RequestTable:
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
-        """The handlers by the requests' names, each with its check of the role."""
         queries, updates, tasks = self._queries, self._updates, self._tasks
         return {
             "datasets": queries.datasets,
@@ -98,8 +91,7 @@ class RequestTable:
     def _by_identity(
         self, role: Role, work: IdentifiedWork, *, include_deleted: bool = False
     ) -> Handler:
-        """A handler that checks the role for the dataset of the request's identity. With
-        `include_deleted` it also serves a deleted dataset that clients still read."""
+        """`include_deleted` serves a deleted dataset that clients still read, too."""
 
         async def handle(request: Request) -> Reply:
             known = await self._identified(request, role, include_deleted=include_deleted)
@@ -108,8 +100,7 @@ class RequestTable:
         return handle
 
     def _named(self, request: Request, role: Role) -> str:
-        """The name of the request's dataset, after the check of the role. Raises NoSuchDataset,
-        PermissionDenied."""
+        """Checks the role. Raises NoSuchDataset, PermissionDenied."""
         name = Fields(request.message, "a request").text("dataset")
         check_dataset_name(name)
         check_role(request.account, name, role, name)
@@ -118,8 +109,7 @@ class RequestTable:
     async def _identified(
         self, request: Request, role: Role, *, include_deleted: bool = False
     ) -> DatasetRef:
-        """The dataset of the request's identity, after the check of the role. Raises NoSuchDataset,
-        PermissionDenied."""
+        """Checks the role. Raises NoSuchDataset, PermissionDenied."""
         identity = parse_identity(Fields(request.message, "a request"))
         known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))

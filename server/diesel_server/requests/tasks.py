@@ -2,8 +2,7 @@
 
 The *master* of each node of a task registers here and gets the list of the others (`WIRE.md`,
 section 5; `diesel_fs/peers`). The metadata store's Redis keeps the registrations. A task belongs to
-one user, and its secret is sent over TLS or on loopback only. The work runs in threads; one of
-these at a time opens the store of registrations.
+one user, and its secret is sent over TLS or on loopback only. The work runs in threads.
 """
 
 import threading
@@ -37,8 +36,6 @@ masters may send requests, and each would wait."""
 
 
 class TaskHandlers:
-    """The handlers of `join` and `leave`. Their threads share one store of registrations."""
-
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._threads = trio.CapacityLimiter(_THREADS)
@@ -88,8 +85,8 @@ class TaskHandlers:
             raise
 
     def _registrations(self) -> MemberStore:
-        """The store of registrations, opened at the first use. Raises MetadataError, at once while
-        the breaker is open."""
+        """Opens the store at its first use. Raises MetadataError, at once while the breaker is
+        open."""
         self._check_breaker()
         if self._opened is None:
             with self._opening:

@@ -4,9 +4,8 @@ A put is answered after the chunk was checked, is durable in the object store, a
 the metadata store. Nothing is stored that could not be committed (`repository/validation.py`).
 Chunks of one dataset that arrive together are committed together (group commit).
 
-A put may be repeated: if the store has the chunk with the same bytes, it is committed again, which
-changes nothing. So a client without an answer sends the chunk again, to another server if there is
-one.
+A put may be repeated: a chunk that the store has with the same bytes is committed again, which
+changes nothing. So a client without an answer sends the chunk again, perhaps to another server.
 """
 
 import dataclasses
@@ -74,8 +73,8 @@ LEASES_MAX = 4096
 """Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
-"""For a check, files up to this size are decompressed in several threads at once, larger ones one
-at a time: the connections' budget of memory counts only compressed bytes."""
+"""For a check, larger files are decompressed one at a time: the connections' budget of memory
+counts only compressed bytes."""
 
 _STORE_THREADS = 16
 _COMMIT_THREADS = 8
@@ -84,7 +83,7 @@ _ID_BYTES = 16
 
 
 class UpdateHandlers:
-    """The handlers of the changing requests, called after the user's role was checked."""
+    """Methods are called after the user's role was checked."""
 
     def __init__(
         self,
@@ -112,8 +111,7 @@ class UpdateHandlers:
     # Datasets
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
-        """Begin a writer's work. A missing dataset is created if the request asks for that and the
-        user may do it."""
+        """Creates a missing dataset if the request asks for that and the user may do it."""
         create = Fields(request.message, "begin").flag("create", default=False)
         try:
             await self._beginning.run((name, create and may_create))
@@ -135,7 +133,7 @@ class UpdateHandlers:
 
     def _begin(self, wanted: tuple[str, bool]) -> None:
         name, create = wanted
-        self._heads.reopen()  # the metadata store may not have been reachable at the server's start
+        self._heads.reopen()  # the metadata store may have been away at the server's start
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
@@ -168,8 +166,8 @@ class UpdateHandlers:
         return Reply({"version": version})
 
     def _store(self, identity: UUID, payload: memoryview) -> tuple[ChunkHeader, ValidatedChunk]:
-        """Check a chunk and store it. Raises FormatError; ObjectExists if another chunk has its ID,
-        or if it is too old."""
+        """Raises FormatError; ObjectExists if another chunk has this ID, or if the chunk is too
+        old."""
         header = _check_chunk(self._repository, identity, payload)
         chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
@@ -183,7 +181,7 @@ class UpdateHandlers:
     def _discard_uncommitted(
         self, known: DatasetRef, header: ChunkHeader, payload: memoryview
     ) -> None:
-        """Delete a stored chunk that could not be committed. It stays if only the metadata store
+        """Deletes a stored chunk that could not be committed. It stays if only the metadata store
         has lost the dataset: a recovery will commit it. Always raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
@@ -207,8 +205,8 @@ class UpdateHandlers:
         return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """End a writer's work: commit those of its chunks again that the metadata store has lost,
-        and publish the snapshot of the version."""
+        """Commits those of a writer's chunks again that the metadata store has lost, and publishes
+        the snapshot of the version."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:
@@ -228,7 +226,7 @@ class UpdateHandlers:
             raise _dataset_lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
-        """Keep a version for a reading client, for the requested seconds (0: no longer)."""
+        """Keeps a version for a reading client, for the requested seconds (0: no longer)."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
         if not _TOKEN.fullmatch(token):  # another name could overwrite leases of others
@@ -250,8 +248,7 @@ class UpdateHandlers:
         return Reply()
 
     def _count_lease(self, user: str, identity: UUID, token: str, seconds: int) -> None:
-        """Count a user's leases on a dataset. Raises BusyError for more than LEASES_MAX: each lease
-        is an object in the store."""
+        """Raises BusyError for more than LEASES_MAX: each lease is an object in the store."""
         leases, now_s = self._leases.get((user, identity), {}), time.monotonic()
         if len(leases) >= LEASES_MAX and token not in leases:
             leases = {each: until_s for each, until_s in leases.items() if until_s > now_s}
@@ -273,7 +270,7 @@ class UpdateHandlers:
 
 
 def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> ChunkHeader:
-    """Check every byte. Raises FormatError; ObjectExists if the client must send the chunk again
+    """Checks every byte. Raises FormatError; ObjectExists if the client must send the chunk again
     under another ID."""
     preamble = parse_preamble(payload, identity=identity, object_bytes=len(payload))
     start = preamble.body_start
@@ -310,6 +307,5 @@ def _dataset_lost(name: str) -> MetadataBehind:
 
 
 def _may_be_one_chunk(error: Exception) -> bool:
-    """Whether one chunk of a group may be the cause of an error: then the others are committed
-    without it."""
+    """Whether one chunk of a group may be the cause: then the others are committed without it."""
     return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)
