@@ -147,17 +147,15 @@ class PeerBreaker(CircuitBreaker):
             return BreakerState.QUARANTINED
         return super().state(now_s)
 
-    def admit(self, now_s: float) -> int:
-        return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
-
     def record_damage(self, now_s: float) -> bool:
-        """Note a part with a wrong checksum. Returns whether this starts a quarantine."""
+        """Note a part with a wrong checksum. Returns whether this starts a quarantine: the breaker
+        opens for longer, so answers that were under way do not close it."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
             return False
         self._damaged = 0
         self._quarantined_until_s = now_s + QUARANTINE_S
-        self.is_clean = False
+        self._set_open_until(self._quarantined_until_s)
         return True
 
     def timeout_s(self, size: int) -> float:

@@ -90,6 +90,19 @@ def test_F5_three_damaged_parts_put_a_peer_in_quarantine_for_a_minute() -> None:
     assert not breaker.record_damage(100)
 
 
+def test_an_answer_that_was_under_way_does_not_end_a_quarantine() -> None:
+    breaker = PeerBreaker()
+    under_way = breaker.admit(5)
+    for _ in range(3):
+        breaker.record_damage(5)
+    breaker.record_success(under_way)
+    assert not breaker.is_clean, "callers ask `admit`"
+    assert breaker.is_open(6)
+    assert breaker.admit(6) == 0
+    assert breaker.record_success(breaker.admit(5 + QUARANTINE_S))
+    assert breaker.is_clean
+
+
 def test_the_timeout_follows_the_95th_percentile_within_bounds() -> None:
     breaker = PeerBreaker()
     assert breaker.timeout_s(0) == TIMEOUT_MAX_S
