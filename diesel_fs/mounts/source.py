@@ -55,8 +55,8 @@ log = logging.getLogger("diesel.mount")
 
 SERVER_DIVISOR = 8
 SERVER_BYTES_MAX = 256 << 20
-"""In a mount that pushes, the server gets an eighth of the memory for chunks, but no more than
-this: it reads only files that have not been pushed."""
+"""The server gets an eighth of the memory for chunks, but no more than this: it reads only files
+that have not been pushed."""
 
 LOGS_DIVISOR = 8
 STAGED_BYTES_MIN, SEGMENT_BYTES_MIN = 1 << 20, 4 << 20

@@ -8,7 +8,7 @@ The way depends on the mount:
   `--cache-dir`): all files are announced, and the plan's reader reports positions half of the
   memory behind the pushes. So every chunk passes through that cache. A cache on a disk keeps only
   as much as it can write in time, so the pass is repeated as long as the cache gains chunks.
-- The mount pushes nothing (the pyfuse3 session): the files are read.
+- The mount pushes nothing, since its prefetch worker has ended: the files are read.
 
 Files are loaded in the order of their chunks, so that each chunk is fetched once. One thread calls;
 reading has threads of its own.

@@ -18,10 +18,6 @@ from ..names import shown
 from .computed import ComputedOrder
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
-TAIL_FILES = 64
-"""The number of last files that a `ListText` names. A mount takes a reader that opens them to be at
-the end of the list."""
-
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
 _NEWLINE, _NUL = ord("\n"), 0
@@ -68,14 +64,6 @@ class ListName:
 _KEYS = ("seed", "epoch", "group", "rank", "world")
 
 
-@dataclass(frozen=True, slots=True)
-class ListText:
-    """The bytes of a list, and its last files as entries of the snapshot."""
-
-    content: npt.NDArray[np.uint8]
-    tail: Sequence[int]
-
-
 class PathLists:
     """Makes the lists of one snapshot. With millions of files every method takes long, so call it
     in a worker thread."""
@@ -91,14 +79,13 @@ class PathLists:
         files = name.order(self._snapshot)
         return self._list_bytes(files)
 
-    def text(self, name: ListName, *, nul: bool) -> ListText:
-        """The paths, each ended by a newline or NUL. Raises UsageError for a path with a newline in
-        a list of lines."""
+    def text(self, name: ListName, *, nul: bool) -> npt.NDArray[np.uint8]:
+        """The bytes of the paths, each ended by a newline or NUL. Raises UsageError for a path with
+        a newline in a list of lines."""
         files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)
-        content = join_paths(self._snapshot, files, _NUL if nul else _NEWLINE)
-        return ListText(content, files[-TAIL_FILES:].tolist())
+        return join_paths(self._snapshot, files, _NUL if nul else _NEWLINE)
 
     @cached_property
     def _total(self) -> int:

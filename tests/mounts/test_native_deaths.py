@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from diesel_fs.errors import DeadlineError, DieselError
 from diesel_fs.mounts import launcher, mount, stats, umount
+from diesel_fs.mounts.daemon.server import BEAT_S
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoints import mountpoint
 from diesel_fs.mounts.mountpoints.mountpoint import is_alive, mounted_at
@@ -157,6 +159,30 @@ def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_a_mount_whose_supervisor_was_killed_stays_there_and_answers_with_errors(
+    source: Path, tmp_path: Path
+) -> None:
+    """Also if a heartbeat of the server comes before the signal of its supervisor's death: readers
+    must not find the empty folder below the mount. Four mounts, since chance decides which is
+    first."""
+    places = [tmp_path / f"mount{number}" for number in range(4)]
+    found = []
+    for at in places:
+        mount(request_for(source, at, "native"), program=PROGRAM)
+        found.append(Processes.of(at))
+    for each in found:
+        os.kill(each.server, signal.SIGSTOP)
+    time.sleep(BEAT_S)
+    for each in found:
+        os.kill(each.supervisor, signal.SIGKILL)
+        os.kill(each.server, signal.SIGCONT)
+    for at, each in zip(places, found, strict=True):
+        each.wait_for_their_end()
+        assert mounted_at(str(at)) is not None
+        assert not is_alive(str(at))
+        umount(at)
+
+
 def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
     """If some are killed the others go on, and each is unmounted alone."""
     places = [tmp_path / f"mount{number}" for number in range(10)]

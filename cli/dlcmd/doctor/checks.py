@@ -110,7 +110,7 @@ def session_finding(session: str, notes: Sequence[str], seconds: float) -> Findi
     found = f"a mount works, with the session {session}{why}"
     figures: dict[str, Figure] = {"session": session, "seconds": round(seconds, 2)}
     if session == "pyfuse3":
-        cure = "use Linux 5.4 or later: this session loads nothing before it is read"
+        cure = "use Linux 5.4 or later: here each file costs two requests more"
         return Finding("session", "warning", found, cure, figures)
     return Finding("session", "ok", found, figures=figures)
 

@@ -43,8 +43,7 @@ from ..show.progress import is_bar_shown, shown_progress
 NUMBER_MAX = 2**63 - 1
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
-"""After `LOADING_UNANSWERED_MAX` queries without an answer, no more are made: the pyfuse3 session
-never answers."""
+"""After `LOADING_UNANSWERED_MAX` queries without an answer, no more are made."""
 
 
 _ID = re.compile("[0-9]{1,10}")
@@ -113,8 +112,9 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     session=FieldOption(
         "How the kernel gets at the dataset. `native` (root only): the whole tree is in the"
         " kernel, which asks this program for contents alone. `kernel`: it asks for names, too."
-        " Both load contents into the kernel's page cache before they are read; `pyfuse3`, for"
-        " kernels that are too old for these, does not. `auto` takes the best that works here.",
+        " `pyfuse3`, for kernels that are too old for these: opening and closing a file cost a"
+        " request, too. All load contents into the kernel's page cache before they are read."
+        " `auto` takes the best that works here.",
         type=click.Choice(["auto", "native", "kernel", "pyfuse3"]), shows_default=True,
     ),
     memory_bytes=FieldOption(

@@ -52,7 +52,6 @@ from ..statistics.reader_groups import ReaderProcesses
 from ..statistics.waits import Waits
 from ..tree.dot_diesel import HiddenFile
 from ..tree.vfs import MountHooks
-from ..versions.following import FollowingVfs
 from ..versions.leases import VersionLeases
 from ..versions.watcher import VersionWatcher
 from .ending import ORPHANED_SIGNAL, UNMOUNT_SIGNAL, MountEnd
@@ -284,7 +283,6 @@ class _Server:
             session.worker.detach()
         else:
             self._link.close()
-        session.set_open_callback(self._on_open)
 
     def _start_worker(self, session: Session) -> bool:
         """Returns False if descriptors could not be had: then nothing is pushed."""
@@ -321,7 +319,9 @@ class _Server:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            with suppress(BlockingIOError):
+            # BrokenPipeError: the supervisor was killed, and `ORPHANED_SIGNAL` comes. An error here
+            # would unmount, and readers would find an empty folder instead of errors
+            with suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._supervisor_pipe, b"\n")
             await trio.sleep(BEAT_S)
 
@@ -402,10 +402,6 @@ class _Server:
                 self._source.task_stats, abandon_on_cancel=True
             )
             await trio.sleep(TASK_STATS_S)
-
-    def _on_open(self, entry: int) -> None:
-        vfs = self._mount.vfs
-        self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
     # the control socket ---------------------------------------------------------------------------
 

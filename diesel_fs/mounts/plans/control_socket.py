@@ -236,14 +236,9 @@ class ControlSocket:
         """Answers only requests for statistics. Raises DieselError for all others."""
         if do == "stats":
             return {"stats": self._stats()}
-        if self.has_worker:
-            raise DieselError(
-                "the mount's prefetch worker has ended: nothing is pushed ahead any more",
-                advice="mount again",
-            )
-        raise UsageError(
-            "this mount pushes nothing ahead, so plans have no effect",
-            advice="mount by `dlcmd mount --session kernel`",
+        raise DieselError(
+            "the mount's prefetch worker does not run: nothing is pushed ahead",
+            advice="mount again",
         )
 
 

@@ -5,9 +5,7 @@ A mount offers lists of all files in shuffled orders (`mounts/tree/dot_diesel.py
 prefetch worker announces its order as a stream (`commands.py`).
 
 `.diesel/filelist` shows the next epoch once the files of the current one have been read to the end.
-The worker knows that, since it watches the opens of some files. Without a worker, the kernel's OPEN
-requests show it: the very last file of the list has been opened, and at least half of the list's
-last files (its *tail*).
+The worker knows that, since it watches the opens of some files. Once it has ended, the list stays.
 
 Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, at most for
 the deadlines below.
@@ -49,9 +47,6 @@ class ListPlans(ListObserver):
         self._name = ListName(seed, 0, group_size)  # of the epoch that `.diesel/filelist` shows
         self._version = version
         self._is_read = False  # the list of this epoch, by some program
-        self._tail: frozenset[int] = frozenset()  # the list's last files, by index
-        self._last = -1  # the very last file of the tail
-        self._opened: set[int] = set()  # files of the tail
 
     def stats(self) -> dict[str, object]:
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
@@ -63,8 +58,6 @@ class ListPlans(ListObserver):
         """The list keeps its epoch, and has the files of that version."""
         self._version = version
         self._is_read = False
-        self._tail = frozenset()
-        self._opened.clear()
 
     async def current_list(self) -> ListName:
         if self._is_read and self._link is not None:
@@ -91,28 +84,12 @@ class ListPlans(ListObserver):
         if self._link is not None:
             self._link.send(message)
 
-    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """From now on, opens of the list's last files count."""
-        is_current = ref.version == self._version and ref.name == self._name
-        if ref.by_filelist and is_current and not self._tail:
-            self._tail = frozenset(tail)
-            self._last = tail[-1] if tail else -1
-            self._opened.clear()
-
-    def on_open(self, entry: int) -> None:
-        """Only sessions that get OPEN requests call this."""
-        if entry in self._tail:
-            self._opened.add(entry)
-            if self._last in self._opened and 2 * len(self._opened) >= len(self._tail):
-                self._begin(self._name.epoch + 1)
-
     def _begin(self, epoch: int) -> None:
         """Shows the list of a later epoch."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)
             self._is_read = False
-            self._tail = frozenset()
 
     async def _request(self, message: Message, deadline_s: float) -> Message:
         if self._link is None:

@@ -200,9 +200,6 @@ class KernelSession:
     def clone(self) -> int:
         return syscalls.clone(self._device)
 
-    def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Does nothing: the kernel opens files without a request."""
-
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview) -> None:

@@ -98,7 +98,6 @@ class _Operations(pyfuse3.Operations):
         self._reads = itertools.count(1)
         self.worker = WorkerSide(vfs)
         self.started: Callable[[], object] = int
-        self.on_open: Callable[[int], object] = int
 
     def init(self) -> None:
         """pyfuse3 calls it during the kernel's first request."""
@@ -162,8 +161,6 @@ class _Operations(pyfuse3.Operations):
 
     @_answered("open")
     def open(self, node: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        if node < HIDDEN_ROOT:
-            self.on_open(node - 1)
         self._opened.fh = node
         return self._opened
 
@@ -433,9 +430,6 @@ class Pyfuse3Session:
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                     return syscalls.clone(int(name))
         raise OSError(errno.EBADF, "no descriptor of /dev/fuse is open")
-
-    def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        self._operations.on_open = opened
 
     def close(self) -> None:
         pyfuse3.close(unmount=False)

@@ -78,11 +78,6 @@ class Session(Protocol):
         kernel's first request. If cancelled, answers the requests that still wait with EIO."""
         ...
 
-    def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Calls `opened` with the index of each entry that is opened from now on. Never called if
-        the kernel opens files without a request."""
-        ...
-
     def clone(self) -> int:
         """Another descriptor of the connection, for notifications to the kernel. The caller closes
         it. Raises OSError."""

@@ -96,9 +96,6 @@ class ListObserver:
     def on_read(self, ref: ListRef) -> None:
         """Called when a program begins to read a list."""
 
-    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """Called when the content of a list has been made. `tail` has its last entries."""
-
     def stats(self) -> dict[str, object]:
         """The value of `lists` in `.diesel/stats`."""
         return {}
@@ -369,11 +366,10 @@ class HiddenFolder:
         except BaseException:
             self._contents_bytes -= found.size
             raise
-        content = self._contents[found.node] = text.content.data.cast("B")
+        content = self._contents[found.node] = text.data.cast("B")
         if len(content) != found.size:
             self._drop_content(found.node)
             raise AssertionError(f"a list of {len(content)} bytes instead of {found.size}")
-        self._observer.on_generated(found.ref, list(text.tail))
         return content
 
     def _reserve(self, found: _ListNode) -> None:

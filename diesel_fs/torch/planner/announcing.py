@@ -121,7 +121,7 @@ class Controls:
                 found.close()
                 raise UsageError(
                     f"the mount on {mount} takes no plans",
-                    advice="mount it by `dlcmd mount --session native` or `kernel`",
+                    advice="mount it again: its prefetch worker does not run",
                 )
             self._controls[shown] = found
         return found
