@@ -182,7 +182,7 @@ def umount(
     lazy, force = flag("lazy", lazy), flag("force", force)
     found = our_mount(local_path("directory", directory))
     daemon = daemon_of(found.device)
-    own = [] if daemon is None else [daemon, *descendants_of(daemon)]
+    own = _own_processes(daemon)
     if force:
         _force(found, daemon, own, patience)
         _remove_dead_sockets()
@@ -194,7 +194,7 @@ def umount(
     else:
         has_users = False
         _check_retired_trees(found, own)
-    _unmount(found, own, lazy)
+    _unmount(found, daemon, lazy)
     if daemon is None:
         _remove_dead_sockets()
     if daemon is None or has_users:
@@ -291,7 +291,11 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
     )
 
 
-def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
+def _own_processes(daemon: int | None) -> list[int]:
+    return [] if daemon is None else [daemon, *descendants_of(daemon)]
+
+
+def _unmount(found: DatasetMount, daemon: int | None, lazy: bool) -> None:
     """While only the mount's own processes keep it busy, waits for them, at most
     `OWN_PROCESSES_BUSY_S`. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
@@ -309,6 +313,7 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
                     return
                 found = now  # the tree below this one: the mount was switching to another tree
                 continue
+        own = _own_processes(daemon)  # the mount may have started one since the last look
         others = [pid for pid in pids if pid not in own]
         if others or not own or time.monotonic() > deadline_s:
             raise _busy(found.path, others)

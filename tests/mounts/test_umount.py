@@ -123,6 +123,28 @@ def test_a_mount_that_was_moved_is_unmounted_at_its_new_place(
             assert (second.at / "b").read_bytes() == b"beta"
 
 
+@needs_root
+@pytest.mark.only_session("native")
+def test_a_process_that_the_mount_starts_meanwhile_is_no_user_of_it(
+    source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is not there yet when `umount` begins, and has the mount open then."""
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        own = [*children_of(mounted.pid)]
+        found_first, opened = [False], [own, own]
+        known = launcher.descendants_of
+
+        def descendants_of(pid: int) -> list[int]:
+            before, found_first[0] = found_first[0], True
+            return known(pid) if before else []
+
+        monkeypatch.setattr(launcher, "descendants_of", descendants_of)
+        monkeypatch.setattr(launcher, "openers_of", lambda _: opened.pop() if opened else [])
+        umount(mounted.at)
+        assert not opened
+        assert mounted_at(str(mounted.at)) is None
+
+
 @contextmanager
 def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
     """A place from which mounts can be moved: a private mount, of tmpfs."""
