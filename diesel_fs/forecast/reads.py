@@ -132,7 +132,8 @@ class EpochReads:
         access = self.access[rows].astype(np.int64)
         if not len(rows):
             return np.zeros(count, np.int64), np.zeros(count, np.int64)
-        gaps = np.where(is_sparse(access, starts, ends), limits.sparse_gap_bytes, limits.gap_bytes)
+        sparse = is_sparse(access, starts, ends, limits.gap_bytes)
+        gaps = np.where(sparse, limits.sparse_gap_bytes, limits.gap_bytes)
         cuts = merge_spans(access, starts, ends, gap_bytes=gaps, span_bytes=limits.span_bytes)
         begin = np.array(cuts[:-1], np.int64)
         sizes = np.maximum.reduceat(ends, begin) - starts[begin]

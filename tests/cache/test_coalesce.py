@@ -114,16 +114,18 @@ def check_spans(rows: list[Row], cuts: list[int], gaps: list[int], span: int) ->
         assert not (near and joined), "they belong together"
 
 
-@given(Extents.filter(bool))
-def test_a_chunk_is_sparse_if_less_than_half_of_it_is_wanted(
-    extents: list[tuple[int, int, int]],
+@given(Extents.filter(bool), st.integers(0, 400))
+def test_a_chunk_is_sparse_if_little_of_it_is_wanted_and_its_gaps_are_wide(
+    extents: list[tuple[int, int, int]], gap: int
 ) -> None:
-    """Half of the bytes from its first to its last extent."""
+    """Less than half of the bytes from its first to its last extent, with gaps of more than half
+    of the limit on average."""
     rows = rows_of(extents)
     expected = []
     for chunk, _, _ in rows:
         own = [(start, end) for other, start, end in rows if other == chunk]
         wanted = sum(end - start for start, end in own)
-        expected.append(wanted < (own[-1][1] - own[0][0]) / 2)
+        gaps = own[-1][1] - own[0][0] - wanted
+        expected.append(gaps > wanted and gaps > (len(own) - 1) * gap / 2)
     chunks, starts, ends = np.array(rows, np.int64).T
-    assert is_sparse(chunks, starts, ends).tolist() == expected
+    assert is_sparse(chunks, starts, ends, gap).tolist() == expected

@@ -124,8 +124,9 @@ def wanted_extents(data: Dataset, entries: Positions) -> list[Extent]:
 def test_a_plan_covers_all_extents_and_only_the_allowed_gaps(
     data: Dataset, numbers: set[int], gap: int, sparse_gap: int
 ) -> None:
-    """In a chunk of which less than half of the bytes between the first and the last extent is
-    wanted, gaps above the limit for sparse chunks are left out, too."""
+    """In a sparse chunk, gaps above the limit for sparse chunks are left out, too: one of which
+    less than half of the bytes between the first and the last extent is wanted, with gaps of more
+    than half of the other limit on average."""
     entries = data.rows(*(b"n%03d" % number for number in numbers))
     plan = plan_reads(
         data.view, entries, gap_bytes=gap, span_bytes=8 << 20, sparse_gap_bytes=sparse_gap
@@ -135,9 +136,9 @@ def test_a_plan_covers_all_extents_and_only_the_allowed_gaps(
     for chunk in {chunk for chunk, _, _ in extents}:
         own = [(start, end) for other, start, end in extents if other == chunk]
         wanted = sum(end - start for start, end in own)
-        is_sparse = 2 * wanted < own[-1][1] - own[0][0]
-        most = min(gap, sparse_gap) if is_sparse else gap
         between = [start - end for (_, end), (start, _) in pairwise(own)]
+        is_sparse = sum(between) > max(wanted, len(between) * gap / 2)
+        most = min(gap, sparse_gap) if is_sparse else gap
         allowed += wanted + sum(each for each in between if each <= most)
     assert plan.bytes == sum(size for _, _, size in plan.spans) == allowed
     for chunk, start, end in extents:
@@ -167,7 +168,8 @@ def test_wide_gaps_of_sparse_chunks_are_not_read_from_a_slow_store(
 ) -> None:
     """Gaps of a chunk of which most is wanted are read from any store."""
     sparse, dense = sparse_and_dense(data)
-    reader = data.reader(data.store)
+    widest = max(after[1] - before[2] for before, after in pairwise(wanted_extents(data, sparse)))
+    reader = data.reader(data.store, ReadLimits(gap_bytes=widest))
     if store != "new":
         reader._fetcher._stored.costs.observe(100_000, 1.0 if store == "slow" else 0.0001)
     assert len(reader._plan(sparse).spans) == spans

@@ -82,9 +82,8 @@ def plan_reads(
     chunks, starts, ends = rows["chunk"], rows["offset"].copy(), rows["offset"] + rows["stored"]
     gaps: int | npt.NDArray[np.int64] = gap_bytes
     if sparse_gap_bytes is not None and len(rows):
-        gaps = np.where(
-            is_sparse(chunks, starts, ends), min(sparse_gap_bytes, gap_bytes), gap_bytes
-        )
+        sparse = is_sparse(chunks, starts, ends, gap_bytes)
+        gaps = np.where(sparse, min(sparse_gap_bytes, gap_bytes), gap_bytes)
     cuts = merge_spans(chunks, starts, ends, gap_bytes=gaps, span_bytes=span_bytes)
     firsts = np.array(cuts[:-1], np.int64)
     sizes = np.maximum.reduceat(ends, firsts) - starts[firsts] if len(rows) else firsts
