@@ -505,13 +505,21 @@ class PrefetchWorker:
         self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
-        """Hands over contents to READs that the server holds. Returns the batch without their
-        files."""
+        """Hands over contents to READs that the server holds, and pushes the rest of their files.
+        Returns the batch without these files."""
         is_held = self._push_status.mark_now(batch.entries)
         if not is_held.any():
             return batch
-        left = []
-        for at in np.flatnonzero(is_held).tolist():
+        left, rest = [], []
+        held = np.flatnonzero(is_held).tolist()
+        for at in held:
+            entry, start, content = batch.entries[at], int(batch.starts[at]), batch.contents[at]
+            ranges = self._push_status.besides_held(int(entry), start, len(content))
+            rest += [(entry, start + begin, content[begin:end]) for begin, end in ranges]
+        if rest:  # before the READs get their bytes: readers want the rest next
+            entries, starts, contents = zip(*rest, strict=True)
+            self._page_cache.store(ExtentBatch(np.array(entries), np.array(starts), contents))
+        for at in held:
             entry, start = int(batch.entries[at]), int(batch.starts[at])
             if not self._push_status.hand_over(entry, start, batch.contents[at]):
                 left.append(entry)

@@ -3,11 +3,11 @@
 The worker *pushes* files into the kernel's page cache before they are read. If a faster reader
 overtakes the worker, each next file would cost a READ request. So the server *holds* the READ of a
 file that is pushed soon for a few milliseconds, and the worker gets ahead by hundreds of files. If
-the store is slow, the READ is held until the worker hands over the contents: so a READ and a push
-make one request to the store. The worker does not push files with held READs, since it would wait
-for the page that the READ has locked. The READ of a file that it is storing now is answered at
-once. Each process writes its mark before it reads the other's, so at least one of them sees the
-other's mark.
+the store is slow, the READ is held until the worker hands over the contents, and the worker pushes
+the rest of the file: so READs and a push make one request to the store. The worker does not push a
+held READ's bytes, since it would wait for the page that the READ has locked. The READ of a file
+that it is storing now is answered at once. Each process writes its mark before it reads the
+other's, so at least one of them sees the other's mark.
 
 Layout: `_COUNT_BYTES` of counts and flags; the held READs; two bytes for each entry, the first
 written by the worker, the second by the server; room for the bytes of held READs, in *slots*; then
@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -144,22 +145,39 @@ class PushStatusMap:
         """READs are held until their contents arrive from a slow store."""
         self._slow[0] = is_slow
 
+    def besides_held(self, entry: int, start: int, size: int) -> list[tuple[int, int]]:
+        """The ranges of these bytes of a file, counted from `start`, that no READ gets by
+        `hand_over`. Nothing if no READ gets any, or if READs do not begin and end with pages."""
+        found, behind = [], 0
+        for _, begin, end in sorted(self._wanted(entry, start, size), key=itemgetter(1)):
+            if begin % mmap.PAGESIZE or (end % mmap.PAGESIZE and end < size):
+                return []
+            found.append((behind, begin))
+            behind = max(behind, end)
+        found.append((behind, size))
+        return [(begin, end) for begin, end in found if begin < end] if behind else []
+
     def hand_over(self, entry: int, start: int, content: memoryview) -> bool:
         """Gives bytes of a file, from `start` on, to the held READs of its entry that want no
-        others. Returns whether one of them has got all of them; none needs to be stored then."""
-        got_all = False
-        for slot in np.flatnonzero(self._held["entry"] == entry + 1).tolist():
-            held = self._held[slot]
-            begin = int(held["offset"]) - start
-            end = begin + int(held["size"])
-            if begin < 0 or end > len(content):
-                continue
-            at = slot * SLOT_BYTES
+        others. Returns whether there are any."""
+        wanted = self._wanted(entry, start, len(content))
+        for slot, begin, end in wanted:
+            held, at = self._held[slot], slot * SLOT_BYTES
             self._slots[at : at + end - begin] = content[begin:end]
             held["checksum"] = xxh3_64_intdigest(content[begin:end])
             held["filled"] = held["unique"]
-            got_all |= end - begin == len(content)
-        return got_all
+        return bool(wanted)
+
+    def _wanted(self, entry: int, start: int, size: int) -> list[tuple[int, int, int]]:
+        """The held READs that want only some of these bytes of a file: the slot of each, and its
+        begin and end, counted from `start`."""
+        found = []
+        for slot in np.flatnonzero(self._held["entry"] == entry + 1).tolist():
+            begin = int(self._held["offset"][slot]) - start
+            end = begin + int(self._held["size"][slot])
+            if begin >= 0 and end <= size:
+                found.append((slot, begin, end))
+        return found
 
     def end_soon(self, entries: npt.NDArray[np.int64]) -> None:
         """Removes the marks of these entries, so that the server reads for their held READs."""

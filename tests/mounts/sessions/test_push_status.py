@@ -23,6 +23,7 @@ from diesel_fs.mounts.sessions.push_status import (
     PushStatusMap,
     push_status_file,
 )
+from tests.rows import each_row
 
 
 def both_sides(entry_count: int = 1000) -> tuple[PushStatusMap, PushStatusMap]:
@@ -117,7 +118,7 @@ def test_a_held_READ_gets_its_bytes_from_the_worker() -> None:
     is_done = []
     handed = waited(held, lambda: is_done.append(worker.hand_over(5, 1_000, memoryview(content))))
     assert handed == content[500:2_500]
-    assert is_done == [False]  # the rest of the file is not in the page cache yet
+    assert is_done == [True]
 
 
 def test_a_READ_of_a_whole_file_leaves_nothing_to_store() -> None:
@@ -128,6 +129,29 @@ def test_a_READ_of_a_whole_file_leaves_nothing_to_store() -> None:
     assert worker.hand_over(5, 0, memoryview(content))
     assert waited(first) == content
     assert waited(second) is None  # it is not answered by the bytes of another file
+
+
+@each_row(
+    ("reads", "rest"),
+    [
+        ([(0, 8_192)], [(8_192, 20_000)]),
+        ([(4_096, 8_192)], [(0, 4_096), (12_288, 20_000)]),
+        ([(16_384, 3_616), (0, 4_096)], [(4_096, 16_384)]),  # up to the file's end
+        ([(0, 20_000)], []),
+        ([(100, 4_096)], []),  # in the middle of a page
+        ([], []),
+    ],
+    ids=["begin", "middle", "both ends", "whole", "part of a page", "no READ"],
+)
+def test_the_worker_pushes_what_held_READs_leave(
+    reads: list[tuple[int, int]], rest: list[tuple[int, int]]
+) -> None:
+    server, worker = both_sides()
+    worker.mark_soon(np.array([5], np.uint32))
+    for unique, read in enumerate(reads, 1):
+        hold(server, 5, HeldBytes(unique, *read))
+    assert worker.besides_held(5, 0, 20_000) == rest
+    assert worker.hand_over(5, 0, memoryview(bytes(20_000))) == bool(reads)
 
 
 @pytest.mark.parametrize(
