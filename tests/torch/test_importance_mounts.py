@@ -116,9 +116,12 @@ def test_the_mount_keeps_important_files(at: Path) -> None:
     with Control.connect(at) as control:
         for epoch in range(4):
             before = counted(control, "kept_entries")
+            pushed = counted(control, "pushed_entries")
             given = read_epoch(data, sampler, epoch, control)
             kept.append(counted(control, "kept_entries") - before)
             lengths.append(len(given))
+            pushed = counted(control, "pushed_entries") - pushed
+            assert pushed <= 1.05 * (len(given) - kept[-1]), "what is kept is not pushed again"
             sampler.update(given, torch.from_numpy(losses[given]))
         entries = sampler._files.files.entries
         is_kept = control.resident(entries)

@@ -59,9 +59,12 @@ Decision: TypeAlias = Push | Drop | Sample | Idle
 
 
 class PrefetchCounters(TypedDict):
-    """Since the start of the mount, over all versions of the dataset. `absent_entries`: pushed
-    files that the kernel did not know. `lost_entries`: pushed files that the kernel has freed.
-    `kept_entries`: files of orders that were resident already when it was their turn."""
+    """Counters since the start of the mount, over all versions of the dataset.
+
+    `absent_entries`: pushed files that the kernel did not know. `lost_entries`: pushed files that
+    the kernel has freed. `kept_entries`: files of orders that were resident already when it was
+    first their turn to be pushed.
+    """
 
     pushes: int
     pushed_entries: int

@@ -235,11 +235,13 @@ class Eviction:
             return None
         if not self.low_bytes_max:
             self._low_passed.clear()
-            return self._least_important(heap, uses, [False])
+            return self._least_important(heap, need_bytes, uses, [False])
         if heap.low_size * PAGE_BYTES <= self.low_bytes_max:
-            return self._least_important(heap, uses, [True, False])
-        low = self._first_low_passed(heap, uses)
-        return self._least_important(heap, uses, [False, True]) if low is None else low
+            return self._least_important(heap, need_bytes, uses, [True, False])
+        low = self._first_low_passed(heap, need_bytes, uses)
+        if low is None:
+            return self._least_important(heap, need_bytes, uses, [False, True])
+        return low
 
     def _search_again(self, uses: Uses) -> None:
         self._unneeded, self._found, self._behind_edge = None, NO_ENTRIES, 0
@@ -266,22 +268,27 @@ class Eviction:
     def _of_no_importance(self, entries: Entries) -> Entries:
         return entries if self.heap is None else entries[self.heap.importance(entries) == 0]
 
-    def _first_low_passed(self, heap: ImportanceHeap, uses: Uses) -> Entries | None:
-        """Entries of low importance that no reader comes to any more, in the order in which readers
-        passed them."""
+    def _first_low_passed(
+        self, heap: ImportanceHeap, need_bytes: int, uses: Uses
+    ) -> Entries | None:
+        """Some entries of low importance that no reader comes to any more, those first that readers
+        passed first; None if there are none."""
         while self._low_passed:
             piece = np.unique(self._low_passed.popleft())
             piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
             piece = piece[np.isinf(uses.next_use(piece))]
             if len(piece):
+                piece, rest = self._enough(piece, need_bytes)
+                if len(rest):
+                    self._low_passed.appendleft(rest)
                 return piece
         return None
 
     def _least_important(
-        self, heap: ImportanceHeap, uses: Uses, kinds: list[bool]
+        self, heap: ImportanceHeap, need_bytes: int, uses: Uses, kinds: list[bool]
     ) -> Entries | None:
-        """`kinds`: the order of searches among those of high importance (True) and among all
-        (False)."""
+        """Some of the least important entries; None if there are none. `kinds`: in which order
+        to search among those of high importance (True) and among all (False)."""
         needed = NO_ENTRIES
         for high in kinds:
             found = self._least[high]
@@ -296,15 +303,19 @@ class Eviction:
                 pieces *= 4
             if len(found):
                 is_costly = pieces > LEAST_LOOKED_AT or len(heap) > LEAST_KEPT_FROM
-                return self._first_piece(found, high=high, keeps_rest=is_costly)
+                return self._first_piece(found, need_bytes, high=high, keeps_rest=is_costly)
         if not len(needed):
             return None
-        return self._first_piece(needed, high=kinds[0], keeps_rest=len(heap) > LEAST_KEPT_FROM)
+        keeps_rest = len(heap) > LEAST_KEPT_FROM
+        return self._first_piece(needed, need_bytes, high=kinds[0], keeps_rest=keeps_rest)
 
-    def _first_piece(self, entries: Entries, *, high: bool, keeps_rest: bool) -> Entries:
-        """With `keeps_rest`, later calls of `_least_important` get the others. A small cache is
-        searched anew instead, since entries that come meanwhile may be much less important."""
-        piece, left = np.split(entries, [PIECE_ENTRIES])
+    def _first_piece(
+        self, entries: Entries, need_bytes: int, *, high: bool, keeps_rest: bool
+    ) -> Entries:
+        """The first of these entries that take `need_bytes`. With `keeps_rest`, later calls of
+        `_least_important` get the others. Entries that come meanwhile may be much less important,
+        so a small cache is searched anew instead."""
+        piece, left = self._enough(entries, need_bytes)
         self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece
 

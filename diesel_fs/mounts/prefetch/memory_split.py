@@ -1,18 +1,14 @@
-"""Divides the memory between entries of high and of low importance, as iCache does (HPCA 2023).
+"""Takes over the importance of entries, and divides the memory by it, as iCache does (HPCA 2023).
 
 Programs may report how important each entry is: how likely it is that the next epoch reads it
-again. The least important unclaimed entries are dropped first (`eviction.py`). With
-`keeps_important` (`--evict importance`), streams do not claim the whole memory ahead of their
-readers, because that would drop the important entries of the next epoch. The memory then has two
-parts. Their sizes are proportional to how often readers access entries of high and of low
-importance (section III-A, the sizes of H-cache and L-cache):
+again. The least important unclaimed entries are dropped first (`eviction.py`), and only for files
+that a reader comes to soon: the memory keeps the most important entries (iCache's H-cache).
 
-- The first part keeps the most important entries that were read.
-- Streams share a sixteenth of the second part ahead of their readers. The rest keeps the entries of
-  low importance that were read last, if a sampler accepts such entries in place of others that
-  would have to be loaded. Otherwise the rest belongs to the first part.
-
-iCache's packages of entries of low importance are chunks here (`orders/importance.py`).
+A sampler may accept resident entries of low importance in place of others that would have to be
+loaded. With `keeps_important` (`--evict importance`) the memory then has two parts. Their sizes are
+proportional to how often readers access entries of high and of low importance (section III-A). The
+second part (the L-cache) keeps the entries of low importance that were read last. iCache's packages
+of such entries are chunks here (`orders/importance.py`).
 """
 
 from dataclasses import dataclass
@@ -28,9 +24,6 @@ HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
 """Before any access is counted, nine in ten are assumed to be to important entries, as in iCache
 (section V-A): the counts begin with 9 * ACCESSES_MIN and ACCESSES_MIN. They are halved when their
 sum exceeds ACCESSES_MAX, so that older accesses count less."""
-AHEAD_PART_MIN, AHEAD_PART_STEP = 1 / 16, 1 / 64
-"""The part of the memory that is not for entries of high importance is at least AHEAD_PART_MIN. It
-changes only by more than a step, because each change may have units cut anew."""
 
 
 @dataclass(slots=True)
@@ -49,7 +42,7 @@ class AccessCounts:
 
     def low_part(self) -> float:
         """The part of the memory (0 to 1) that is not for entries of high importance."""
-        return max(self.low / (self.high + self.low), AHEAD_PART_MIN)
+        return self.low / (self.high + self.low)
 
 
 class Importances:
@@ -61,6 +54,7 @@ class Importances:
         self._memory = memory
         self._divides = divides
         self._counts = AccessCounts()
+        self._has_substitutes = False
         self._valued = 0  # `heap.changes` at the last `take_chunk_values`
 
     def set(
@@ -84,10 +78,8 @@ class Importances:
         jobs = self._memory.resident_set.eviction.set_importances(
             self._columns.checked(entries), values, more=more, job=job, benefit=benefit
         )
-        self._memory.has_substitutes = substitutes
-        self._memory.shares_changed()
-        if self._divides and self._memory.ahead_part == 1:
-            self._divide()
+        self._has_substitutes = substitutes
+        self._divide()
         return jobs
 
     def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
@@ -117,7 +109,6 @@ class Importances:
         self._divide()
 
     def _divide(self) -> None:
-        part = self._counts.low_part()
-        if abs(part - self._memory.ahead_part) > AHEAD_PART_STEP:
-            self._memory.ahead_part = part
-            self._memory.shares_changed()
+        part = self._counts.low_part() if self._divides and self._has_substitutes else 0.0
+        low_bytes_max = int(self._memory.contents_bytes() * part)
+        self._memory.resident_set.eviction.low_bytes_max = low_bytes_max

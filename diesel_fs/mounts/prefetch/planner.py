@@ -345,11 +345,8 @@ class PrefetchPlanner:
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
-                has_enough = self.memory.ahead_part < 1 and not unit.is_urgent
-                has_enough = has_enough and not tracker.units.has_share_left()
-                # Nothing is dropped for a stream that is tentative, still, or has used up its share
-                # of the part for reading ahead
-                if tracker.reader.tentative or still or has_enough:
+                # A tentative or still stream is passed over, and not given room by drops.
+                if tracker.reader.tentative or still:
                     without_room.add(tracker.name)
                     continue
                 if markers:  # report these first; the next decision makes room
@@ -357,8 +354,7 @@ class PrefetchPlanner:
                 if may_wait:  # room is made only for the stream that needs it soonest
                     may_wait = False
                     continue
-                # If important entries are kept, the stream's share is small already
-                is_soon = self.memory.ahead_part < 1 or tracker.comes_soon(unit)
+                is_soon = tracker.comes_soon(unit)
                 drop = self._room.make(
                     tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s,
                     spares_needed=not is_soon,
@@ -380,9 +376,11 @@ class PrefetchPlanner:
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
-        """Returns the markers that the worker has to watch."""
-        tracker.units.claim(unit)
+        """Claim a unit. Returns the markers that the worker has to watch."""
+        # Claims that were given up do not count again: their files may have been pushed before.
         kept = self.resident_set.resident[unit.entries]
+        kept &= ~unit.state.was_claimed[unit.positions]
+        tracker.units.claim(unit)
         self._counters["kept_entries"] += int(np.count_nonzero(kept))
         self.resident_set.claim(unit.entries)
         name = tracker.name

@@ -64,6 +64,49 @@ def test_MIN_keeps_what_is_used_soonest() -> None:
     assert least_fetches([[1, 2, 3], [3, 2, 1]], 3) == [3, 0]
 
 
+# Orders that become known when they begin, of important files (iCache)
+
+
+def drawn_by_importance(part: float) -> list[tuple[int, int, int]]:
+    """Read epochs of half of all files; the more important a file is, the likelier it is drawn.
+    Returns for each epoch after the first of them: how many files were drawn, how many of these
+    are among the most important that memory has room for, and how many were fetched."""
+    rng = np.random.default_rng(1)
+    importance = (rng.permutation(FILES) / FILES).astype(np.float32)
+    everything = np.arange(FILES)
+    best = np.argsort(-importance)[: int(part * FILES)]
+    machine = Machine(make_planner(FILES, part), FILES)
+    planner, found = machine.planner, []
+    for epoch in range(4):
+        order = rng.permutation(everything[rng.random(FILES) < (importance if epoch else 1)])
+        before = machine.pushed + machine.misses["a"], planner.stats()["kept_entries"]
+        if epoch:
+            planner.importances.set(everything, importance)
+        planner.streams.announce(stream("a", order.tolist(), lag=2 * BATCH), machine.now_s)
+        for at in range(0, len(order), BATCH):
+            machine.run_until_idle()
+            for entry in order[at : at + BATCH].tolist():
+                machine.open_and_read("a", entry)
+            machine.now_s += BATCH * TICK_S / 5
+            if at + BATCH < len(order):
+                planner.streams.progress("a", at + BATCH, machine.now_s)
+        fetched = machine.pushed + machine.misses["a"] - before[0]
+        kept = planner.stats()["kept_entries"] - before[1]
+        assert fetched <= 1.01 * (len(order) - kept)
+        if epoch > 1:
+            found.append((len(order), int(np.isin(best, order).sum()), fetched))
+    return found
+
+
+@each_row(("part", "least"), [(0.1, 0.7), (0.25, 0.88), (0.5, 0.96)])
+def test_an_epoch_fetches_hardly_more_than_the_files_that_are_not_important(
+    part: float, least: float
+) -> None:
+    """Files ahead of the reader take a small part of the memory, except of a tiny one."""
+    for drawn, important, fetched in drawn_by_importance(part):
+        assert drawn - fetched >= least * important, (drawn, important, fetched)
+
+
 class Training:
     """A program that reads epochs with several workers, and announces each next epoch during the
     one before. With `reports`, its loop reports each batch that it has got."""

@@ -115,6 +115,20 @@ def test_urgent_units_are_parts_of_later_ones() -> None:
     assert small.units.urgent(1.0) is None
 
 
+def test_a_unit_that_has_the_next_files_is_not_made_urgent() -> None:
+    """In a random order, a mixed unit has the next files anyway, and later ones are read ahead."""
+    pages = URGENT_BYTES_MIN // PAGE_BYTES
+    columns = Columns(np.arange(2_048, dtype=np.int32) % 64, np.full(2_048, pages, np.uint32), 64)
+    epoch = Epoch(0, np.array(shuffled(1, 2_048), np.uint32))
+    tracker = StreamTracker.of(columns, Stream("a", (epoch,)), 0.0)
+    share_bytes = 512 * URGENT_BYTES_MIN
+    tracker.give_share(share_bytes)
+    for _ in range(2):
+        tracker.units.frontier(share_bytes)
+        assert tracker.units.urgent(1.0) is None
+        tracker.units.claim(tracker.units.peek())
+
+
 def test_late_pushes_correct_the_predicted_costs() -> None:
     lateness = Lateness()
     costs = np.array([[0.1, 0.5, 100.0]])

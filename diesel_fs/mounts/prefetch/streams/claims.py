@@ -52,8 +52,9 @@ class Claims:
     def claim(
         self, state: StreamEpoch, positions: Positions, markers: Sequence[tuple[int, int]]
     ) -> None:
-        """`markers` among the positions, as position in the stream and entry, need watches."""
-        state.claimed[positions] = True
+        """Claim positions of an epoch. `markers` are the markers among them, as position in the
+        stream and entry; they need watches."""
+        state.claimed[positions] = state.was_claimed[positions] = True
         self.watched.add(markers)
 
     def entries(self, position: int, count: int) -> Entries:

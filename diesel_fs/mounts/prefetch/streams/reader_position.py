@@ -52,8 +52,9 @@ LAST_READS_S = 10.0
 """The same for a reader that has opened the last file of its order; files before that may
 follow."""
 
-STALE_S = 0.25
-"""Opens reach the planner at once, reports of the reader's program within this time."""
+STALE_S = 0.5
+"""Opens reach the planner at once, reports of the reader's program within this time: it sends one
+each 0.1 s, and the worker looks for them each 0.2 s while it waits for a store."""
 
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this time, because events come in bursts."""

@@ -25,7 +25,8 @@ class StreamEpoch:
     epoch: Epoch
     base: int  # the stream's position of the first file
     claimed: npt.NDArray[np.bool_] = field(init=False)  # by position (`claims.py`)
-    markers: Markers = field(init=False)
+    was_claimed: npt.NDArray[np.bool_] = field(init=False)  # now or before, by position
+    markers: Markers = field(init=False)  # and which of them were opened
     queue: UnitQueue | None = None
     """The units of the positions that were unclaimed when they were cut; None: still to be cut."""
     _index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
@@ -33,6 +34,7 @@ class StreamEpoch:
 
     def __post_init__(self) -> None:
         self.claimed = np.zeros(len(self.epoch), np.bool_)
+        self.was_claimed = np.zeros(len(self.epoch), np.bool_)
         self.markers = Markers(len(self.epoch))
 
     @property
@@ -208,6 +210,7 @@ class StreamOrder:
     def _put(self, state: StreamEpoch, epoch: Epoch, unchanged: int) -> None:
         new = StreamEpoch(epoch, state.base)
         new.claimed[:unchanged] = state.claimed[:unchanged]
+        new.was_claimed[:unchanged] = state.was_claimed[:unchanged]
         new.markers.keep(state.markers, unchanged)
         index = self.epochs.index(state)
         self.epochs[index] = new

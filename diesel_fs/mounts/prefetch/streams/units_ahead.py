@@ -103,15 +103,22 @@ class UnitsAhead:
         return _unit(state, positions, once=queue.units.once)
 
     def urgent(self, ahead_s: float) -> NextUnit | None:
-        """The next unclaimed files in the reader's order, at most 256, that it comes to within
-        `ahead_s` seconds (or within 512 files); None if there are none, or if they are small."""
-        state = self.order.epochs[self.order.frontier_index]
+        """The next unclaimed files in the reader's order, at most 256, among those to which it
+        comes within `ahead_s` seconds (among 512 at least); None if there are none, if they are
+        small, or if the unit at the frontier has them anyway. Call this after `frontier` has
+        returned a position."""
+        state, queue = self._at_frontier()
         ahead = max(int(self.reader.rate * ahead_s), 2 * MIXED_ENTRIES)
         ahead = min(ahead, self.order.capacity // URGENT_DIVISOR)
         start = max(self._read_up_to() - state.base, 0)
         end = max(self.reader.high + ahead - state.base, start)
         positions = np.flatnonzero(~state.claimed[start:end])[:MIXED_ENTRIES].astype(np.int32)
         positions += start
+        planned = queue.units.positions(queue.next)
+        planned = planned[~state.claimed[planned]]
+        both = min(len(planned), len(positions))
+        if np.array_equal(planned[:both], positions[:both]):
+            return None
         entries = state.epoch.entries[positions]
         least_bytes = max(URGENT_BYTES_MIN * len(entries), 1)
         if self.order.columns.bytes_of(entries) < least_bytes:
