@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -37,8 +38,8 @@ from diesel_fs.orders.plan import Epoch, Stream
 from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
-from ..report import Row, at_least, at_most, no_less_than, no_more_than
-from ..samples import OURS, Samples, progress
+from ..report import Row, at_most, no_less_than, no_more_than
+from ..samples import OURS, Samples, alternate, progress
 from ..store import SlowStore, slow_store
 from ..workbench import Workbench
 from .accuracy import (
@@ -80,6 +81,19 @@ COUNTED = 4
 JOB_WIDTHS, JOB_BENEFITS, JOB_ROUNDS = (32, 8), (3.0, 2.0), 3
 SENDING = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
 """The jobs, of two, that send their importances to the mount."""
+
+BASE, H_CACHE = "full order, LRU", "and H-cache"
+ABLATION = {
+    BASE: (("announced", "plan"), 1.0),
+    "importance sampling, LRU": (("sampled", "plan"), 1.4),
+    H_CACHE: (("importance", "importance"), 1.7),
+    "and L-cache": (("substitute", "importance"), 2.3),
+}
+"""The way and the `--evict` of each side, and how many times as fast as the base it is in iCache's
+figure 10."""
+REQUESTS_OVER = "requests over samples that were not kept"
+BYTES_OVER = "bytes over those of samples that were not kept"
+EPOCHS_COUNTED = 3
 
 _PROGRAM = Path(__file__).parent / "importance_program.py"
 
@@ -386,7 +400,7 @@ def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
         for _ in range(JOB_ROUNDS):
             for name, senders in SENDING.items():
                 with _mounted(bench, shape, slow, "--evict", "importance") as start:
-                    started = [start(("importance", str(SHARE), str(1 + job)), {
+                    started = [start(("importance", str(1 + job)), {
                         "SLURM_JOB_ID": str(1 + job),
                         # A process that is not the first on its node sends nothing.
                         "LOCAL_RANK": str(int(job not in senders)),
@@ -410,10 +424,14 @@ class _Trained(TypedDict):
     kept: float
     substituted: int
     benefit: float
+    requests: float  # to the store, of the last epochs in the mean
+    bytes: float
+    requests_over_missed: float  # over the samples that the mount has not kept
+    bytes_over_missed: float
 
 
 _Start = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[str]"]
-"""Starts a training with these words and environment variables."""
+"""Starts a training with a way, perhaps the number of a job, and environment variables."""
 
 
 @contextmanager
@@ -433,7 +451,9 @@ def _mounted(bench: Workbench, shape: Shape, slow: SlowStore, *options: str) -> 
         dlcmd, at = slow.user(scratch), scratch / "mount"
 
         def start(words: Sequence[str], variables: Mapping[str, str]) -> "subprocess.Popen[str]":
-            command = [sys.executable, "-P", str(_PROGRAM), str(at), *words]
+            way, *job = words
+            counts = f"{slow.store.endpoint}/counts"
+            command = [sys.executable, "-P", str(_PROGRAM), str(at), way, str(SHARE), counts, *job]
             environment = dlcmd.environment | {**variables}
             return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -454,35 +474,43 @@ def _result_of(training: "subprocess.Popen[str]") -> _Trained:
 
 
 def epochs(bench: Workbench) -> list[Row]:
-    """Train on a mount: in full order and by importance. In full order, the mount reads ahead of
-    the loop, so it takes no longer than with a cache that evicts the least recently read files."""
-    sides: dict[str, list[str]] = {
-        FULL: ["announced", "--evict", "plan"],
-        OURS: ["importance", "--evict", "importance"],
-        "ours, substitutes": ["substitute", "--evict", "importance"],
-    }
-    rates: dict[str, Samples] = {}
-    notes: dict[str, str] = {}
+    """The ablation of figure 10 on a mount: base, importance sampling, H-cache and L-cache. No
+    epoch is known before it begins. Without importances, the files that were read first leave
+    first, as by LRU."""
     with _stored_slowly(bench) as (shape, slow):
-        for side, (way, *options) in sides.items():
-            before = slow.store.counts()
-            with _mounted(bench, shape, slow, *options) as start:
-                result = _result_of(start((way, str(SHARE)), {}))
-            read = slow.store.counts() - before
-            seconds = statistics.mean(result["seconds"][2:])
-            rates[side] = Samples((1 / seconds,))
-            notes[side] = (
-                f"{read.bytes / shape.bytes:.2f} times the dataset, {read.requests:,} requests in"
-                f" {len(result['seconds'])} epochs; kept {result['kept']:.3f} of the last epochs'"
-                f" samples, {result['substituted']} substituted"
-            )
-            progress(f"{side}: {seconds:.2f} s an epoch; {notes[side]}")
-    name = f"epochs of {shape.name}, cache for {CACHES[0]:.0%}, by importance"
-    rows, ours = [], rates.pop(OURS)
-    for side, theirs in rates.items():
-        target = at_least(FASTER_MIN) if side == FULL else None
-        note = f"{notes[OURS]}; {side}: {notes[side]}"
-        rows.append(Row(name, "epochs/s", ours, side, theirs, target, note))
+
+        def run(way: str, evict: str) -> dict[str, float]:
+            with _mounted(bench, shape, slow, "--evict", evict) as start:
+                result = _result_of(start((way,), {}))
+            return {
+                "s an epoch": statistics.mean(result["seconds"][-EPOCHS_COUNTED:]),
+                "requests": result["requests"], "MB": result["bytes"] / 1e6,
+                "kept": result["kept"], "substituted": result["substituted"],
+                REQUESTS_OVER: result["requests_over_missed"],
+                BYTES_OVER: result["bytes_over_missed"],
+            }  # fmt: skip
+
+        sides = {side: partial(run, *words) for side, (words, _) in ABLATION.items()}
+        rounds = alternate(min(bench.rounds, JOB_ROUNDS), sides)
+    rows = []
+    begin = f"epochs of {shape.name}, cache for {CACHES[0]:.0%}"
+    for side, (_, faster) in ABLATION.items():
+        name = f"{begin}, {side}"
+        kept, replaced = (rounds.of(side, each) for each in ("kept", "substituted"))
+        assert isinstance(kept, Samples)
+        assert isinstance(replaced, Samples)
+        note = f"kept {kept.median:.3f} of the samples, {replaced.median:.0f} substituted"
+        if side != BASE:
+            target = at_most(1 / faster)
+            for unit in ("s an epoch", "requests", "MB"):
+                is_timed = unit == "s an epoch"
+                rows.append(Row(
+                    name, unit, rounds.of(side, unit), BASE, rounds.of(BASE, unit),
+                    target if is_timed else None, f"iCache: {faster} times as fast; {note}",
+                ))  # fmt: skip
+    for unit, most in ((REQUESTS_OVER, 1.05), (BYTES_OVER, 1.1)):
+        ours = rounds.of(H_CACHE, unit)
+        rows.append(no_more_than(f"{begin}, {H_CACHE}, {unit}", "times", ours, most))
     return rows
 
 

@@ -1,8 +1,11 @@
 """A training script without a model, for `importance.py`: reads all files of a mount in six
 epochs, as fast as its loader gives them.
 
-    python importance_program.py MOUNT WAY SHARE [JOB]   WAY: announced, importance, substitute
+    python importance_program.py MOUNT WAY SHARE COUNTS [JOB]
     python importance_program.py overhead SAMPLES
+
+WAY: announced (the full order), sampled (the mount gets no importances), importance, substitute.
+COUNTS: the URL of the store's counts (`tests/bench/store.py`).
 
 Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
 A JOB is a number: the losses of each are another multiple of the same ones, as those of different
@@ -14,8 +17,10 @@ import json
 import os
 import sys
 import time
+import urllib.request
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -48,17 +53,25 @@ class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
             return len(file.read())
 
 
-def kept_entries(mount: str) -> int:
-    """The number of entries that the mount has kept for readers until now."""
+def counted(mount: str, store: str) -> npt.NDArray[np.int64]:
+    """Until now: requests and bytes of the store, and entries that the mount kept for readers."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(store) as answer:
+        counts = json.load(answer)
     with Control.connect(mount) as control:
         residency = control.stats()["residency"]
     assert isinstance(residency, dict)
-    kept = residency["kept_entries"]
-    assert isinstance(kept, int)
-    return kept
+    return np.array([counts["requests"], counts["bytes"], residency["kept_entries"]])
 
 
-def train(mount: str, way: str, share: float, job: int = 0) -> None:
+class Untold(ImportanceSampler):
+    """Tells the mount nothing about importance."""
+
+    def _send_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
+        pass
+
+
+def train(mount: str, way: str, share: float, store: str, job: int = 0) -> None:
     data = Files(mount)
     count = len(data)
     rng = np.random.default_rng(1)
@@ -67,8 +80,9 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
         rng = np.random.default_rng((1, job))
         losses *= rng.lognormal(0, JOBS_DIFFER, count).astype(np.float32)
     sampler: ImportanceSampler | None = None
-    if way in ("importance", "substitute"):
-        sampler = ImportanceSampler(data, share=share, substitute=way == "substitute", seed=1 + job)
+    if way != "announced":
+        kind = Untold if way == "sampled" else ImportanceSampler
+        sampler = kind(data, share=share, substitute=way == "substitute", seed=1 + job)
     diesel_fs.torch.join(ahead=0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(
@@ -76,27 +90,36 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
         sampler=sampler if sampler is not None else RandomSampler(data, generator=generator),
     )  # fmt: skip
     seconds: list[float] = []
-    read = kept = replaced = 0
+    read = size = replaced = 0
+    counts = np.zeros(3, np.int64)
     sizes: torch.Tensor
     for epoch in range(EPOCHS):
-        before = kept_entries(mount)
+        before = counted(mount, store)
         begun_s = time.monotonic()
         if sampler is not None:
             sampler.set_epoch(epoch)
-            got = 0
+            lengths = []
             for indices, sizes in sampler.enumerate(loader):
                 sampler.update(indices, torch.from_numpy(losses[indices]))
-                got += len(sizes)
+                lengths.append(sizes)
             replaced += sampler.substituted
         else:
-            got = sum(len(sizes) for sizes in loader)
+            lengths = list(loader)
         seconds.append(time.monotonic() - begun_s)
         if epoch >= EPOCHS - COUNTED:
-            read += got
-            kept += kept_entries(mount) - before
+            got = torch.cat(lengths)
+            read, size = read + len(got), size + int(got.sum())
+            counts += counted(mount, store) - before
         losses *= rng.lognormal(-0.05, CHANGE, count).astype(np.float32)
-    figures = {"seconds": seconds, "kept": kept / read, "substituted": replaced}
-    print(json.dumps({**figures, "benefit": 1.0 if sampler is None else sampler.benefit}))
+    requests, fetched, kept = counts.tolist()
+    figures = {
+        "seconds": seconds, "kept": kept / read, "substituted": replaced,
+        "requests": requests / COUNTED, "bytes": fetched / COUNTED,
+        "requests_over_missed": requests / max(read - kept, 1),
+        "bytes_over_missed": fetched / max(size * (1 - kept / read), 1),
+        "benefit": 1.0 if sampler is None else sampler.benefit,
+    }  # fmt: skip
+    print(json.dumps(figures))
 
 
 def overhead(count: int) -> None:
@@ -133,7 +156,7 @@ def main(*words: str) -> None:
     if words[0] == "overhead":
         overhead(int(words[1]))
     else:
-        train(words[0], words[1], float(words[2]), *map(int, words[3:]))
+        train(words[0], words[1], float(words[2]), words[3], *map(int, words[4:]))
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
         some = [row for row in rows if row["name"].startswith(f"samples of {what} in memory")]
         assert len(some) == 5 * caches
         assert all(0 <= row["ours"] <= 1 for row in some if row["unit"] == "of 1")
-    assert sum(name.startswith("epochs of") for name in names) == 2
+    assert sum(name.startswith("epochs of") for name in names) == 3 * 3 + 2
     assert sum(name.startswith("importance of") for name in names) == 5
     assert sum(name.startswith("two jobs") for name in names) == 2 + 2
-    assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 2 + 5
+    assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 11 + 5
 
 
 @each_row("made", [small_images.made_images, small_images.made_long_tail])
